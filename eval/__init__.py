@@ -1,0 +1,1 @@
+"""Benchmarks and tools around StruPrune; nothing in the package imports them."""

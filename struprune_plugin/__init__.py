@@ -1,0 +1,18 @@
+"""StruPrune: structured pruning of large language models, as a plugin for llm-compressor.
+
+Importing this package registers its modifiers with the host and its model types with transformers.
+"""
+
+from llmcompressor.modifiers.factory import ModifierFactory
+
+from struprune_plugin.entrypoint import oneshot
+from struprune_plugin.export import read_manifest, register_auto_classes
+from struprune_plugin.modifiers import SparsityAllocatorModifier, StruPruneModifier
+
+__version__ = "0.1.0"
+__all__ = ["SparsityAllocatorModifier", "StruPruneModifier", "oneshot", "read_manifest"]
+
+ModifierFactory.register("StruPruneModifier", StruPruneModifier)
+ModifierFactory.register("StructPruneModifier", StruPruneModifier)
+ModifierFactory.register("SparsityAllocatorModifier", SparsityAllocatorModifier)
+register_auto_classes()

@@ -1,0 +1,254 @@
+"""Turn scores, costs and a budget into the number of units that every group keeps (method.md sections 1 and 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_SPARSITY = 0.95  # paper, Algorithms 2 and 3: the clip of a module's sparsity
+
+
+@dataclass(frozen=True)
+class GroupSize:
+    """What allocation needs to know of one group of coupled units.
+
+    :param name: as in messages
+    :param kind: groups of one kind (attention, FFN) are allocated together
+    :param num_units: units before pruning
+    :param unit_cost: parameters that one unit frees
+    :param step: kept counts are whole multiples of this many units
+    """
+
+    name: str
+    kind: str
+    num_units: int
+    unit_cost: int
+    step: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_units * self.unit_cost
+
+    @property
+    def max_removable(self) -> int:
+        """Parameters freed when a single step of units is left."""
+        return (self.num_units - min(self.step, self.num_units)) * self.unit_cost
+
+
+def find_group_sparsity(groups: Sequence[GroupSize], num_prunable: int, sparsity: float) -> float:
+    """Return the sparsity that the groups need on average so that ``sparsity`` of all prunable parameters goes.
+
+    Groups may hold less than all prunable parameters: ``vo`` leaves Q and K, ``none`` leaves all of attention.
+
+    :param num_prunable: parameters of all linears of the decoder layers
+    :param sparsity: asked fraction of those to remove, in [0, 1)
+    :return: fraction of the groups' own parameters, in [0, 1)
+    :raises ValueError: the groups are too small for that; the message says what they can reach
+    """
+    removable = sum(group.max_removable for group in groups)
+    asked = sparsity * num_prunable
+    if asked > removable:
+        raise ValueError(
+            f"sparsity={sparsity}: the chosen units must hold at least the {asked:,.0f} parameters to remove, got "
+            f"{removable:,} removable of {num_prunable:,} (one unit or one multiple stays in every module). "
+            f"Lower sparsity to at most {math.floor(1000 * removable / num_prunable) / 1000} or prune more kinds of units."
+        )
+    return asked / sum(group.num_parameters for group in groups)
+
+
+def allocate_softmax(
+    importance: Tensor,
+    sizes: Tensor,
+    sparsity: float,
+    temperature: float,
+    max_sparsity: float = MAX_SPARSITY,
+    as_printed: bool = False,
+) -> Tensor:
+    """Allocate by ``w = softmax(-I / T)``, ``r_l = r L w_l``, clipped to [0, max_sparsity], mean r.
+
+    Source: paper, Algorithm 2, step 2; T relative to std(I) (R8).
+    Differs from the source: what the clip takes is spread over the unclipped layers until the budget holds (R6), and
+    layers count by their parameters; ``as_printed`` takes plain means, skips the rescaling as soon as one layer is
+    clipped, and so misses the budget.
+
+    :param importance: of one module kind, shape [layers]
+    :param sizes: parameters of each module, shape [layers]
+    :param sparsity: mean sparsity, in [0, 1)
+    :param temperature: relative, above 0
+    :return: sparsity of every layer, shape [layers], float64
+    """
+    weights = _softmin(importance, temperature)
+    if not as_printed:
+        return spread_sparsity(weights, sizes, sparsity, max_sparsity)
+    shares = (sparsity * len(weights) * weights).clamp(0, max_sparsity)
+    if (shares < max_sparsity).all():
+        shares = (shares * sparsity / shares.mean().clamp(min=1e-300)).clamp(0, max_sparsity)
+    return shares
+
+
+def allocate_softmax_inverse(
+    importance: Tensor,
+    sizes: Tensor,
+    sparsity: float,
+    temperature: float,
+    max_sparsity: float = MAX_SPARSITY,
+    as_printed: bool = False,
+) -> Tensor:
+    """Allocate one module kind after Algorithm 3.
+
+    Source: paper, Algorithm 3, step 2; T relative to std(I) (R8), under which a common factor of I (rho) cancels.
+    Differs from the source: ``r_l`` is proportional to w_l, so that layers of low (decayed) importance lose more, as
+    the paper's text says (R7), with the budget kept by spreading (R6); ``as_printed`` keeps ``1 - w_l`` and the clip.
+
+    Parameters and return value as in :func:`allocate_softmax`.
+    """
+    weights = _softmin(importance, temperature)
+    if not as_printed:
+        return spread_sparsity(weights, sizes, sparsity, max_sparsity)
+    complement = 1 - weights if len(weights) > 1 else weights
+    return (sparsity * len(weights) * complement / complement.sum()).clamp(0, max_sparsity)
+
+
+RULES = {"softmax": allocate_softmax, "softmax_inverse": allocate_softmax_inverse}
+
+
+def _softmin(importance: Tensor, temperature: float) -> Tensor:
+    importance = importance.double()
+    spread = importance.std(correction=0)
+    if not spread > 1e-12 * importance.abs().max():  # constant importance: uniform (R8)
+        return torch.full_like(importance, 1 / len(importance))
+    return torch.softmax(-importance / (temperature * spread), dim=0)
+
+
+def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsity: float = MAX_SPARSITY) -> Tensor:
+    """Return ``min(s * weights, max_sparsity)`` with the scale s that removes ``sparsity`` of all (water-filling, R6).
+
+    :param weights: above 0, shape [layers]
+    :param sizes: parameters of each module, shape [layers]
+    :param sparsity: wanted mean over parameters, at most max_sparsity
+    :return: shape [layers], float64
+    :raises ValueError: ``sparsity`` exceeds ``max_sparsity``
+    """
+    if sparsity > max_sparsity:
+        raise ValueError(
+            f"sparsity: the mean over these {len(weights)} modules must be at most max_sparsity={max_sparsity}, "
+            f"got {sparsity:.4g}. Lower sparsity, raise max_sparsity or prune more kinds of units."
+        )
+    weights, sizes = weights.double().clamp(min=1e-12), sizes.double()
+    full = torch.zeros_like(weights, dtype=torch.bool)
+    while True:
+        left = sparsity * sizes.sum() - max_sparsity * sizes[full].sum()
+        rest = weights.masked_fill(full, 0)
+        shares = torch.where(full, max_sparsity, rest * left / (rest * sizes).sum().clamp(min=1e-300))
+        over = (shares > max_sparsity) & ~full
+        if not over.any():
+            return shares
+        full |= over
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One temperature of a search.
+
+    :param loss: reconstruction error summed over all groups, read off their error curves
+    """
+
+    temperature: float
+    kept: tuple[int, ...]
+    loss: float
+
+
+def search_temperature(
+    groups: Sequence[GroupSize],
+    importance: Sequence[float],
+    curves: Sequence[Tensor],
+    sparsity: float,
+    temperatures: Sequence[float],
+    rule: Callable[..., Tensor],
+    max_sparsity: float = MAX_SPARSITY,
+    as_printed: bool = False,
+) -> tuple[Candidate, list[Candidate]]:
+    """Allocate at every temperature, each module kind apart, and return the candidate of least error, and all.
+
+    Source: paper, Algorithms 2 and 3, the outer loop and step 5, the losses read off the moments (R9).
+
+    :param curves: error with k = 0 ... num_units units kept, one a group, shape [num_units + 1]
+    :param sparsity: of the groups' own parameters, from :func:`find_group_sparsity`
+    :param rule: :func:`allocate_softmax` or :func:`allocate_softmax_inverse`
+    """
+    candidates = []
+    for temperature in temperatures:
+        shares = [0.0] * len(groups)
+        for kind in {group.kind for group in groups}:
+            members = [i for i, group in enumerate(groups) if group.kind == kind]
+            allocated = rule(
+                torch.tensor([importance[i] for i in members], dtype=torch.float64),
+                torch.tensor([groups[i].num_parameters for i in members]),
+                sparsity,
+                temperature,
+                max_sparsity,
+                as_printed,
+            )
+            for i, share in zip(members, allocated.tolist(), strict=True):
+                shares[i] = share
+        kept = round_kept_counts(groups, shares)
+        loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
+        candidates.append(Candidate(temperature, tuple(kept), loss))
+    return min(candidates, key=lambda candidate: candidate.loss), candidates
+
+
+def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) -> list[int]:
+    """Round sparsities to kept counts by largest remainder, so that the total of parameters is exact.
+
+    Kinds are rounded from the coarsest step to the finest (heads before channels), and what one kind kept too much or
+    too little is carried into the next, so that the total misses by less than one step of the finest kind, unless
+    a bound (at least one step, at most all units) forbids it. Ties keep the earlier layer larger. A group whose
+    sparsity is 0 keeps every unit, whatever the step.
+
+    :param groups: in layer order
+    :param sparsity: of each group, in [0, 1)
+    :return: kept units of each group, a multiple of its step
+    """
+    kept = [group.num_units for group in groups]
+    carry = 0.0  # parameters kept beyond the ideal so far
+    kinds = {group.kind: max(g.step * g.unit_cost for g in groups if g.kind == group.kind) for group in groups}
+    for kind in sorted(kinds, key=lambda name: -kinds[name]):
+        members = [i for i, group in enumerate(groups) if group.kind == kind and sparsity[i] > 0]
+        if members:
+            ideal = {i: (1 - sparsity[i]) * groups[i].num_units for i in members}
+            carry = _round_kind(groups, members, ideal, kept, carry)
+    return kept
+
+
+def _round_kind(
+    groups: Sequence[GroupSize], members: list[int], ideal: dict[int, float], kept: list[int], carry: float
+) -> float:
+    """Round the members of one kind in place; return the parameters kept beyond the ideal."""
+    wanted = sum(ideal[i] * groups[i].unit_cost for i in members) - carry
+    steps = {i: groups[i].step for i in members}
+    most = {i: max(groups[i].num_units // steps[i], 1) for i in members}
+    count = {i: min(max(math.floor(ideal[i] / steps[i] + 1e-9), 1), most[i]) for i in members}
+
+    def size(i: int) -> int:
+        return steps[i] * groups[i].unit_cost
+
+    def missing() -> float:
+        return wanted - sum(count[i] * size(i) for i in members)
+
+    def distance(i: int) -> float:
+        return ideal[i] / steps[i] - count[i]
+
+    while True:
+        gap = missing()
+        direction = 1 if gap > 0 else -1
+        movable = [i for i in members if 1 <= count[i] + direction <= most[i] and 2 * abs(gap) > size(i)]
+        if not movable:
+            break
+        count[max(movable, key=lambda i: (round(direction * distance(i), 9), -direction * i))] += direction
+    for i in members:
+        kept[i] = min(count[i] * steps[i], groups[i].num_units)
+    return -missing()

@@ -1,0 +1,263 @@
+"""``struprune``: prune, eval and inspect from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from loguru import logger
+from transformers import AutoTokenizer, set_seed
+
+from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
+from struprune_plugin.entrypoint import check_checkpoint, check_output, load_recipe, oneshot
+from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
+from struprune_plugin.export import read_manifest
+from struprune_plugin.report import (
+    format_bytes,
+    format_table,
+    measure_weight_bytes,
+    summarize_layers,
+    summarize_manifest,
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0 when the whole job is done, 2 for bad input."""
+    args = _make_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except ValueError as error:
+        print(f"struprune: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="struprune",
+        description="Structured pruning of large language models: physically smaller, layer by layer.",
+        epilog="Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), 1 otherwise.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    prune = commands.add_parser(
+        "prune",
+        help="prune a model with a recipe and write a folder that loads",
+        description="Prune MODEL as the recipe says, and write a folder that transformers and lm-eval load.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    prune.add_argument("model", metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")
+    prune.add_argument("--recipe", required=True, metavar="R", help="a recipe, e.g. recipes/struprune_opt.yaml")
+    prune.add_argument("--output", required=True, metavar="OUT", type=Path, help="folder to write; whole or not at all")
+    data = prune.add_argument_group("calibration text")
+    data.add_argument(
+        "--data",
+        metavar="SRC",
+        help="FILE.jsonl, c4, wikitext2 or a hub data set; the package's own sample where left out",
+    )
+    data.add_argument("--text-column", default="text", metavar="NAME", help="column that holds the text")
+    data.add_argument("--num-samples", type=_positive, default=64, metavar="N", help="sequences")
+    data.add_argument("--seq-length", type=_positive, default=256, metavar="N", help="tokens a sequence")
+    data.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences on the device at a time")
+    change = prune.add_argument_group("changes to the recipe")
+    change.add_argument(
+        "--sparsity", type=float, metavar="R", help="fraction of decoder parameters to remove, in [0, 1)"
+    )
+    change.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="changes",
+        metavar="FIELD=VALUE",
+        help="set a field of StruPrune's modifiers, e.g. attention_unit=head; may be repeated",
+    )
+    prune.add_argument("--seed", type=int, default=0, help="seed of every random choice")
+    prune.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model"
+    )
+    prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is not empty")
+    prune.add_argument("--verbose", action="store_true", help="show the host's log")
+    _add_device(prune)
+    prune.set_defaults(run=_prune)
+
+    score = commands.add_parser(
+        "eval",
+        help="perplexity and lm-eval tasks of dense, pruned or quantised folders",
+        description="Score models: token perplexity in fixed windows, lm-eval tasks, or both. Several models make a table.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    score.add_argument("paths", nargs="+", metavar="PATH", help="model folders or hub names")
+    score.add_argument(
+        "--text", type=Path, metavar="FILE.jsonl", help="text to score; the package's own where no --tasks are given"
+    )
+    score.add_argument("--text-column", default="text", metavar="NAME", help="column that holds the text")
+    score.add_argument("--window", type=_positive, default=256, metavar="N", help="context length in tokens")
+    score.add_argument(
+        "--stride", type=_positive, metavar="N", help="tokens from window to window; the window itself if unset"
+    )
+    score.add_argument("--max-tokens", type=_positive, metavar="N", help="score the first N tokens")
+    score.add_argument("--tasks", metavar="a,b", help="lm-eval tasks")
+    score.add_argument("--include-path", metavar="DIR", help="folder with lm-eval task files, e.g. eval/tasks")
+    score.add_argument("--limit", type=_positive, metavar="N", help="examples a task")
+    score.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences at a time")
+    score.add_argument(
+        "--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
+    )
+    score.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    _add_device(score)
+    score.set_defaults(run=_eval)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="what a pruned folder contains, layer by layer",
+        description="Print the manifest (struprune.json) of a pruned folder.",
+    )
+    inspect.add_argument("path", metavar="PATH", type=Path, help="a pruned folder")
+    inspect.add_argument("--json", action="store_true", help="the whole manifest as JSON")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N")
+
+
+def _choose_device(device: str) -> None:
+    """Let the host and torch see only the device asked for; must run before anything touches an accelerator."""
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}.")
+    if kind == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif kind == "cuda":
+        if index:
+            os.environ["CUDA_VISIBLE_DEVICES"] = index
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu."
+            )
+
+
+def _quiet(verbose: bool) -> None:
+    """Leave progress bars, our own words and errors; drop what a user cannot act on."""
+    if verbose:
+        return
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING", format="{level}: {message}", filter=_is_actionable)
+    warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+
+
+def _is_actionable(record: Any) -> bool:
+    return "No accelerator available" not in record["message"]
+
+
+def _prune(args: argparse.Namespace) -> None:
+    _choose_device(args.device)
+    _quiet(args.verbose)
+    recipe = load_recipe(args.recipe, changes=_read_changes(args))
+    check_output(args.output, args.overwrite)
+    check_checkpoint(args.model)
+    set_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    dataset = make_calibration_dataset(
+        args.data or DEMO_CALIBRATION, tokenizer, args.num_samples, args.seq_length, args.text_column
+    )
+    oneshot(
+        model=args.model,
+        recipe=recipe,
+        output_dir=args.output,
+        overwrite=args.overwrite,
+        dataset=dataset,
+        batch_size=args.batch_size,
+        num_calibration_samples=args.num_samples,
+        shuffle_calibration_samples=False,
+        precision=args.dtype,
+    )
+    try:
+        manifest = read_manifest(args.output)
+    except ValueError:  # a recipe without pruning
+        print(f"wrote {args.output}")
+        return
+    print(summarize_layers(manifest), summarize_manifest(manifest, args.output), f"wrote {args.output}", sep="\n\n")
+
+
+def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
+    changes = {}
+    for change in args.changes:
+        field, equals, value = change.partition("=")
+        if not field or not equals:
+            raise ValueError(f"--set: must be FIELD=VALUE, got {change!r}.")
+        changes[field] = yaml.safe_load(value)
+    if args.sparsity is not None:
+        changes["sparsity"] = args.sparsity
+    return changes
+
+
+def _eval(args: argparse.Namespace) -> None:
+    _choose_device(args.device)
+    _quiet(verbose=False)
+    tasks = args.tasks.split(",") if args.tasks else []
+    text = args.text or (None if tasks else DEMO_TEST)
+    texts = read_texts(text, args.text_column) if text else None
+    scores: dict[str, dict[str, Any]] = {}
+    for path in args.paths:
+        model, tokenizer = load_checkpoint(path, args.dtype)
+        score = scores[path] = {"parameters": model.num_parameters(), "bytes": measure_weight_bytes(path)}
+        if texts is not None:
+            tokens = tokenize_texts(tokenizer, texts, args.max_tokens)
+            score["perplexity"] = measure_perplexity(model, tokens, args.window, args.stride, args.batch_size)
+        if tasks:
+            results = run_tasks(model, tokenizer, tasks, args.include_path, args.batch_size, args.limit)
+            score.update(
+                {f"{task} {name.split(',')[0]}": v for task, row in results.items() for name, v in row.items()}
+            )
+    print(_format_scores(scores))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
+        args.json.write_text(json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n", encoding="utf-8")
+
+
+def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(name for score in scores.values() for name in score if "stderr" not in name))
+    columns = [name for name in columns if not name.endswith((" sample_len", " name", " alias"))]
+    show = {"parameters": "{:,}".format, "bytes": format_bytes}
+    rows = [
+        [path, *(show.get(name, "{:.4g}".format)(score[name]) if name in score else "" for name in columns)]
+        for path, score in scores.items()
+    ]
+    return format_table(["model", *columns], rows)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    manifest = read_manifest(args.path)
+    if args.json:
+        print(json.dumps(manifest, indent=1))
+        return
+    folder = args.path if args.path.is_dir() else args.path.parent
+    print(summarize_layers(manifest), summarize_manifest(manifest, folder), sep="\n\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Text in, token windows out: local JSON lines, hub data sets, and the text that ships with the package."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+DEMO = Path(__file__).parent / "demo"
+DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.jsonl", DEMO / "test.jsonl"
+
+HUB_DATASETS: dict[
+    str, dict[str, Any]
+] = {  # short names of the data sets that pruning papers use -> arguments of load_dataset
+    "c4": {"path": "allenai/c4", "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}},
+    "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"},
+}
+
+
+def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
+    """Read the texts of a JSON-lines file.
+
+    :raises ValueError: no such file, no JSON lines, or a line without the column
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"text: must be an existing JSON-lines file, got {str(path)!r}. Correct the path.")
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[text_column]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: must be a JSON object with the column {text_column!r}, got {error!r}. "
+                "Correct the file or name the column."
+            ) from None
+        if not isinstance(text, str):
+            raise ValueError(f"{path}, line {number}: {text_column!r} must be a text, got {type(text).__name__}.")
+        texts.append(text)
+    if not texts:
+        raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another.")
+    return texts
+
+
+def stream_texts(source: str | os.PathLike, text_column: str = "text") -> Iterable[str]:
+    """Return the texts of a local JSON-lines file or, streamed, of a hub data set's training split.
+
+    :param source: a file, ``c4``, ``wikitext2`` or any hub name
+    :raises ValueError: neither a file nor a data set that can be loaded; no such column
+    """
+    if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
+        return read_texts(source, text_column)
+    name = os.fspath(source)
+    try:
+        rows = load_dataset(**HUB_DATASETS.get(name, {"path": name}), split="train", streaming=True)
+        columns = next(iter(rows)).keys()
+    except Exception as error:  # load_dataset raises whatever its many back ends raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"data: {name!r} must be a JSON-lines file or a hub data set that can be loaded, got: {first} "
+            "Give a local file."
+        ) from None
+    if text_column not in columns:
+        raise ValueError(
+            f"data: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name another column."
+        )
+    return (row[text_column] for row in rows)
+
+
+def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens: int | None = None) -> Tensor:
+    """Tokenise every text with the tokenizer's own special tokens and concatenate.
+
+    :return: the first ``max_tokens`` tokens (all where None), shape [tokens], int64
+    """
+    return torch.tensor(list(islice(_stream_tokens(tokenizer, texts), max_tokens)), dtype=torch.int64)
+
+
+def _stream_tokens(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[int]:
+    for text in texts:
+        yield from tokenizer(text, verbose=False)["input_ids"]
+
+
+def make_calibration_dataset(
+    source: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase,
+    num_samples: int,
+    seq_length: int,
+    text_column: str = "text",
+) -> Dataset:
+    """Cut the first ``num_samples`` windows of ``seq_length`` tokens from a source, in order, for ``oneshot(dataset=…)``.
+
+    :raises ValueError: as :func:`stream_texts`; less text than that
+    """
+    tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), num_samples * seq_length)
+    if len(tokens) < num_samples * seq_length:
+        raise ValueError(
+            f"data: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
+            f"Lower the number of samples to at most {len(tokens) // seq_length} or give more text."
+        )
+    windows = tokens.view(num_samples, seq_length)
+    return Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})

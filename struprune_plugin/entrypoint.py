@@ -1,0 +1,219 @@
+"""``oneshot``: the host's, with everything refused early that can be, and an output folder that is whole or absent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from llmcompressor import oneshot as host_oneshot
+from llmcompressor.modifiers import Modifier
+from llmcompressor.recipe import Recipe
+from pydantic import ValidationError
+from transformers import AutoConfig, PreTrainedModel
+
+from struprune_plugin.modifiers import SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.topology import check_model_type
+
+
+def oneshot(
+    model: str | os.PathLike | PreTrainedModel,
+    recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe,
+    output_dir: str | os.PathLike | None = None,
+    overwrite: bool = False,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
+
+    Differs from the host's: recipes that the host would silently read as empty are refused; so are, before the model
+    is loaded, unsupported architectures, quantised checkpoints and an output folder that is not empty. The output
+    folder appears when it is complete, or not at all.
+
+    :param model: a folder, a hub name or a loaded model
+    :param recipe: a YAML file, a YAML text, or modifiers
+    :param output_dir: where to save; nothing is saved where None
+    :param overwrite: whether ``output_dir`` may replace a folder that is not empty
+    :param kwargs: everything else that the host's ``oneshot`` takes
+    :return: the compressed model
+    :raises ValueError: bad input, before calibration, nothing written
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    loaded = load_recipe(recipe)
+    if kwargs.get("pipeline") == "sequential" and len(loaded.modifiers) > 1:
+        raise ValueError(
+            f"pipeline: must be 'independent' for a recipe of {len(loaded.modifiers)} modifiers, got 'sequential', where "
+            "they would share one calibration pass. Leave it out."
+        )
+    if not isinstance(model, PreTrainedModel):
+        model = os.fspath(model)
+        check_checkpoint(model, kwargs.get("trust_remote_code_model", False), kwargs.get("model_revision", "main"))
+    if output_dir is None:
+        return host_oneshot(model=model, recipe=loaded, **kwargs)
+    with write_folder(Path(output_dir), overwrite) as partial:
+        return host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
+
+
+def load_recipe(
+    recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe, changes: dict[str, Any] | None = None
+) -> Recipe:
+    """Read a recipe, and refuse every part of it that the host would pass over in silence.
+
+    :param changes: fields to set in StruPrune's own modifiers, for recipes given as a file or a text
+    :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
+        ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields
+    """
+    if not isinstance(recipe, (str, os.PathLike)):
+        loaded = Recipe.create_instance(recipe)
+    else:
+        where, content = _read_recipe(recipe)
+        _check_recipe_form(where, content)
+        _change_fields(where, content, changes or {})
+        try:
+            loaded = Recipe.from_dict(content)
+        except ValidationError as error:
+            details = "; ".join(
+                f"{'.'.join(str(part) for part in e['loc']) or error.title}: {e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors()
+            )
+            raise ValueError(f"{where}: {error.title} refuses the recipe: {details}") from None
+    if not loaded.modifiers:
+        raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
+    return loaded
+
+
+def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
+    text = os.fspath(recipe)
+    where = "recipe"
+    if "\n" not in text:
+        if not os.path.isfile(text):
+            raise ValueError(f"recipe: must be an existing file or a YAML text, got {text!r}. Correct the path.")
+        where, text = text, Path(text).read_text(encoding="utf-8")
+    try:
+        return where, yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())}") from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses the same key twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {key for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.YAMLError(f"{sorted(map(str, twice))} twice in one mapping, line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _check_recipe_form(where: str, content: Any) -> None:
+    form = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{where}: must be a mapping of the form {form}, got {type(content).__name__}.")
+    for stage, groups in content.items():
+        if stage == "args":
+            raise ValueError(
+                f"{where}: 'args' must be left out, the host never substitutes them. Write values in place."
+            )
+        if not str(stage).endswith("_stage") or not isinstance(groups, dict) or not groups:
+            raise ValueError(
+                f"{where}: {stage!r} must be a stage of the form {form}. Name it '…_stage' and nest groups in it."
+            )
+        for group, modifiers in groups.items():
+            if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
+                raise ValueError(
+                    f"{where}: {stage}.{group} must be a mapping of modifiers under a name that ends in '_modifiers', "
+                    f"got {type(modifiers).__name__} (form {form})."
+                )
+            for name, fields in modifiers.items():
+                if not isinstance(fields, dict):
+                    raise ValueError(
+                        f"{where}: {stage}.{group}.{name} must be a mapping of fields, got {fields!r}. Write {{}} for none."
+                    )
+
+
+def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Set fields in every modifier of ours that has them."""
+    ours = {"StruPruneModifier": StruPruneModifier, "StructPruneModifier": StruPruneModifier}
+    ours["SparsityAllocatorModifier"] = SparsityAllocatorModifier
+    for field, value in changes.items():
+        holders = [
+            fields
+            for groups in content.values()
+            for modifiers in groups.values()
+            for name, fields in modifiers.items()
+            if name in ours and field in ours[name].model_fields
+        ]
+        if not holders:
+            known = sorted({f for cls in ours.values() for f in cls.model_fields} - set(Modifier.model_fields))
+            raise ValueError(
+                f"{where}: {field!r} must be a field of one of its modifiers, known are {', '.join(known)}."
+            )
+        for fields in holders:
+            fields[field] = value
+
+
+def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> None:
+    """Refuse, from its configuration alone, a checkpoint that cannot be pruned.
+
+    :raises ValueError: nothing to load there; an unsupported architecture; quantised weights
+    """
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {first}"
+        ) from None
+    check_model_type(config.model_type)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
+            "Prune the full-precision checkpoint and quantise afterwards."
+        )
+
+
+def check_output(folder: Path, overwrite: bool) -> None:
+    """Refuse an output path that is a file, or a folder that holds something and may not be overwritten.
+
+    :raises ValueError: the same
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir: must be a folder, {folder} is a file. Choose another path.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise ValueError(
+            f"output_dir: must be empty or absent, {folder} is neither. Choose another, or pass overwrite."
+        )
+
+
+@contextmanager
+def write_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Give a scratch folder beside ``folder`` that takes its place when the block ends well, and vanishes otherwise.
+
+    :raises ValueError: as :func:`check_output`
+    """
+    check_output(folder, overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    partial.chmod(0o777 & ~_read_umask())
+    try:
+        yield partial
+        if folder.exists():
+            old = partial.with_name(partial.name.replace(".partial-", ".old-"))
+            folder.rename(old)
+            partial.rename(folder)
+            shutil.rmtree(old)
+        else:
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,6 @@
+"""The modifiers that recipes name."""
+
+from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
+from struprune_plugin.modifiers.pruning import StruPruneModifier
+
+__all__ = ["SparsityAllocatorModifier", "StruPruneModifier"]

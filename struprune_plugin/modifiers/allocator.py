@@ -1,0 +1,177 @@
+"""``SparsityAllocatorModifier``: the softmax allocator as a stage of its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmcompressor.core import Event, State
+from loguru import logger
+from pydantic import PrivateAttr, model_validator
+from torch import Tensor, nn
+
+from struprune_plugin.allocation import RULES, GroupSize, find_group_sparsity, search_temperature
+from struprune_plugin.importance import measure_attention_importance, measure_mlp_importance
+from struprune_plugin.modifiers.capture import (
+    Stream,
+    accumulate_stream,
+    capture_streams,
+    find_tokens,
+    make_group_moments,
+)
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
+from struprune_plugin.statistics import Moments, append_bias
+from struprune_plugin.surgery import read_weight
+from struprune_plugin.topology import UnitGroup, count_prunable_parameters, find_linear, list_head_weights
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many units every group keeps.
+
+    :param kept: units by group name
+    :param record: for the manifest
+    """
+
+    kept: dict[str, int]
+    record: dict[str, Any]
+
+
+class SparsityAllocatorModifier(StructuredModifier):
+    """
+    Allocates sparsity to the modules of all layers in one calibration pass over the dense model, and leaves the plan
+    for a :class:`StruPruneModifier` in a later stage. Source: paper, Algorithms 2 and 3, steps 1, 2 and 5.
+
+    One decoder layer is on the device at a time; of each module only its importance and its error curve are kept.
+    Fields as in :class:`StructuredModifier`; ``sparsity`` must be given.
+
+    :param allocation: ``softmax`` (Algorithm 2) or ``softmax_inverse`` (Algorithm 3)
+
+    Example recipe::
+
+        allocation_stage:
+          allocation_modifiers:
+            SparsityAllocatorModifier:
+              sparsity: 0.3
+              allocation: softmax
+        pruning_stage:
+          pruning_modifiers:
+            StruPruneModifier: {importance: obs}
+    """
+
+    allocation: Literal["softmax", "softmax_inverse"] = "softmax"
+
+    _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
+    _moments: dict[str, Moments] = PrivateAttr(default_factory=dict)
+    _importance: dict[str, float] = PrivateAttr(default_factory=dict)
+    _curves: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    _streams: dict[str, dict[str, Stream]] = PrivateAttr(default_factory=dict)
+    _captures: ExitStack = PrivateAttr(default_factory=ExitStack)
+    _plan: Plan | None = PrivateAttr(default=None)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, once the calibration pass of this stage is over."""
+        return self._plan
+
+    @model_validator(mode="after")
+    def _check_required(self) -> SparsityAllocatorModifier:
+        if self.sparsity is None:
+            raise ValueError("sparsity must be given: the allocator spreads it over the layers.")
+        return self
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        assert self.sparsity is not None
+        self._groups = self.find_groups(state.model)
+        self.check_model(state.model, self._groups, self.sparsity)
+        self.check_calibration(state.data.calib, self._groups)
+        return True
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        self.check_alone()
+        for name in dict.fromkeys(group.layer_name for group in self._groups):
+            layer = state.model.get_submodule(name)
+            groups = self._groups_of(name)
+            self._streams[name] = self._captures.enter_context(capture_streams(layer, groups))
+            self._moments.update({group.name: make_group_moments(layer, group) for group in groups})
+
+            def see_layer(
+                module: nn.Module, args: tuple, call: dict, output: Any, groups: list[UnitGroup] = groups
+            ) -> None:
+                self._see_layer(module, groups, find_tokens(call.get("attention_mask")))
+
+            self.register_hook(layer, see_layer, "forward", with_kwargs=True)
+
+    def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:
+        for name in list(self._streams):
+            layer = state.model.get_submodule(name)
+            groups = self._groups_of(name)
+            if any(layer is module for module in modules):
+                for group in groups:
+                    self._measure_group(state.model, layer, group, self._moments.pop(group.name))
+                del self._streams[name]
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        self.remove_hooks()
+        self._captures.close()
+        self._plan = self._make_plan(state.model)
+
+    def _groups_of(self, layer_name: str) -> list[UnitGroup]:
+        return [group for group in self._groups if group.layer_name == layer_name]
+
+    def _see_layer(self, layer: nn.Module, groups: list[UnitGroup], tokens: Tensor | None) -> None:
+        for group in groups:
+            stream = self._streams.get(group.layer_name, {}).get(group.name)
+            if stream is None or stream.inputs is None:
+                continue  # measured already: the pipeline's propagation pass
+            _, inputs, output = stream.select(tokens)
+            accumulate_stream(self._moments[group.name], inputs, output, group)
+
+    def _measure_group(self, model: nn.Module, layer: nn.Module, group: UnitGroup, moments: Moments) -> None:
+        """Keep a group's importance and error curve; its moments go."""
+        weight = append_bias(*read_weight(find_linear(layer, group.consumer)))
+        damped = damp_moments(moments, weight, self.damping)
+        order, scores = self.rank_units(layer, group, moments, damped)
+        if self.restoration == "least_squares":
+            curve = measure_restored_curve(damped, order, group.columns_per_unit)
+        else:
+            curve = measure_deletion_curve(damped, weight, order, group.columns_per_unit)
+        self._curves[group.name] = curve.cpu()
+        if self.allocation == "softmax":
+            self._importance[group.name] = float(scores.sum())
+            return
+        decay = self.gamma**group.layer_index
+        if group.module_kind == "ffn":
+            linears = [read_weight(find_linear(layer, name))[0] for name in (*group.producers, group.consumer)]
+            self._importance[group.name] = decay * measure_mlp_importance(linears)
+        else:
+            self._importance[group.name] = (
+                decay * self.rho * measure_attention_importance(list_head_weights(model, layer))
+            )
+
+    def _make_plan(self, model: nn.Module) -> Plan:
+        assert self.sparsity is not None
+        sizes: list[GroupSize] = self.measure_groups(self._groups)
+        missing = [group.name for group in self._groups if group.name not in self._curves]
+        assert not missing, f"no calibration data reached {missing}"
+        best, candidates = search_temperature(
+            sizes,
+            [self._importance[group.name] for group in self._groups],
+            [self._curves[group.name] for group in self._groups],
+            find_group_sparsity(sizes, count_prunable_parameters(model), self.sparsity),
+            self.temperatures,
+            RULES[self.allocation],
+            self.max_sparsity,
+            self.as_printed,
+        )
+        logger.info(f"allocated by {self.allocation} at temperature {best.temperature:g}, error {best.loss:.6g}")
+        record = {
+            "method": self.allocation,
+            "as_printed": self.as_printed,
+            "temperature": best.temperature,
+            "searched": [{"temperature": c.temperature, "error": c.loss} for c in candidates],
+            "importance": {group.name: self._importance[group.name] for group in self._groups},
+        }
+        return Plan({size.name: count for size, count in zip(sizes, best.kept, strict=True)}, record)

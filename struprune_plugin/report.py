@@ -1,0 +1,91 @@
+"""Plain-text tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_BAR = 20
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Align columns: the first to the left, the others to the right."""
+    cells = [list(map(str, row)) for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("─" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def measure_weight_bytes(folder: str | Path) -> int:
+    """Return the bytes of all safetensors files of a folder."""
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+
+
+def summarize_layers(manifest: dict[str, Any]) -> str:
+    """Return one row a pruned module: kept of present, a bar of what is left, reconstruction error before and after."""
+    rows = []
+    for group in manifest["groups"]:
+        present, kept = group["num_units"] // group["num_blocks"], group["kept"] // group["num_blocks"]
+        unit = {"ffn": "channels", "head": "heads", "vo": f"value channels × {group['num_blocks']} heads"}[
+            group["kind"]
+        ]
+        filled = round(_BAR * kept / present)
+        rows.append(
+            [
+                group["name"],
+                f"{kept} / {present}",
+                unit,
+                "█" * filled + "·" * (_BAR - filled),
+                f"{group['sparsity']:.1%}",
+                f"{group['error_before']:.4f}",
+                f"{group['error_after']:.4f}",
+            ]
+        )
+    return format_table(["module", "kept", "unit", "left", "sparsity", "error deleted", "re-solved"], rows)
+
+
+def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = None) -> str:
+    """Return what a pruned folder is: its model, budget, allocation and stages."""
+    budget, model, calibration = manifest["budget"], manifest["model"], manifest["calibration"]
+    settings, allocation = manifest["settings"], manifest["allocation"]
+    before, after = model["parameters_before"], model["parameters_after"]
+    rows = [
+        ["pruned from", model["base"]],
+        ["parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"],
+        [
+            "decoder linears",
+            f"{budget['removed_parameters']:,} of {budget['prunable_parameters']:,} removed "
+            f"({budget['met_sparsity']:.3%}, asked {budget['asked_sparsity']:.3%})",
+        ],
+        ["units", f"attention {settings['attention_unit']}, ffn {'channels' if settings['prune_ffn'] else 'none'}"],
+        ["method", f"{settings['importance']}, {settings['restoration']}, target {settings['target']}"],
+        [
+            "allocation",
+            allocation["method"] + (f", T = {allocation['temperature']:g}" if "temperature" in allocation else ""),
+        ],
+        ["calibration", f"{calibration['num_sequences']} sequences, {calibration['num_tokens']:,} tokens"],
+    ]
+    rows += [
+        [f"stage: {stage['name']}", f"{stage['seconds']:.2f} s, peak {format_bytes(stage['peak_bytes'])}"]
+        for stage in manifest["stages"]
+    ]
+    if folder is not None:
+        rows.insert(2, ["weights on disk", format_bytes(measure_weight_bytes(folder))])
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

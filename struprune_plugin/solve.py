@@ -1,0 +1,223 @@
+"""Choose which units stay and re-solve the weights that remain, from moments alone.
+
+Legend as in ``statistics.py``: H gram [n + 1, n + 1], C cross [d, n + 1], W weights [d, n + 1] with the bias last.
+Every solve works on *damped* moments (:func:`damp_moments`), in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from struprune_plugin.statistics import Moments, with_bias_index
+
+MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
+_COMPACT_AT = 15 / 16  # drop eliminated rows and columns from memory once this share of them is left
+
+
+@dataclass(frozen=True)
+class Elimination:
+    """The order in which greedy backward elimination removes units, and what each removal costs.
+
+    :param order: unit indices, first removed first, shape [removed], int64
+    :param increase: increase of the least-squares error at that removal, shape [removed], float64
+    """
+
+    order: Tensor
+    increase: Tensor
+
+
+@dataclass(frozen=True)
+class SolvedWeights:
+    """Weights re-solved on the kept inputs.
+
+    :param weight: shape [d, k + 1], float64, bias last
+    :param condition_number: estimate of the 2-norm condition number of the damped system
+    """
+
+    weight: Tensor
+    condition_number: float
+
+
+def damp_moments(moments: Moments, weight: Tensor, damping: float) -> Moments:
+    """Add ``lambda = damping * mean(diag H)`` worth of pseudo-tokens that say "the given weights are right".
+
+    ``H + lambda I``, ``C + lambda W``, ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped: the minimiser of the
+    damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2``, and elimination, error curves and solves all
+    follow from the damped moments alone.
+    Differs from the source: method.md section 6 damps towards zero, which shrinks every solve; damped towards the
+    dense weights, an unpruned layer with a local target stays as it is.
+
+    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    :param damping: at least 0, relative to the mean diagonal of H
+    :return: float64 moments
+    """
+    gram, cross = moments.gram.double().clone(), moments.cross.double().clone()
+    strength = damping * gram.diagonal()[:-1].mean()
+    gram.diagonal()[:-1].add_(strength)
+    cross[:, :-1].add_(strength * weight[:, :-1])
+    energy = moments.target_energy + strength * weight[:, :-1].square().sum()
+    return Moments(gram, cross, energy, moments.absolute_sum)
+
+
+def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWeights:
+    """Solve ``W = C_S H_SS^-1`` on the kept inputs S and the bias, by Cholesky.
+
+    Source: method.md section 6, ``least_squares``.
+
+    :param damped: from :func:`damp_moments`
+    :param columns: kept input columns, sorted, shape [k], int64
+    :param where: name of the linear, for the error
+    :raises ValueError: the damped system is singular or its condition number exceeds 1e12
+    """
+    rows = with_bias_index(columns, damped.gram.shape[0] - 1)
+    system = damped.gram[rows][:, rows]
+    factor, info = torch.linalg.cholesky_ex(system)
+    condition = float("inf") if int(info) else _estimate_condition(system, factor)
+    if not condition <= MAX_CONDITION:
+        raise ValueError(
+            f"{where}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, got "
+            f"{condition:.3g} ({len(columns)} kept inputs, {damped.num_tokens} tokens). "
+            "Raise damping, or calibrate with more text."
+        )
+    weight = torch.cholesky_solve(damped.cross[:, rows].T, factor).T
+    return SolvedWeights(weight.contiguous(), condition)
+
+
+def _estimate_condition(system: Tensor, factor: Tensor, iterations: int = 12) -> float:
+    """Estimate the 2-norm condition number of a symmetric positive definite matrix by power iterations."""
+    vector = torch.ones(len(system), 1, dtype=system.dtype, device=system.device)
+    inverse_vector = vector / vector.norm()
+    vector = inverse_vector
+    for _ in range(iterations):
+        vector = system @ (vector / vector.norm())
+        inverse_vector = torch.cholesky_solve(inverse_vector / inverse_vector.norm(), factor)
+    return float(vector.norm() * inverse_vector.norm())
+
+
+def order_units(scores: Tensor, num_blocks: int) -> Tensor:
+    """Order units for removal, lowest score first.
+
+    With several blocks, a round removes the next unit of every block, so that any whole number of rounds leaves the
+    blocks equally large.
+
+    :param scores: shape [units]
+    :param num_blocks: equal runs of units that must keep the same number each
+    :return: unit indices, first removed first, shape [units], int64
+    """
+    per_block = scores.view(num_blocks, -1)
+    within = torch.argsort(per_block, dim=1, stable=True)
+    offsets = torch.arange(num_blocks, device=scores.device)[:, None] * per_block.shape[1]
+    return (within + offsets).T.reshape(-1)
+
+
+def keep_last(order: Tensor, num_keep: int) -> Tensor:
+    """Return the sorted indices of the ``num_keep`` units that an elimination order removes last."""
+    return torch.sort(order[len(order) - num_keep :]).values
+
+
+def expand_units(units: Tensor, width: int) -> Tensor:
+    """Return the rows or columns of units that are ``width`` wide each, shape [units * width]."""
+    return (units[:, None] * width + torch.arange(width, device=units.device)).reshape(-1)
+
+
+def eliminate_units(damped: Moments, columns_per_unit: int, num_blocks: int = 1) -> Elimination:
+    """Remove units one by one, each time the one whose removal raises the re-solved error least.
+
+    Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the
+    current least-squares weights; then W and H^-1 are downdated (rank ``columns_per_unit``). The bias always stays.
+    Source: method.md section 3, ``obs`` (twice its value: an increase of the sum of squares, without the half).
+
+    :param damped: from :func:`damp_moments`
+    :param columns_per_unit: consecutive input columns of one unit
+    :param num_blocks: equal runs of units that must keep the same number each (see :func:`order_units`)
+    :return: the whole order, shape [units]; the last unit is listed too, so that every prefix can be read off
+    :raises ValueError: H is singular
+    """
+    num_units = (damped.gram.shape[0] - 1) // columns_per_unit
+    factor, info = torch.linalg.cholesky_ex(damped.gram)
+    if int(info):
+        raise ValueError(
+            "the damped Gram matrix must be positive definite. Raise damping, or calibrate with more text."
+        )
+    inverse = torch.cholesky_inverse(factor)
+    weight = damped.cross @ inverse
+    units = torch.arange(num_units, device=inverse.device)  # the original index of every unit still in memory
+    alive = torch.ones(num_units, dtype=torch.bool, device=inverse.device)
+    waiting = torch.ones(num_blocks, dtype=torch.bool, device=inverse.device)  # blocks yet to lose one this round
+    block_size = num_units // num_blocks
+    order, increases = [], []
+    for _ in range(num_units):
+        costs = _removal_costs(inverse, weight, columns_per_unit)
+        costs = costs.masked_fill(~alive | ~waiting[units // block_size], torch.inf)
+        u = int(costs.argmin())
+        order.append(int(units[u]))
+        increases.append(costs[u])
+        _downdate(inverse, weight, slice(u * columns_per_unit, (u + 1) * columns_per_unit))
+        alive[u] = False
+        waiting[units[u] // block_size] = False
+        if not waiting.any():
+            waiting[:] = True
+        if alive.sum() <= _COMPACT_AT * len(alive):
+            stay = with_bias_index(expand_units(alive.nonzero().flatten(), columns_per_unit), inverse.shape[0] - 1)
+            inverse, weight = inverse[stay][:, stay], weight[:, stay]
+            units, alive = units[alive], alive[alive]
+    return Elimination(torch.tensor(order, device=inverse.device), torch.stack(increases))
+
+
+def _removal_costs(inverse: Tensor, weight: Tensor, width: int) -> Tensor:
+    """Return ``tr(W_U [(H^-1)_UU]^-1 W_U^T)`` of every unit in memory, shape [units]."""
+    if width == 1:
+        return weight[:, :-1].square().sum(0) / inverse.diagonal()[:-1]
+    num_units = (inverse.shape[0] - 1) // width
+    index = torch.arange(num_units * width, device=inverse.device).view(num_units, width)
+    blocks = inverse[index[:, :, None], index[:, None, :]]
+    columns = weight[:, :-1].view(weight.shape[0], num_units, width).permute(1, 2, 0)
+    return (columns * torch.linalg.solve_ex(blocks, columns).result).sum((1, 2))
+
+
+def _downdate(inverse: Tensor, weight: Tensor, unit: slice) -> None:
+    """Remove one unit from W and H^-1 in place; its rows and columns become zero (the diagonal one)."""
+    gain = torch.linalg.solve_ex(inverse[unit, unit], inverse[unit]).result
+    weight.addmm_(weight[:, unit].clone(), gain, alpha=-1)
+    inverse.addmm_(inverse[:, unit].clone(), gain, alpha=-1)
+    weight[:, unit] = 0
+    inverse[unit] = 0
+    inverse[:, unit] = 0
+    inverse.diagonal()[unit] = 1
+
+
+def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int) -> Tensor:
+    """Return the re-solved error for every number of kept units, along one elimination order.
+
+    With the inputs in the reverse of that order, one Cholesky factor L of H gives them all:
+    ``E(k) = tr(Y Y^T) - sum_{i <= k} ||(C L^-T)_:i||^2``.
+    Source: method.md section 2 (no second pass) and section 5 (``error_curve``).
+
+    :param order: units, first removed first, shape [units]
+    :return: damped error with k = 0 ... units kept, shape [units + 1], float64, never increasing
+    """
+    columns = expand_units(order.flip(0), columns_per_unit)
+    bias = damped.gram.shape[0] - 1
+    rows = torch.cat([columns.new_tensor([bias]), columns])
+    factor = torch.linalg.cholesky(damped.gram[rows][:, rows])
+    explained = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False).square().sum(1)
+    return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
+
+
+def measure_deletion_curve(damped: Moments, weight: Tensor, order: Tensor, columns_per_unit: int) -> Tensor:
+    """Return ``||Y - W_S P_S||^2`` for every number of kept units, the weights left as they are.
+
+    Parameters and return value as in :func:`measure_restored_curve`.
+
+    :param weight: shape [d, n + 1], float64, bias last
+    """
+    columns = expand_units(order.flip(0), columns_per_unit)
+    bias = damped.gram.shape[0] - 1
+    rows = torch.cat([columns.new_tensor([bias]), columns])
+    products = (weight[:, rows].T @ weight[:, rows]) * damped.gram[rows][:, rows]
+    quadratic = products.cumsum(0).cumsum(1).diagonal()
+    linear = (weight[:, rows] * damped.cross[:, rows]).sum(0).cumsum(0)
+    return (damped.target_energy - 2 * linear + quadratic)[::columns_per_unit].clamp(min=0)

@@ -1,0 +1,100 @@
+"""Stream activations into moments: everything that importance, allocation and solve need, in one pass.
+
+Legend (per linear that consumes a group's units):
+    P [n + 1, tokens]  inputs of the linear, with a last row of ones that carries the bias
+    Y [d, tokens]      target output
+    W [d, n + 1]       weights, with the bias as last column
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over calibration tokens for one consuming linear. The tensors grow in place.
+
+    :param gram: ``H = P P^T``, shape [n + 1, n + 1]; the last row and column belong to the bias
+    :param cross: ``C = Y P^T``, shape [d, n + 1]
+    :param target_energy: ``tr(Y Y^T)``, scalar
+    :param absolute_sum: ``sum_t |x_it|``, shape [n]
+    """
+
+    gram: Tensor
+    cross: Tensor
+    target_energy: Tensor
+    absolute_sum: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return round(self.gram[-1, -1].item())  # the row of ones against itself
+
+
+def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, dtype: torch.dtype) -> Moments:
+    """Return empty moments of a linear with ``num_inputs`` inputs and ``num_outputs`` outputs.
+
+    :param dtype: accumulation dtype, float32 or float64
+    """
+    size = num_inputs + 1
+    return Moments(
+        gram=torch.zeros(size, size, device=device, dtype=dtype),
+        cross=torch.zeros(num_outputs, size, device=device, dtype=dtype),
+        target_energy=torch.zeros((), device=device, dtype=torch.float64),
+        absolute_sum=torch.zeros(num_inputs, device=device, dtype=dtype),
+    )
+
+
+def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor) -> None:
+    """Add the tokens of one micro-batch.
+
+    Sums, not means: the result does not depend on how the tokens are split into batches.
+
+    :param moments: grown in place
+    :param inputs: inputs of the consuming linear, shape [tokens, n], any float dtype
+    :param targets: target outputs of that linear, shape [tokens, d], any float dtype
+    """
+    dtype = moments.gram.dtype
+    inputs = torch.nn.functional.pad(inputs.to(dtype), (0, 1), value=1.0)  # the ones that carry the bias
+    targets = targets.to(dtype)
+    moments.gram.addmm_(inputs.T, inputs)
+    moments.cross.addmm_(targets.T, inputs)
+    moments.target_energy.add_(targets.square().sum(dtype=torch.float64))
+    moments.absolute_sum.add_(inputs[:, :-1].abs().sum(0))
+
+
+def is_finite(moments: Moments) -> bool:
+    """Tell whether every calibration token was finite; the diagonal of H and tr(Y Y^T) show it."""
+    return bool(moments.gram.diagonal().isfinite().all() and moments.target_energy.isfinite())
+
+
+def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return [W, b] in float64, shape [d, n + 1] (b = 0 where the linear has none)."""
+    column = torch.zeros_like(weight[:, 0]) if bias is None else bias
+    return torch.cat([weight, column[:, None]], dim=1).to(torch.float64)
+
+
+def measure_error(moments: Moments, weight: Tensor, columns: Tensor | None = None) -> float:
+    """Return ``||Y - W P||^2`` of any weight from the moments alone.
+
+    ``||Y - W P||^2 = tr(Y Y^T) - 2 tr(W C^T) + tr(W H W^T)``.
+    Source: method.md section 2.
+
+    :param weight: shape [d, k + 1], bias last, float64
+    :param columns: inputs that the weight reads, shape [k]; all n where None
+    :return: sum of squares over outputs and tokens, at least 0
+    """
+    gram, cross = moments.gram.double(), moments.cross.double()
+    if columns is not None:
+        rows = with_bias_index(columns, gram.shape[0] - 1)
+        gram, cross = gram[rows][:, rows], cross[:, rows]
+    error = moments.target_energy - 2 * (weight * cross).sum() + (weight * (weight @ gram)).sum()
+    return max(float(error), 0.0)
+
+
+def with_bias_index(columns: Tensor, bias_index: int) -> Tensor:
+    """Append the bias' row to a set of input columns, shape [k] -> [k + 1]."""
+    return torch.cat([columns, columns.new_tensor([bias_index])])

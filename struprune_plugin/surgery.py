@@ -1,0 +1,79 @@
+"""Make modules smaller in place, from kept indices and re-solved weights.
+
+Every shape change is an ``nn.Parameter`` assignment: the host keeps parameters in offload caches, where an in-place
+change or ``.data =`` would be lost.
+"""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
+from torch import Tensor, nn
+
+from struprune_plugin.solve import expand_units
+from struprune_plugin.topology import UnitGroup, find_linear
+
+
+def slice_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
+    """Remove all units but ``keep`` from a decoder layer, and give the consumer its new weights.
+
+    :param layer: the decoder layer of ``group``
+    :param keep: sorted kept units, shape [kept], int64; from every block the same number
+    :param weight: new weights of the consumer, bias last, shape [d, kept * columns_per_unit + 1], cast to its dtype
+    """
+    keep = keep.cpu()
+    for name in group.producers:
+        producer = find_linear(layer, name)
+        rows = expand_units(keep, producer.out_features // group.num_units)
+        bias = None if producer.bias is None else producer.bias[rows.to(producer.bias.device)]
+        _set_parameters(producer, producer.weight[rows.to(producer.weight.device)], bias)
+    consumer = find_linear(layer, group.consumer)
+    _set_parameters(consumer, weight[:, :-1], None if consumer.bias is None else weight[:, -1])
+    if group.count_attribute:
+        setattr(layer.get_submodule(group.count_module), group.count_attribute, len(keep) // group.num_blocks)
+
+
+def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
+    """Give a dense layer the function that :func:`slice_group` gives it, by zero columns instead of fewer.
+
+    Parameters as in :func:`slice_group`. Shapes stay, so that masked and physical results can be compared.
+    """
+    consumer = find_linear(layer, group.consumer)
+    masked = weight.new_zeros(weight.shape[0], group.num_columns)
+    masked[:, expand_units(keep.to(weight.device), group.columns_per_unit)] = weight[:, :-1]
+    _set_parameters(consumer, masked, None if consumer.bias is None else weight[:, -1])
+
+
+def read_weight(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a linear, onloaded where they are offloaded, detached."""
+    return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+
+
+def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    old = linear.weight
+    linear.weight = nn.Parameter(weight.detach().to(old.device, old.dtype).contiguous(), old.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().to(old.device, old.dtype).contiguous(), old.requires_grad)
+    linear.out_features, linear.in_features = weight.shape
+    if hasattr(linear, "quantization_scheme"):  # a quantiser later in the recipe has sized its parameters already
+        assert linear.quantization_status <= QuantizationStatus.INITIALIZED  # type: ignore[operator]
+        initialize_module_for_quantization(linear, force_zero_point=hasattr(linear, "weight_zero_point"))
+
+
+def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:
+    """Refuse linears that cannot be sliced.
+
+    :raises ValueError: already quantised weights; NaN or Inf in the weights
+    """
+    for name in (*group.producers, group.consumer):
+        where = f"{group.layer_name}.{name}"
+        linear = find_linear(layer, name)
+        status = getattr(linear, "quantization_status", None)
+        if not isinstance(linear, nn.Linear) or (status is not None and status > QuantizationStatus.INITIALIZED):
+            raise ValueError(
+                f"{where}: must be a linear that is not yet quantised, got {type(linear).__name__} with status {status}. "
+                "Prune first and quantise afterwards, or load the full-precision checkpoint."
+            )
+        for kind, parameter in zip(("weight", "bias"), read_weight(linear), strict=True):
+            if parameter is not None and not torch.isfinite(parameter).all():
+                raise ValueError(f"{where}: {kind} must be finite, got NaN or Inf. Repair or reload the checkpoint.")

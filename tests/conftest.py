@@ -1,0 +1,93 @@
+"""Tiny random models, data and helpers that all tests share. Nothing here needs a network."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
+os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
+
+from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin.data import DEMO_MODEL
+
+ROOT = Path(__file__).parents[1]
+VOCABULARY = 2048
+SHAPES = {  # name -> OPT configuration: the usual one, and that of OPT-350m (norms after, embeddings projected)
+    "pre_norm": {},
+    "post_norm": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    "no_bias": {"enable_bias": False},
+}
+
+
+def make_opt(seed: int = 0, **changes) -> OPTForCausalLM:
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "word_embed_proj_dim": 24,
+        "ffn_dim": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
+        "init_std": 0.2,
+    }
+    model = OPTForCausalLM(OPTConfig(**(config | changes))).eval()
+    with torch.no_grad():  # biases and norms start at constants; give them values that matter
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def make_dataset(num_samples: int = 8, length: int = 32, seed: int = 1) -> Dataset:
+    ids = torch.randint(4, VOCABULARY, (num_samples, length), generator=torch.Generator().manual_seed(seed))
+    return Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+
+
+def run_oneshot(model, recipe=None, dataset=None, **kwargs):
+    """Run our oneshot with the options that make it deterministic; ``kwargs`` that it lacks go to the modifier."""
+    ours = {k: kwargs.pop(k) for k in list(kwargs) if k in StruPruneModifier.model_fields}
+    options = {"batch_size": 4, "shuffle_calibration_samples": False, "num_calibration_samples": 8} | kwargs
+    return oneshot(
+        model=model,
+        recipe=StruPruneModifier(**ours) if recipe is None else recipe,
+        dataset=make_dataset() if dataset is None else dataset,
+        **options,
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_threads():
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session", params=SHAPES)
+def opt_folder(request, tmp_path_factory) -> Path:
+    """A saved tiny OPT with a tokenizer, in every shape."""
+    return save_opt(tmp_path_factory.mktemp(request.param), **SHAPES[request.param])
+
+
+@pytest.fixture(scope="session")
+def opt(tmp_path_factory) -> Path:
+    """A saved tiny OPT of the usual shape."""
+    return save_opt(tmp_path_factory.mktemp("opt"))
+
+
+def save_opt(folder: Path, **changes) -> Path:
+    make_opt(**changes).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def testbed() -> Path:
+    folder = ROOT.parent / "shared" / "testbed"
+    if not (folder / "opt-mini").is_dir():
+        pytest.skip("the testbed (../shared/testbed) is not here")
+    return folder

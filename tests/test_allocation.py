@@ -1,0 +1,141 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from struprune_plugin.allocation import (
+    GroupSize,
+    allocate_softmax,
+    allocate_softmax_inverse,
+    find_group_sparsity,
+    round_kept_counts,
+    search_temperature,
+    spread_sparsity,
+)
+
+
+def make_groups(layers=4, heads=8, channels=64, head_cost=2000, channel_cost=129, multiple=1):
+    pair = [("attention", heads, head_cost, 1), ("ffn", channels, channel_cost, multiple)]
+    return [GroupSize(f"{i}.{kind}", kind, n, cost, step) for i in range(layers) for kind, n, cost, step in pair]
+
+
+def count_removed(groups, kept):
+    return sum((g.num_units - k) * g.unit_cost for g, k in zip(groups, kept, strict=True))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shares=st.lists(st.floats(0.01, 0.8), min_size=8, max_size=8),
+    multiple=st.sampled_from([1, 4, 16]),
+    heads=st.sampled_from([4, 8]),
+)
+def test_round_kept_counts_total_misses_less_than_one_step(shares, multiple, heads):
+    groups = make_groups(heads=heads, multiple=multiple)
+    kept = round_kept_counts(groups, shares)
+    ideal = sum(share * g.num_parameters for share, g in zip(shares, groups, strict=True))
+    at_a_bound = any(k in (g.step, g.num_units) for g, k in zip(groups, kept, strict=True) if g.kind == "ffn")
+    assert abs(count_removed(groups, kept) - ideal) <= (
+        129 * multiple / 2 if not at_a_bound else 2000 + 4 * 129 * multiple
+    )
+    for group, count in zip(groups, kept, strict=True):
+        assert group.step <= count <= group.num_units
+        assert count % group.step == 0
+
+
+def test_round_kept_counts_zero_sparsity_keeps_all_whatever_the_multiple():
+    groups = [GroupSize("a", "ffn", 100, 10, 64), GroupSize("b", "ffn", 130, 10, 64)]
+    assert round_kept_counts(groups, [0.0, 0.0]) == [100, 130]
+    assert round_kept_counts(groups, [0.0, 0.4]) == [100, 64]
+
+
+def test_round_kept_counts_ties_keep_earlier_layers_larger():
+    groups = [GroupSize(str(i), "attention", 4, 10, 1) for i in range(4)]
+    assert round_kept_counts(groups, [0.375] * 4) == [3, 3, 2, 2]
+
+
+def test_find_group_sparsity_makes_up_for_what_is_not_pruned():
+    groups = make_groups()
+    total = sum(g.num_parameters for g in groups) * 2
+    assert find_group_sparsity(groups, total, 0.3) == pytest.approx(0.6)
+    with pytest.raises(ValueError, match=r"sparsity=0\.6: .*Lower sparsity to at most 0\.4"):
+        find_group_sparsity(groups, total, 0.6)
+
+
+def _naive_algorithm_2(importance, sparsity, temperature):
+    """Algorithm 2, step 2, as printed (T already absolute)."""
+    w = [torch.exp(-i / temperature) for i in importance]
+    r = [min(max(sparsity * len(w) * (x / sum(w)).item(), 0), 0.95) for x in w]
+    if all(x < 0.95 for x in r):
+        mean = sum(r) / len(r)
+        r = [min(max(x * sparsity / mean, 0), 0.95) for x in r]
+    return r
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_allocate_softmax_as_printed_equals_algorithm_2(temperature):
+    importance = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64)
+    scale = temperature * importance.std(correction=0)
+    naive = _naive_algorithm_2(importance, 0.5, scale)
+    ours = allocate_softmax(importance, torch.ones(4), 0.5, temperature, as_printed=True)
+    torch.testing.assert_close(ours, torch.tensor(naive, dtype=torch.float64))
+
+
+def test_allocate_softmax_keeps_the_budget_where_the_printed_one_misses_it():
+    """R6."""
+    importance = torch.tensor([1.0, 2.0, 3.0, 5.0])
+    printed = allocate_softmax(importance, torch.ones(4), 0.5, 0.3, as_printed=True)
+    ours = allocate_softmax(importance, torch.ones(4), 0.5, 0.3)
+    assert printed.mean() < 0.45
+    assert ours.mean().item() == pytest.approx(0.5)
+    assert ours.max() <= 0.95
+    assert (ours.diff() <= 0).all(), "more important layers lose less"
+
+
+def test_allocate_softmax_constant_importance_is_uniform():
+    """R8."""
+    torch.testing.assert_close(
+        allocate_softmax(torch.full((5,), 3.0), torch.ones(5), 0.3, 1.0), torch.full((5,), 0.3, dtype=torch.float64)
+    )
+
+
+def test_allocate_softmax_inverse_follows_the_text_and_as_printed_the_formula():
+    """R7."""
+    importance = torch.tensor([4.0, 3.0, 2.0, 1.0])  # decays with depth
+    text = allocate_softmax_inverse(importance, torch.ones(4), 0.3, 2.0)
+    printed = allocate_softmax_inverse(importance, torch.ones(4), 0.3, 2.0, as_printed=True)
+    w = torch.softmax(-importance.double() / (2.0 * importance.double().std(correction=0)), 0)
+    torch.testing.assert_close(printed, 0.3 * 4 * (1 - w) / (1 - w).sum())
+    assert (text.diff() > 0).all(), "deeper layers lose more"
+    assert (printed.diff() < 0).all()
+    assert text.mean().item() == pytest.approx(0.3)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.001, 10), min_size=2, max_size=8),
+    sparsity=st.floats(0, 0.94),
+    sizes=st.lists(st.integers(1, 100), min_size=8, max_size=8),
+)
+def test_spread_sparsity_meets_the_mean_within_the_cap(weights, sparsity, sizes):
+    size = torch.tensor(sizes[: len(weights)], dtype=torch.float64)
+    shares = spread_sparsity(torch.tensor(weights), size, sparsity)
+    assert shares.max() <= 0.95 + 1e-12
+    assert ((shares * size).sum() / size.sum()).item() == pytest.approx(sparsity, abs=1e-9)
+
+
+def test_spread_sparsity_above_the_cap_raises():
+    with pytest.raises(ValueError, match=r"at most max_sparsity=0\.95, got 0\.97"):
+        spread_sparsity(torch.ones(3), torch.ones(3), 0.97)
+
+
+def test_search_temperature_takes_the_least_error():
+    groups = [GroupSize(str(i), "ffn", 10, 5, 1) for i in range(3)]
+    importance = [1.0, 2.0, 9.0]
+    curves = [torch.linspace(s, 0, 11) for s in (1.0, 2.0, 50.0)]  # the third layer is dear: spare it
+    best, all_ = search_temperature(groups, importance, curves, 0.3, [0.2, 1.0, 20.0], allocate_softmax)
+    assert [c.temperature for c in all_] == [0.2, 1.0, 20.0]
+    assert best.loss == min(c.loss for c in all_)
+    assert best.kept[2] > best.kept[0]
+    for candidate in all_:
+        assert sum(candidate.kept) == 21
+        assert candidate.loss == pytest.approx(sum(float(c[k]) for c, k in zip(curves, candidate.kept, strict=True)))

@@ -1,0 +1,125 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_statistics import gather, make_case
+
+from struprune_plugin.solve import (
+    damp_moments,
+    eliminate_units,
+    expand_units,
+    keep_last,
+    measure_deletion_curve,
+    measure_restored_curve,
+    order_units,
+    solve_kept_weights,
+)
+from struprune_plugin.statistics import append_bias, measure_error
+
+
+def make_problem(n=6, d=3, seed=0, damping=0.01, tokens=50):
+    inputs, targets, weight, bias = make_case(tokens=tokens, n=n, d=d, seed=seed)
+    inputs = inputs @ torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)  # correlate
+    dense = append_bias(weight, bias)
+    moments = gather(inputs, targets, tokens)
+    return moments, dense, damp_moments(moments, dense, damping)
+
+
+def _naive_restored_error(damped, columns):
+    """min_W of the damped error with only these inputs and the bias, by the pseudo-inverse."""
+    rows = [*columns, damped.gram.shape[0] - 1]
+    gram, cross = damped.gram[rows][:, rows], damped.cross[:, rows]
+    return (damped.target_energy - (cross @ torch.linalg.pinv(gram) * cross).sum()).item()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), size=st.integers(1, 6), damping=st.sampled_from([1e-4, 0.01, 0.3]))
+def test_solve_kept_weights_satisfies_normal_equations_and_beats_deletion(seed, size, damping):
+    moments, dense, damped = make_problem(seed=seed, damping=damping)
+    columns = torch.randperm(6, generator=torch.Generator().manual_seed(seed))[:size].sort().values
+    rows = torch.cat([columns, torch.tensor([6])])
+    solved = solve_kept_weights(damped, columns, "fc2").weight
+    torch.testing.assert_close(solved @ damped.gram[rows][:, rows], damped.cross[:, rows], rtol=1e-8, atol=1e-8)
+    assert measure_error(moments, solved, columns) <= measure_error(moments, dense[:, rows], columns) * (1 + 1e-12)
+
+
+def test_solve_kept_weights_all_kept_local_target_is_identity():
+    """Damping towards the dense weights leaves an unpruned layer as it is, whatever the damping."""
+    inputs, _, weight, bias = make_case()
+    dense = append_bias(weight, bias)
+    moments = gather(inputs, inputs @ weight.T + bias, 50)
+    solved = solve_kept_weights(damp_moments(moments, dense, 0.5), torch.arange(7), "fc2")
+    torch.testing.assert_close(solved.weight, dense)
+
+
+def test_solve_kept_weights_singular_names_layer_condition_and_remedy():
+    inputs, targets, weight, bias = make_case()
+    inputs[:, 1] = inputs[:, 0]
+    damped = damp_moments(gather(inputs, targets, 50), append_bias(weight, bias), 0.0)
+    with pytest.raises(ValueError, match=r"layers\.3\.fc2: .*condition number .* got .*Raise damping"):
+        solve_kept_weights(damped, torch.arange(7), "layers.3.fc2")
+
+
+def test_solve_kept_weights_condition_number_is_near_the_true_one():
+    _, _, damped = make_problem(damping=0.001)
+    columns = torch.arange(6)
+    true = torch.linalg.cond(damped.gram).item()
+    assert solve_kept_weights(damped, columns, "fc2").condition_number == pytest.approx(true, rel=0.2)
+
+
+@pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3)])
+def test_eliminate_units_equals_naive_greedy(width, num_blocks):
+    """method.md section 3, obs: at every step remove the unit whose removal raises the re-solved error least."""
+    n = 12
+    _, _, damped = make_problem(n=n)
+    result = eliminate_units(damped, width, num_blocks)
+    units, block = list(range(n // width)), n // width // num_blocks
+    waiting = set(range(num_blocks))
+
+    def error(kept):
+        return _naive_restored_error(damped, [u * width + i for u in kept for i in range(width)])
+
+    for order, increase in zip(result.order.tolist(), result.increase.tolist(), strict=True):
+        costs = {u: error([v for v in units if v != u]) - error(units) for u in units if u // block in waiting}
+        best = min(costs, key=costs.__getitem__)
+        assert order == best
+        assert increase == pytest.approx(costs[best], rel=1e-6, abs=1e-9)
+        units.remove(best)
+        waiting.discard(best // block)
+        waiting = waiting or set(range(num_blocks))
+
+
+def test_eliminate_units_first_removal_is_exhaustively_best():
+    _, _, damped = make_problem(n=7, d=2)
+    errors = {removed: _naive_restored_error(damped, [i for i in range(7) if i != removed]) for removed in range(7)}
+    assert eliminate_units(damped, 1).order[0] == min(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_curves_equal_one_solve_per_count(width):
+    moments, dense, damped = make_problem(n=8, damping=0.02)
+    order = eliminate_units(damped, width).order
+    restored = measure_restored_curve(damped, order, width)
+    deleted = measure_deletion_curve(damped, dense, order, width)
+    for kept in range(8 // width + 1):
+        columns = expand_units(keep_last(order, kept), width)
+        assert restored[kept].item() == pytest.approx(_naive_restored_error(damped, columns.tolist()), rel=1e-8)
+        rows = torch.cat([columns, torch.tensor([8])])
+        assert deleted[kept].item() == pytest.approx(measure_error(damped, dense[:, rows], columns), rel=1e-8)
+    assert (restored.diff() <= 1e-9).all()
+    assert (restored <= deleted + 1e-9).all()
+
+
+def test_order_units_every_round_takes_one_of_each_block():
+    scores = torch.tensor([3.0, 1.0, 2.0, 9.0, 7.0, 8.0])
+    order = order_units(scores, num_blocks=2)
+    assert order.tolist() == [1, 4, 2, 5, 0, 3]
+    assert order_units(scores, 1).tolist() == [1, 2, 0, 4, 5, 3]
+    for rounds, kept in itertools.product((1, 2), (2, 4)):
+        assert len({int(u) // 3 for u in keep_last(order, kept)}) == 2, rounds
+
+
+def test_expand_units_lists_consecutive_columns():
+    assert expand_units(torch.tensor([0, 2]), 3).tolist() == [0, 1, 2, 6, 7, 8]

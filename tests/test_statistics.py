@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from struprune_plugin.statistics import accumulate_moments, append_bias, is_finite, make_moments, measure_error
+
+
+def make_case(tokens=50, n=7, d=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((tokens, n), (tokens, d), (d, n), (d,))
+    )
+
+
+def gather(inputs, targets, splits):
+    moments = make_moments(inputs.shape[1], targets.shape[1], "cpu", torch.float64)
+    for x, y in zip(inputs.split(splits), targets.split(splits), strict=True):
+        accumulate_moments(moments, x, y)
+    return moments
+
+
+def test_accumulate_moments_equals_naive_sums():
+    """method.md section 2: H = P P^T, C = Y P^T, tr(Y Y^T), P with a row of ones."""
+    inputs, targets, _, _ = make_case()
+    p = torch.cat([inputs, torch.ones(50, 1, dtype=torch.float64)], 1).T
+    moments = gather(inputs, targets, 50)
+    torch.testing.assert_close(moments.gram, p @ p.T)
+    torch.testing.assert_close(moments.cross, targets.T @ p.T)
+    torch.testing.assert_close(moments.target_energy, targets.square().sum())
+    torch.testing.assert_close(moments.absolute_sum, inputs.abs().sum(0))
+    assert moments.num_tokens == 50
+
+
+@pytest.mark.parametrize("split", [1, 7, 49])
+def test_accumulate_moments_batch_split_changes_nothing(split):
+    inputs, targets, _, _ = make_case()
+    whole, parts = gather(inputs, targets, 50), gather(inputs, targets, split)
+    for name in ("gram", "cross", "target_energy", "absolute_sum"):
+        torch.testing.assert_close(getattr(whole, name), getattr(parts, name), rtol=1e-12, atol=1e-12)
+
+
+def test_measure_error_equals_second_pass():
+    inputs, targets, weight, bias = make_case()
+    moments = gather(inputs, targets, 50)
+    naive = (targets - inputs @ weight.T - bias).square().sum()
+    assert measure_error(moments, append_bias(weight, bias)) == pytest.approx(naive.item(), rel=1e-10)
+    columns = torch.tensor([1, 4, 6])
+    naive = (targets - inputs[:, columns] @ weight[:, columns].T - bias).square().sum()
+    assert measure_error(moments, append_bias(weight[:, columns], bias), columns) == pytest.approx(
+        naive.item(), rel=1e-10
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_is_finite_sees_one_bad_token(bad):
+    inputs, targets, _, _ = make_case()
+    assert is_finite(gather(inputs, targets, 50))
+    inputs[3, 2] = bad
+    assert not is_finite(gather(inputs, targets, 50))

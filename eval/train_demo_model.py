@@ -56,7 +56,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         pad_token="<pad>",
         unk_token="<unk>",
-        model_max_length=2 * WINDOW,
+        model_max_length=WINDOW,
     )
 
 
@@ -122,6 +122,14 @@ def train_model(model: OPTForCausalLM, train: torch.Tensor, held_out: torch.Tens
     model.load_state_dict(best_state)
 
 
+def trim_positions(model: OPTForCausalLM) -> None:
+    """Drop the position embeddings beyond the training window, which training never touched."""
+    positions = model.model.decoder.embed_positions
+    positions.weight = torch.nn.Parameter(positions.weight[: WINDOW + positions.offset].detach().clone())
+    positions.num_embeddings = len(positions.weight)
+    model.config.max_position_embeddings = WINDOW
+
+
 def make_word_order_pairs(texts: list[str], count: int, seed: int) -> list[dict[str, str]]:
     """Pair held-out sentences of 6 to 14 words with copies in which two neighbouring words are exchanged."""
     rng = random.Random(seed)
@@ -172,6 +180,7 @@ def main() -> None:
     model.eval()
     print(f"test perplexity {math.exp(mean_loss(model, make_windows(tokenizer, test).to(args.device))):.2f}")
 
+    trim_positions(model)
     model.config.dropout = 0.0
     model.to("cpu", torch.bfloat16).save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")

@@ -3,6 +3,8 @@
 Importing this package registers its modifiers with the host and its model types with transformers.
 """
 
+from struprune_plugin import _import_host  # noqa: F401  # isort: skip  (before anything that imports the host)
+
 from llmcompressor.modifiers.factory import ModifierFactory
 
 from struprune_plugin.entrypoint import oneshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import warnings
@@ -165,6 +166,8 @@ def _quiet(verbose: bool) -> None:
         return
     logger.remove()
     logger.add(sys.stderr, level="WARNING", format="{level}: {message}", filter=_is_actionable)
+    for name in ("torch.fx._symbolic_trace", "lm_eval"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
 
 

@@ -85,7 +85,7 @@ def run_tasks(
     if unknown:
         raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")
     results = simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
         tasks=list(tasks),
         task_manager=manager,
         limit=limit,

@@ -99,7 +99,7 @@ def test_eliminate_units_first_removal_is_exhaustively_best():
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_curves_equal_one_solve_per_count(width):
-    moments, dense, damped = make_problem(n=8, damping=0.02)
+    _, dense, damped = make_problem(n=8, damping=0.02)
     order = eliminate_units(damped, width).order
     restored = measure_restored_curve(damped, order, width)
     deleted = measure_deletion_curve(damped, dense, order, width)

@@ -80,6 +80,9 @@ class StruPruneOPTAttention(OPTAttention):
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        if self.config._attn_implementation != "eager" and self.value_head_dim < self.head_dim:
+            # fused kernels want one width for all three; the cache holds the narrow values
+            value = nn.functional.pad(value, (0, self.head_dim - self.value_head_dim))
         output, attention = attend(
             self,
             query,
@@ -90,7 +93,7 @@ class StruPruneOPTAttention(OPTAttention):
             scaling=1.0,  # the queries are scaled already, as in OPT
             **kwargs,
         )
-        return self.out_proj(output.reshape(batch, length, -1)), attention
+        return self.out_proj(output[..., : self.value_head_dim].reshape(batch, length, -1)), attention
 
 
 class StruPruneOPTDecoderLayer(OPTDecoderLayer):

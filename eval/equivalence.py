@@ -1,0 +1,68 @@
+"""Show that a pruned folder is what it says: equal to the dense model with zero masks, exact when saved again.
+
+python -m eval.equivalence --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from struprune_plugin import read_manifest
+from struprune_plugin.report import format_table
+from struprune_plugin.statistics import append_bias
+from struprune_plugin.surgery import mask_group, read_weight
+from struprune_plugin.topology import find_groups, find_linear
+
+
+def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: dict) -> None:
+    """Give the dense model the pruned one's weights at the manifest's indices, and zeros elsewhere."""
+    settings = manifest["settings"]
+    keep = {entry["name"]: torch.tensor(entry["keep"]) for entry in manifest["groups"]}
+    fields = (settings["attention_unit"], settings["prune_ffn"], settings["targets"], settings["ignore"])
+    for group in find_groups(dense, *fields):
+        source = find_linear(pruned.get_submodule(group.layer_name), group.consumer)
+        mask_group(dense.get_submodule(group.layer_name), group, keep[group.name], append_bias(*read_weight(source)))
+
+
+@torch.no_grad()
+def compare(dense_path: str, pruned_path: str) -> list[list[str]]:
+    def load(path: str, **options: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+    pruned, masked = load(pruned_path), load(dense_path)
+    mask_dense(masked, pruned, read_manifest(pruned_path))
+    ids = torch.randint(4, pruned.config.vocab_size, (4, 200), generator=torch.Generator().manual_seed(0))
+    logits = pruned(ids).logits
+
+    def difference(other: PreTrainedModel) -> str:
+        return f"{(logits - other(ids).logits).abs().max():.2e}"
+
+    rows = [["against zero masks, largest logit difference", difference(masked)]]
+    with tempfile.TemporaryDirectory() as scratch:
+        pruned.save_pretrained(scratch)
+        rows.append(["saved and reloaded, largest logit difference", difference(load(scratch))])
+    rows.append(
+        ["sdpa against eager, largest logit difference", difference(load(pruned_path, attn_implementation="eager"))]
+    )
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    cached, plain = (pruned.generate(ids[:, :32], use_cache=use, **options) for use in (True, False))
+    rows.append(["generate with and without cache", "identical" if torch.equal(cached, plain) else "DIFFERENT"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dense", required=True)
+    parser.add_argument("--pruned", required=True)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    print(format_table([args.pruned, "result"], compare(args.dense, args.pruned)))
+
+
+if __name__ == "__main__":
+    main()

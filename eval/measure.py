@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def time_side_by_side(runs: dict[str, Callable[[], object]], repeats: int = 7) -> dict[str, float]:
+def time_side_by_side(runs: Mapping[str, Callable[[], object]], repeats: int = 7) -> dict[str, float]:
     """Return the median seconds of each run; rounds are interleaved, so that noise hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):

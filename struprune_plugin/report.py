@@ -25,11 +25,12 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def format_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+    """Return a size in decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
         count /= 1000
-    raise AssertionError
+    return f"{count:.4g} TB"
 
 
 def measure_weight_bytes(folder: str | Path) -> int:

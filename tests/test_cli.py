@@ -1,0 +1,155 @@
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from struprune_plugin import cli, read_manifest
+from struprune_plugin.data import DEMO_MODEL
+
+RECIPE = str(ROOT / "recipes" / "struprune_opt.yaml")
+SMALL = ["--num-samples", "8", "--seq-length", "128"]
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory):
+    """The demo model, pruned through the command line; a little calibration is enough here."""
+    out = tmp_path_factory.mktemp("cli") / "out"
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(out), *SMALL, "--sparsity", "0.3"]
+    assert cli.main([*argv, "--set", "attention_unit=head", "--set", "damping=0.02"]) == 0
+    return out
+
+
+def test_prune_applies_changes_to_the_recipe(pruned):
+    settings = read_manifest(pruned)["settings"]
+    assert (settings["sparsity"], settings["attention_unit"], settings["damping"]) == (0.3, "head", 0.02)
+
+
+def test_prune_prints_a_table(tmp_path, capsys):
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), *SMALL]
+    assert cli.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "model.decoder.layers.4.fc2" in printed
+    assert "20.000%" in printed
+    assert "%" in printed
+    assert f"wrote {tmp_path / 'out'}" in printed
+
+
+def test_inspect_prints_layers_and_json(pruned, capsys):
+    assert cli.main(["inspect", str(pruned)]) == 0
+    printed = capsys.readouterr().out
+    assert "model.decoder.layers.0.self_attn.out_proj" in printed
+    assert "heads" in printed
+    assert cli.main(["inspect", str(pruned), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == read_manifest(pruned)
+
+
+def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys, tmp_path):
+    argv = ["eval", str(DEMO_MODEL), str(pruned), "--max-tokens", "4096", "--json", str(tmp_path / "scores.json")]
+    assert cli.main(argv) == 0
+    scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
+    dense, small = scores[str(DEMO_MODEL)], scores[str(pruned)]
+    assert 30 < dense["perplexity"] < small["perplexity"] < 100
+    assert small["parameters"] < dense["parameters"]
+    assert small["bytes"] < dense["bytes"]
+    assert str(pruned) in capsys.readouterr().out
+
+
+def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    argv = [
+        "eval",
+        str(pruned),
+        "--tasks",
+        "struprune_demo_word_order",
+        "--include-path",
+        "eval/tasks",
+        "--limit",
+        "20",
+    ]
+    assert cli.main(argv) == 0
+    assert "struprune_demo_word_order acc" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_stock_lm_eval_scores_the_output_without_the_plugin(pruned, tmp_path):
+    argv = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={pruned},trust_remote_code=True",
+    ]
+    argv += ["--tasks", "struprune_demo_word_order", "--include_path", "eval/tasks", "--limit", "40", "--device", "cpu"]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [*argv, "--output_path", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (results,) = tmp_path.rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["struprune_demo_word_order"]["acc,none"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["prune", "nowhere", "--recipe", RECIPE, "--output", "OUT"], "must be a model folder or a hub name"),
+        (["prune", str(DEMO_MODEL), "--recipe", "nowhere.yaml", "--output", "OUT"], "recipe: must be an existing file"),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--sparsity", "1.5"],
+            r"sparsity must be in \[0, 1\)",
+        ),
+        (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--sparsity", "0.99"], "Lower sparsity"),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--set", "dampng=1"],
+            "'dampng' must be a field",
+        ),
+        (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--set", "damping"], "must be FIELD=VALUE"),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--data", "no.jsonl"],
+            "existing JSON-lines file",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--num-samples", "9999"],
+            "Lower the number of",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--num-samples", "2"],
+            "at least 769 tokens",
+        ),
+        (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--device", "tpu"], "--device: must be"),
+        (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(ROOT / "tests")], "must be empty or absent"),
+        (["inspect", str(ROOT / "tests")], "must be a pruned folder with a struprune.json"),
+        (["eval", "nowhere"], "must be a model folder or a hub name"),
+        (["eval", str(DEMO_MODEL), "--window", "8", "--stride", "9"], r"stride in \[1, window\]"),
+        (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"\['no_such_task'\] must be known to lm-eval"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line_and_writes_nothing(argv, message, tmp_path, capsys):
+    argv = [str(tmp_path / "out") if word == "OUT" else word for word in argv]
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("struprune: error: ")
+    assert re.search(message, error), error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [[], ["prune"], ["eval"], ["prune", "m", "--num-samples", "0"], ["nonsense"]])
+def test_usage_errors_exit_2_with_one_line(argv, capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(argv)
+    assert raised.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["prune", "eval", "inspect"])
+def test_help_names_every_option(command, capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main([command, "--help"])
+    assert raised.value.code == 0
+    assert "usage: struprune" in capsys.readouterr().out

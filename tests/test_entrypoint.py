@@ -1,0 +1,223 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from conftest import make_dataset, make_opt, run_oneshot, save_opt
+from llmcompressor import oneshot as host_oneshot
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from struprune_plugin import StruPruneModifier, oneshot, read_manifest
+from struprune_plugin.entrypoint import load_recipe, write_folder
+
+GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
+
+
+def modifier(**fields):
+    return yaml.safe_dump({"prune_stage": {"prune_modifiers": {"StruPruneModifier": fields}}})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("", "recipe: must be an existing file or a YAML text, got ''"),
+        ("no/such.yaml", "must be an existing file or a YAML text, got 'no/such.yaml'"),
+        ("a: [\n", "recipe: must be valid YAML"),
+        ("[]\n", "must be a mapping of the form .* got list"),
+        ("prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n", "'prune_modifiers' must be a stage of the form"),
+        ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "under a name that ends in '_modifiers'"),
+        ("prune_stage:\n  prune_modifiers: [StruPruneModifier]\n", "must be a mapping of modifiers .* got list"),
+        ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "must be a mapping of fields, got None"),
+        ("args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n", "'args' must be left out"),
+        (
+            "x_stage:\n  x_modifiers:\n    StruPruneModifier: {sparsity: 0.3}\n    StruPruneModifier: {sparsity: 0.2}\n",
+            "StruPruneModifier.* twice in one mapping",
+        ),
+        ("x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n", "No modifier of type 'PruneModifier' found"),
+        (modifier(sparsity=0.3, sparsty=0.2), "sparsty: Extra inputs are not permitted"),
+        (modifier(sparsity=1.0), r"sparsity must be in \[0, 1\), got 1.0"),
+        (modifier(sparsity=-0.1), r"sparsity must be in \[0, 1\), got -0.1"),
+        (modifier(sparsity=float("nan")), r"sparsity must be in \[0, 1\), got nan"),
+        (modifier(sparsity=0.3, attention_unit="neuron"), "attention_unit: Input should be 'head', 'vo' or 'none'"),
+        (modifier(sparsity=0.3, temperature=[]), "temperature must be above 0"),
+        (modifier(sparsity=0.3, temperature=[1.0, 0.0]), "temperature must be above 0"),
+        (modifier(sparsity=0.3, damping=-1), "damping: Input should be greater than or equal to 0"),
+        (modifier(sparsity=0.3, channel_multiple=0), "channel_multiple: Input should be greater"),
+        (modifier(sparsity=0.3, start=0.0), "start and end must be left out"),
+        (modifier(replay="no/such.json"), "no/such.json: must be a pruned folder"),
+    ],
+)
+def test_load_recipe_refuses(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe)
+
+
+def test_load_recipe_sets_fields_in_our_modifiers_only():
+    recipe = {**GOOD, "q_stage": {"q_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "scheme": "W8A8"}}}}
+    loaded = load_recipe(yaml.safe_dump(recipe), {"targets": ["re:.*fc2"], "sparsity": 0.1})
+    assert loaded.modifiers[0].targets == ["re:.*fc2"]
+    assert loaded.modifiers[0].sparsity == 0.1
+    assert loaded.modifiers[1].targets == ["Linear"]
+    with pytest.raises(ValueError, match=r"'sparsty' must be a field of one of its modifiers, known are .*sparsity"):
+        load_recipe(yaml.safe_dump(recipe), {"sparsty": 0.1})
+
+
+def test_both_names_resolve_to_the_same_modifier():
+    for name in ("StruPruneModifier", "StructPruneModifier"):
+        text = yaml.safe_dump({"x_stage": {"x_modifiers": {name: {"sparsity": 0.3}}}})
+        assert type(load_recipe(text).modifiers[0]) is StruPruneModifier
+
+
+def broken_model(tmp_path, name):
+    model = make_opt()
+    model.get_parameter(name).data[0] = float("inf")
+    model.save_pretrained(tmp_path / "broken")
+    save_opt(tmp_path / "tokenizer")
+    return {"model": str(tmp_path / "broken"), "tokenizer": str(tmp_path / "tokenizer")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "sparsity must be given where no SparsityAllocatorModifier stage comes before"),
+        ({"sparsity": 0.9, "attention_unit": "none"}, r"removable .* Lower sparsity to at most 0\.\d+"),
+        ({"sparsity": 0.3, "targets": ["re:.*nothing"]}, "'re:.*nothing' must match"),
+        ({"sparsity": 0.3, "channel_multiple": 64}, "channel_multiple must be at most the width 40, got 64"),
+        (
+            {"sparsity": 0.3, "dataset": make_dataset(2, 16)},
+            r"fc2: calibration must have at least 41 tokens .* got 32 in 2",
+        ),
+        (
+            {"recipe": [StruPruneModifier(sparsity=0.3)] * 2, "pipeline": "sequential"},
+            "pipeline: must be 'independent'",
+        ),
+    ],
+)
+def test_oneshot_refuses_before_calibration_and_writes_nothing(opt, tmp_path, fields, message, monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise AssertionError("calibration started")
+
+    monkeypatch.setattr("struprune_plugin.modifiers.capture.LayerObserver.before_layer", fail)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=message):
+        run_oneshot(str(opt), **fields, output_dir=str(out))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_oneshot_refuses_to_run_without_calibration_text(opt, tmp_path):
+    with pytest.raises(ValueError, match="calibration text must be given"):
+        oneshot(model=str(opt), recipe=StruPruneModifier(sparsity=0.3), output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_oneshot_refuses_broken_weights_by_name(tmp_path):
+    options = broken_model(tmp_path, "model.decoder.layers.1.fc1.bias")
+    with pytest.raises(ValueError, match=r"layers\.1\.fc1: bias must be finite"):
+        run_oneshot(options["model"], sparsity=0.3, tokenizer=options["tokenizer"], output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_oneshot_refuses_broken_activations_by_name(tmp_path):
+    options = broken_model(tmp_path, "model.decoder.layers.0.self_attn_layer_norm.weight")
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj: activations must be finite"):
+        run_oneshot(options["model"], sparsity=0.3, tokenizer=options["tokenizer"], output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_oneshot_refuses_other_architectures_by_config_alone(tmp_path):
+    LlamaConfig().save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match="architecture must be one of opt, struprune_opt, got 'llama'"):
+        run_oneshot(str(tmp_path / "llama"), sparsity=0.3)
+
+
+def test_oneshot_refuses_missing_models(tmp_path):
+    with pytest.raises(ValueError, match="must be a model folder or a hub name"):
+        run_oneshot(str(tmp_path / "nowhere"), sparsity=0.3)
+
+
+def test_oneshot_refuses_quantised_models(opt, tmp_path):
+    recipe = (
+        "q_stage:\n  q_modifiers:\n    QuantizationModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}\n"
+    )
+    run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "quantised"))
+    with pytest.raises(ValueError, match="must not be quantised yet"):
+        run_oneshot(str(tmp_path / "quantised"), sparsity=0.3, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_oneshot_refuses_quantise_before_prune(opt):
+    quantise = {
+        "q_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
+    }
+    with pytest.raises(ValueError, match="must come before every quantiser, got QuantizationModifier first"):
+        run_oneshot(str(opt), recipe=yaml.safe_dump({"q_stage": quantise, **GOOD}, sort_keys=False))
+
+
+def test_hosts_sequential_pipeline_shared_with_others_is_refused(opt):
+    """Through the host's own oneshot too, where only the modifier can refuse it."""
+    modifiers = [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]
+    with pytest.raises(ValueError, match="StruPruneModifier must have a calibration pass of its own"):
+        host_oneshot(model=str(opt), recipe=modifiers, dataset=make_dataset(), pipeline="sequential")
+
+
+def test_hosts_oneshot_after_a_bare_import(opt, tmp_path):
+    """README: ``import struprune_plugin`` and the host's own oneshot."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(GOOD))
+    make_dataset().save_to_disk(tmp_path / "data")
+    script = (
+        "import struprune_plugin; from llmcompressor import oneshot; from datasets import load_from_disk;"
+        f"oneshot(model={str(opt)!r}, recipe={str(recipe)!r}, dataset=load_from_disk({str(tmp_path / 'data')!r}),"
+        f" output_dir={str(tmp_path / 'out')!r}, num_calibration_samples=8)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, timeout=300)
+    assert read_manifest(tmp_path / "out")["budget"]["asked_sparsity"] == 0.3
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "struprune_opt"
+
+
+def test_output_folder_that_is_not_empty_is_kept_unless_overwritten(opt, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious.txt").write_text("mine")
+    with pytest.raises(ValueError, match="output_dir: must be empty or absent"):
+        run_oneshot(str(opt), sparsity=0.3, output_dir=str(out))
+    with pytest.raises(ValueError, match="tokens"):  # a run that fails later loses nothing either
+        run_oneshot(str(opt), sparsity=0.3, output_dir=str(out), overwrite=True, dataset=make_dataset(1, 8))
+    assert (out / "precious.txt").read_text() == "mine"
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(out), overwrite=True)
+    assert not (out / "precious.txt").exists()
+    assert read_manifest(out)["budget"]["asked_sparsity"] == 0.3
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_save_leaves_no_folder(opt, tmp_path, monkeypatch, error):
+    def interrupt(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr("struprune_plugin.modifiers.pruning.write_manifest", interrupt)
+    with pytest.raises(error):
+        run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_write_folder_refuses_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"), write_folder(tmp_path / "file", overwrite=True):
+        pass
+
+
+def test_the_same_modifier_cannot_be_used_twice_by_accident(opt):
+    """The host's modifiers are spent after a run; ours say so through the host."""
+    recipe = StruPruneModifier(sparsity=0.3)
+    run_oneshot(str(opt), recipe=recipe)
+    with pytest.raises(RuntimeError, match="already been"):
+        run_oneshot(str(opt), recipe=recipe)
+
+
+def test_bfloat16_models_stay_bfloat16(opt, tmp_path):
+    make_opt().bfloat16().save_pretrained(tmp_path / "m")
+    model = run_oneshot(str(tmp_path / "m"), sparsity=0.3, tokenizer=str(opt), output_dir=str(tmp_path / "out"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16

@@ -1,0 +1,110 @@
+"""The house's rooms: data flows one way (CONTRIBUTING.md)."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, run_oneshot
+
+from struprune_plugin import StruPruneModifier
+
+PACKAGE = ROOT / "struprune_plugin"
+NUMERIC = {"statistics", "importance", "allocation", "solve"}
+MAY_IMPORT = {  # room -> (rooms, third parties) that it may import; the rest may import anything below it
+    "statistics": (set(), {"torch"}),
+    "importance": ({"statistics"}, {"torch"}),
+    "allocation": (set(), {"torch"}),
+    "solve": ({"statistics"}, {"torch"}),
+    "topology": (set(), {"torch", "compressed_tensors"}),
+    "surgery": ({"solve", "topology"}, {"torch", "compressed_tensors"}),
+    "export": ({"topology"}, {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru"}),
+    "data": (set(), {"torch", "transformers", "datasets"}),
+    "evaluation": (set(), {"torch", "transformers", "tqdm", "lm_eval"}),
+    "report": (set(), set()),
+}
+STANDARD = {
+    "__future__",
+    "ast",
+    "collections",
+    "contextlib",
+    "dataclasses",
+    "importlib",
+    "itertools",
+    "json",
+    "math",
+    "os",
+}
+STANDARD |= {"pathlib", "platform", "typing"}
+
+
+def read_imports(file: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+def files_of(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).glob("*.py")) if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_room_imports_only_what_it_may(room):
+    rooms, parties = MAY_IMPORT[room]
+    for file in files_of(room):
+        for name in read_imports(file):
+            top, *rest = name.split(".")
+            if top == "struprune_plugin":
+                assert rest[0] in rooms | {room}, f"{file.name} imports {name}"
+            else:
+                assert top in parties | STANDARD, f"{file.name} imports {name}"
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_nothing_in_the_package_imports_eval_or_tests(file):
+    assert not {name.split(".")[0] for name in read_imports(file)} & {"eval", "tests", "pickle"}
+
+
+@pytest.mark.parametrize("room", sorted(NUMERIC))
+def test_numeric_rooms_hold_no_modules_and_no_io(room):
+    text = (PACKAGE / f"{room}.py").read_text()
+    assert not re.search(r"nn\.Module|print\(|open\(|logg", text)
+
+
+def test_modelling_file_is_self_contained():
+    """It travels with every checkpoint."""
+    imports = read_imports(PACKAGE / "export" / "modeling_struprune_opt.py")
+    assert {name.split(".")[0] for name in imports} <= {
+        "__future__",
+        "collections",
+        "torch",
+        "transformers",
+        "huggingface_hub",
+    }
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_recipe_runs(recipe, opt):
+    assert run_oneshot(str(opt), recipe=str(recipe)).num_parameters() > 0
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda f: f.stem)
+def test_recipes_spell_defaults_as_they_are(recipe):
+    """A recipe may say what the default is; then it must be so, or differ on purpose in another recipe than ours."""
+    if recipe.stem != "struprune_opt":
+        pytest.skip("only the default recipe states defaults")
+    fields = yaml.safe_load(recipe.read_text())["pruning_stage"]["pruning_modifiers"]["StruPruneModifier"]
+    default = StruPruneModifier(sparsity=fields["sparsity"])
+    assert {name: getattr(default, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("task", sorted((ROOT / "eval" / "tasks").glob("*.yaml")), ids=lambda f: f.stem)
+def test_tasks_name_their_hub_twin(task):
+    text = task.read_text()
+    assert "Hub twin" in text
+    assert task.stem in text

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -168,7 +167,6 @@ def _quiet(verbose: bool) -> None:
     logger.add(sys.stderr, level="WARNING", format="{level}: {message}", filter=_is_actionable)
     for name in ("torch.fx._symbolic_trace", "lm_eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
 
 
 def _is_actionable(record: Any) -> bool:

@@ -41,7 +41,7 @@ class SolvedWeights:
     condition_number: float
 
 
-def damp_moments(moments: Moments, weight: Tensor, damping: float) -> Moments:
+def damp_moments(moments: Moments, weight: Tensor, damping: float, has_bias: bool = True) -> Moments:
     """Add ``lambda = damping * mean(diag H)`` worth of pseudo-tokens that say "the given weights are right".
 
     ``H + lambda I``, ``C + lambda W``, ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped: the minimiser of the
@@ -52,12 +52,16 @@ def damp_moments(moments: Moments, weight: Tensor, damping: float) -> Moments:
 
     :param weight: dense weights, shape [d, n + 1], float64, bias last
     :param damping: at least 0, relative to the mean diagonal of H
+    :param has_bias: False for a linear without bias: every solve then gives it a bias of 0
     :return: float64 moments
     """
     gram, cross = moments.gram.double().clone(), moments.cross.double().clone()
     strength = damping * gram.diagonal()[:-1].mean()
     gram.diagonal()[:-1].add_(strength)
     cross[:, :-1].add_(strength * weight[:, :-1])
+    if not has_bias:
+        gram[-1], gram[:, -1], cross[:, -1] = 0, 0, 0
+        gram[-1, -1] = 1
     energy = moments.target_energy + strength * weight[:, :-1].square().sum()
     return Moments(gram, cross, energy, moments.absolute_sum)
 
@@ -79,7 +83,7 @@ def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWe
     if not condition <= MAX_CONDITION:
         raise ValueError(
             f"{where}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, got "
-            f"{condition:.3g} ({len(columns)} kept inputs, {damped.num_tokens} tokens). "
+            f"{condition:.3g} ({len(columns)} kept inputs). "
             "Raise damping, or calibrate with more text."
         )
     weight = torch.cholesky_solve(damped.cross[:, rows].T, factor).T

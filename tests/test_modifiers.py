@@ -71,6 +71,15 @@ def _naive_ffn_targets(dense, pruned, layer, ids, target):
     return inputs, wanted
 
 
+@pytest.mark.parametrize("target", ["residual", "block", "local"])
+def test_a_solve_without_bias_never_does_worse_than_deletion(target, tmp_path):
+    """A bias solved for and then dropped would."""
+    folder = save_opt(tmp_path / "m", enable_bias=False)
+    run_oneshot(str(folder), sparsity=0.4, target=target, output_dir=str(tmp_path / "out"))
+    for entry in read_manifest(tmp_path / "out")["groups"]:
+        assert entry["error_after"] < entry["error_before"], entry["name"]
+
+
 @pytest.mark.parametrize("target", ["residual", "block"])
 def test_last_ffn_is_the_ridge_solution_for_its_target(opt, target):
     """The whole chain (dense path, streams, damping, solve) against one naive solve on whole-model activations."""

@@ -54,6 +54,18 @@ def test_solve_kept_weights_all_kept_local_target_is_identity():
     torch.testing.assert_close(solved.weight, dense)
 
 
+def test_solve_kept_weights_without_bias_is_the_ridge_solution_without_one():
+    moments, dense, _ = make_problem()
+    dense[:, -1] = 0
+    solved = solve_kept_weights(damp_moments(moments, dense, 0.05, has_bias=False), torch.tensor([0, 2, 3]), "fc2")
+    strength = 0.05 * moments.gram.diagonal()[:-1].mean()
+    rows = torch.tensor([0, 2, 3])
+    system = moments.gram[rows][:, rows] + strength * torch.eye(3, dtype=torch.float64)
+    naive = (moments.cross[:, rows] + strength * dense[:, rows]) @ torch.linalg.inv(system)
+    torch.testing.assert_close(solved.weight[:, :-1], naive)
+    assert not solved.weight[:, -1].any()
+
+
 def test_solve_kept_weights_singular_names_layer_condition_and_remedy():
     inputs, targets, weight, bias = make_case()
     inputs[:, 1] = inputs[:, 0]

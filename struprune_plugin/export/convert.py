@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -91,7 +92,8 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
         name = model.config._name_or_path
         model.config._name_or_path = ""
         try:
-            with _quiet_host():
+            with _quiet_host(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
                 inner(save_directory, *args, **kwargs)
         finally:
             model.config._name_or_path = name

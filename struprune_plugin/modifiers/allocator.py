@@ -131,8 +131,9 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     def _measure_group(self, model: nn.Module, layer: nn.Module, group: UnitGroup, moments: Moments) -> None:
         """Keep a group's importance and error curve; its moments go."""
-        weight = append_bias(*read_weight(find_linear(layer, group.consumer)))
-        damped = damp_moments(moments, weight, self.damping)
+        consumer = find_linear(layer, group.consumer)
+        weight = append_bias(*read_weight(consumer))
+        damped = damp_moments(moments, weight, self.damping, consumer.bias is not None)
         order, scores = self.rank_units(layer, group, moments, damped)
         if self.restoration == "least_squares":
             curve = measure_restored_curve(damped, order, group.columns_per_unit)
@@ -156,16 +157,23 @@ class SparsityAllocatorModifier(StructuredModifier):
         sizes: list[GroupSize] = self.measure_groups(self._groups)
         missing = [group.name for group in self._groups if group.name not in self._curves]
         assert not missing, f"no calibration data reached {missing}"
+        num_prunable = count_prunable_parameters(model)
         best, candidates = search_temperature(
             sizes,
             [self._importance[group.name] for group in self._groups],
             [self._curves[group.name] for group in self._groups],
-            find_group_sparsity(sizes, count_prunable_parameters(model), self.sparsity),
+            find_group_sparsity(sizes, num_prunable, self.sparsity),
             self.temperatures,
             RULES[self.allocation],
             self.max_sparsity,
             self.as_printed,
         )
+        if self.as_printed:
+            removed = sum((s.num_units - kept) * s.unit_cost for s, kept in zip(sizes, best.kept, strict=True))
+            logger.warning(
+                f"as_printed: the paper's formula removes {removed / num_prunable:.4f} of the parameters, "
+                f"asked were {self.sparsity} (R6). Set as_printed: false to meet the budget."
+            )
         logger.info(f"allocated by {self.allocation} at temperature {best.temperature:g}, error {best.loss:.6g}")
         record = {
             "method": self.allocation,

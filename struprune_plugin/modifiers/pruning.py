@@ -271,7 +271,7 @@ class StruPruneModifier(StructuredModifier):
         dense = append_bias(*read_weight(consumer))
         self._changed = self._changed or num_keep < group.num_units
         with self._stage("select and solve"):
-            damped = damp_moments(moments, dense, self.damping)
+            damped = damp_moments(moments, dense, self.damping, consumer.bias is not None)
             keep, scores = self._select_units(layer, group, moments, damped, num_keep)
             columns = expand_units(keep, group.columns_per_unit)
             deleted = dense[:, with_bias_index(columns, group.num_columns)]
@@ -320,6 +320,8 @@ class StruPruneModifier(StructuredModifier):
     def _stage(self, name: str) -> Iterator[None]:
         """Add the seconds and the peak memory of what runs inside to a stage of the manifest."""
         start = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         yield
         stage = self._stages.setdefault(name, {"seconds": 0.0, "peak_bytes": 0})
         stage["seconds"] += time.perf_counter() - start

@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,13 @@ METHODS: dict[str, dict[str, Any]] = {
 TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 
 
-def score_folder(folder: str, data: Path, window: int, max_tokens: int) -> dict[str, float]:
-    """Return perplexity on every text, the first ``max_tokens`` tokens in windows each scored on its own."""
+def score_folder(folder: str, args: argparse.Namespace) -> dict[str, float]:
+    """Return perplexity on every text, its first ``max_tokens`` tokens in fixed windows."""
     model, tokenizer = load_checkpoint(folder)
     return {
-        name: measure_perplexity(model, tokenize_texts(tokenizer, read_texts(data / file), max_tokens), window)
+        name: measure_perplexity(
+            model, tokenize_texts(tokenizer, read_texts(args.data / file), args.max_tokens), args.window, args.stride
+        )
         for name, file in TEXTS.items()
     }
 
@@ -64,7 +67,7 @@ def prune_and_score(args: argparse.Namespace, fields: dict[str, Any], sparsity: 
         seconds = time.perf_counter() - start
         budget = read_manifest(out)["budget"]
         return {
-            "perplexity": score_folder(str(out), args.data, args.window, args.max_tokens),
+            "perplexity": score_folder(str(out), args),
             "removed": budget["met_sparsity"],
             "removed_parameters": budget["removed_parameters"],
             "bytes": measure_weight_bytes(out),
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--sparsity", default="0.1,0.2,0.3,0.5")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--stride", type=int, help="the window itself if unset")
     parser.add_argument("--max-tokens", type=int, default=60_000)
     parser.add_argument("--output", type=Path, required=True, help="folder for methods.json and methods.md")
     args = parser.parse_args()
@@ -88,16 +92,27 @@ def main() -> None:
 
     args.output.mkdir(parents=True, exist_ok=True)
     file = args.output / "methods.json"
-    rows: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    settings = {
+        "model": Path(args.model).name,
+        "num_samples": args.num_samples,
+        "window": args.window,
+        "stride": args.stride or args.window,
+        "max_tokens": args.max_tokens,
+        "version": version("struprune-plugin"),
+    }
+    stored = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": {}}
+    if stored["settings"] != settings:
+        raise SystemExit(f"{file}: made with {stored['settings']}, not {settings}. Choose another --output.")
+    rows: dict[str, Any] = stored["rows"]
 
     def finish(key: str, row: dict[str, Any]) -> None:
         rows[key] = row
         partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(rows, indent=1))
+        partial.write_text(json.dumps(stored, indent=1))
         partial.replace(file)
 
     if "dense" not in rows:
-        perplexity = score_folder(args.model, args.data, args.window, args.max_tokens)
+        perplexity = score_folder(args.model, args)
         finish(
             "dense",
             {"perplexity": perplexity, "removed": 0.0, "bytes": measure_weight_bytes(args.model), "seconds": 0.0},

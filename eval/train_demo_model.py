@@ -165,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    texts = [json.loads(line)["text"] for line in args.text.read_text(encoding="utf-8").splitlines()]
+    texts = [json.loads(line)["text"] for line in args.text.open(encoding="utf-8")]
     train, calibration, test = split_documents(texts)
     args.out.mkdir(parents=True, exist_ok=True)
     write_json_lines(args.out / "calibration.jsonl", [{"text": text} for text in calibration])

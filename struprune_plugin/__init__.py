@@ -9,12 +9,13 @@ from llmcompressor.modifiers.factory import ModifierFactory
 
 from struprune_plugin.entrypoint import oneshot
 from struprune_plugin.export import read_manifest, register_auto_classes
-from struprune_plugin.modifiers import SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 
 __version__ = "0.1.0"
-__all__ = ["SparsityAllocatorModifier", "StruPruneModifier", "oneshot", "read_manifest"]
+__all__ = ["LoRARecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier", "oneshot", "read_manifest"]
 
 ModifierFactory.register("StruPruneModifier", StruPruneModifier)
 ModifierFactory.register("StructPruneModifier", StruPruneModifier)
 ModifierFactory.register("SparsityAllocatorModifier", SparsityAllocatorModifier)
+ModifierFactory.register("LoRARecoveryModifier", LoRARecoveryModifier)
 register_auto_classes()

@@ -224,6 +224,23 @@ def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) ->
     return kept
 
 
+def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float) -> None:
+    """Refuse kept counts that miss the budget by a step of the largest kind or more.
+
+    :param share: wanted sparsity over all groups' parameters, from :func:`find_group_sparsity`
+    :raises ValueError: the same, with the figure; bounds or a coarse multiple are why
+    """
+    total = sum(group.num_parameters for group in groups)
+    removed = sum((group.num_units - count) * group.unit_cost for group, count in zip(groups, kept, strict=True))
+    allowed = max(group.step * group.unit_cost for group in groups)
+    if abs(removed - share * total) > allowed:
+        raise ValueError(
+            f"channel_multiple: must let the modules remove {share * total:,.0f} parameters to within {allowed:,}, got "
+            f"{removed:,} with widths that are multiples of {max(group.step for group in groups)}. "
+            "Lower channel_multiple or change sparsity."
+        )
+
+
 def _round_kind(
     groups: Sequence[GroupSize], members: list[int], ideal: dict[int, float], kept: list[int], carry: float
 ) -> float:

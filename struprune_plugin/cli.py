@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, set_seed
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
 from struprune_plugin.entrypoint import check_checkpoint, check_output, load_recipe, oneshot
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
-from struprune_plugin.export import read_manifest
+from struprune_plugin.export import MANIFEST_NAME, read_manifest
+from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.report import (
     format_bytes,
     format_table,
@@ -41,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _make_parser().parse_args(argv)
     try:
         args.run(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"struprune: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) and error.errno is not None else 2  # a full disk is no bad input
     return 0
 
 
@@ -113,6 +114,9 @@ def _make_parser() -> argparse.ArgumentParser:
     score.add_argument("--max-tokens", type=_positive, metavar="N", help="score the first N tokens")
     score.add_argument("--tasks", metavar="a,b", help="lm-eval tasks")
     score.add_argument("--include-path", metavar="DIR", help="folder with lm-eval task files, e.g. eval/tasks")
+    score.add_argument(
+        "--no-dense", action="store_true", help="do not add the local model that a folder was pruned from"
+    )
     score.add_argument("--limit", type=_positive, metavar="N", help="examples a task")
     score.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences at a time")
     score.add_argument(
@@ -144,19 +148,19 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def _choose_device(device: str) -> None:
-    """Let the host and torch see only the device asked for; must run before anything touches an accelerator."""
+    """Let the host and torch see only the device asked for.
+
+    By now an import may have started CUDA, after which it no longer looks at the environment; so start afresh.
+    """
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}.")
-    if kind == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif kind == "cuda":
-        if index:
-            os.environ["CUDA_VISIBLE_DEVICES"] = index
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu."
-            )
+    visible = "" if kind == "cpu" else index or None
+    if torch.version.cuda and visible is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu.")
 
 
 def _quiet(verbose: bool) -> None:
@@ -195,11 +199,10 @@ def _prune(args: argparse.Namespace) -> None:
         shuffle_calibration_samples=False,
         precision=args.dtype,
     )
-    try:
-        manifest = read_manifest(args.output)
-    except ValueError:  # a recipe without pruning
+    if not any(isinstance(modifier, StruPruneModifier) for modifier in recipe.modifiers):
         print(f"wrote {args.output}")
         return
+    manifest = read_manifest(args.output)
     print(summarize_layers(manifest), summarize_manifest(manifest, args.output), f"wrote {args.output}", sep="\n\n")
 
 
@@ -221,12 +224,17 @@ def _eval(args: argparse.Namespace) -> None:
     tasks = args.tasks.split(",") if args.tasks else []
     text = args.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, args.text_column) if text else None
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     scores: dict[str, dict[str, Any]] = {}
-    for path in args.paths:
+    for path in args.paths if args.no_dense else _add_dense(args.paths):
         model, tokenizer = load_checkpoint(path, args.dtype)
         score = scores[path] = {"parameters": model.num_parameters(), "bytes": measure_weight_bytes(path)}
         if texts is not None:
             tokens = tokenize_texts(tokenizer, texts, args.max_tokens)
+            positions = getattr(model.config, "max_position_embeddings", args.window)
+            if args.window > positions:
+                raise ValueError(f"--window: must be at most the model's {positions} positions, got {args.window}.")
             score["perplexity"] = measure_perplexity(model, tokens, args.window, args.stride, args.batch_size)
         if tasks:
             results = run_tasks(model, tokenizer, tasks, args.include_path, args.batch_size, args.limit)
@@ -235,15 +243,28 @@ def _eval(args: argparse.Namespace) -> None:
             )
     print(_format_scores(scores))
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
         args.json.write_text(json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n", encoding="utf-8")
+
+
+def _add_dense(paths: list[str]) -> list[str]:
+    """Put the model that a pruned folder was made from before it, where it can be found: the number to compare with."""
+    found: list[str] = []
+    for path in paths:
+        if (Path(path) / MANIFEST_NAME).is_file():
+            base = read_manifest(path)["model"]["base"]
+            if Path(base).is_dir() and not any(
+                Path(base).resolve() == Path(other).resolve() for other in paths + found
+            ):
+                found.append(base)
+        found.append(path)
+    return found
 
 
 def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(name for score in scores.values() for name in score if "stderr" not in name))
     columns = [name for name in columns if not name.endswith((" sample_len", " name", " alias"))]
-    show = {"parameters": "{:,}".format, "bytes": format_bytes}
+    show = {"parameters": "{:,}".format, "bytes": lambda count: format_bytes(count) if count else "on the hub"}
     rows = [
         [path, *(show.get(name, "{:.4g}".format)(score[name]) if name in score else "" for name in columns)]
         for path, score in scores.items()

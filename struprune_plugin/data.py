@@ -34,7 +34,7 @@ def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
     if not path.is_file():
         raise ValueError(f"text: must be an existing JSON-lines file, got {str(path)!r}. Correct the path.")
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # texts may hold other line breaks
         if not line.strip():
             continue
         try:
@@ -102,6 +102,8 @@ def make_calibration_dataset(
     :raises ValueError: as :func:`stream_texts`; less text than that
     """
     tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), num_samples * seq_length)
+    if len(tokens) == 0:
+        raise ValueError("tokenizer: must turn text into tokens, got none. Is there a tokenizer in the model's folder?")
     if len(tokens) < num_samples * seq_length:
         raise ValueError(
             f"data: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "

@@ -15,9 +15,11 @@ from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
 from pydantic import ValidationError
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from struprune_plugin.modifiers import SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
+from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.topology import check_model_type
 
 
@@ -30,9 +32,11 @@ def oneshot(
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
 
-    Differs from the host's: recipes that the host would silently read as empty are refused; so are, before the model
-    is loaded, unsupported architectures, quantised checkpoints and an output folder that is not empty. The output
-    folder appears when it is complete, or not at all.
+    Differs from the host's: recipes and arguments that the host would pass over in silence are refused; so are, before
+    the model is loaded, unsupported architectures, quantised checkpoints and an output folder that is not empty. The
+    output folder appears when it is complete, or not at all. ``dataset`` may also be a JSON-lines file, ``c4`` or
+    ``wikitext2``: its first ``num_calibration_samples`` windows of ``max_seq_length`` tokens are taken, in order.
+    A loaded model whose run fails half-way is left half pruned: load it again.
 
     :param model: a folder, a hub name or a loaded model
     :param recipe: a YAML file, a YAML text, or modifiers
@@ -44,18 +48,65 @@ def oneshot(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loaded = load_recipe(recipe)
-    if kwargs.get("pipeline") == "sequential" and len(loaded.modifiers) > 1:
-        raise ValueError(
-            f"pipeline: must be 'independent' for a recipe of {len(loaded.modifiers)} modifiers, got 'sequential', where "
-            "they would share one calibration pass. Leave it out."
-        )
+    _check_arguments(model, loaded, kwargs)
     if not isinstance(model, PreTrainedModel):
         model = os.fspath(model)
         check_checkpoint(model, kwargs.get("trust_remote_code_model", False), kwargs.get("model_revision", "main"))
-    if output_dir is None:
-        return host_oneshot(model=model, recipe=loaded, **kwargs)
-    with write_folder(Path(output_dir), overwrite) as partial:
-        return host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
+    if output_dir is not None:
+        check_output(Path(output_dir), overwrite)
+    kwargs = _make_dataset(model, kwargs)
+    try:
+        if output_dir is None:
+            return host_oneshot(model=model, recipe=loaded, **kwargs)
+        with write_folder(Path(output_dir), overwrite) as partial:
+            return host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
+    except BaseException:
+        for modifier in loaded.modifiers:
+            if isinstance(modifier, StructuredModifier):
+                modifier.clean_up()
+        raise
+
+
+def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that the host would ignore, or that end in a puzzle.
+
+    :raises ValueError: the same
+    """
+    for name in ("stage", "recipe_args"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: must be left out, got {kwargs[name]!r}, which the host would ignore. Edit the recipe."
+            )
+    if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
+        raise ValueError(f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}.")
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None:
+        raise ValueError(
+            f"model: must be a causal language model, got {type(model).__name__} without a head. Load that."
+        )
+    pipeline, count = kwargs.get("pipeline") or "independent", len(recipe.modifiers)
+    if pipeline != "independent" and not (pipeline == "sequential" and count == 1):
+        raise ValueError(
+            f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
+            "calibration pass of its own. Leave it out."
+        )
+
+
+def _make_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Turn a file or a short name into token windows, which the host takes as they are.
+
+    :raises ValueError: as :func:`~struprune_plugin.data.make_calibration_dataset`
+    """
+    source = kwargs.get("dataset")
+    if not isinstance(source, (str, os.PathLike)) or not (str(source) in HUB_DATASETS or Path(source).is_file()):
+        return kwargs
+    tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(where)
+    length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
+    samples = kwargs.get("num_calibration_samples") or 512
+    dataset = make_calibration_dataset(source, tokenizer, samples, length, kwargs.get("text_column") or "text")
+    return {**kwargs, "dataset": dataset}
 
 
 def load_recipe(
@@ -67,6 +118,8 @@ def load_recipe(
     :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
         ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields
     """
+    if recipe is None:
+        raise ValueError("recipe: must be a YAML file, a YAML text or modifiers, got None. Pass recipe=….")
     if not isinstance(recipe, (str, os.PathLike)):
         loaded = Recipe.create_instance(recipe)
     else:
@@ -138,8 +191,9 @@ def _check_recipe_form(where: str, content: Any) -> None:
 
 def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
     """Set fields in every modifier of ours that has them."""
-    ours = {"StruPruneModifier": StruPruneModifier, "StructPruneModifier": StruPruneModifier}
+    ours: dict[str, type[Modifier]] = {"StruPruneModifier": StruPruneModifier, "StructPruneModifier": StruPruneModifier}
     ours["SparsityAllocatorModifier"] = SparsityAllocatorModifier
+    ours["LoRARecoveryModifier"] = LoRARecoveryModifier
     for field, value in changes.items():
         holders = [
             fields
@@ -170,6 +224,9 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
             f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {first}"
         ) from None
     check_model_type(config.model_type)
+    weights = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+    if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in weights):
+        raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
@@ -178,16 +235,23 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
-    """Refuse an output path that is a file, or a folder that holds something and may not be overwritten.
+    """Refuse an output path that cannot become the output folder.
 
-    :raises ValueError: the same
+    :raises ValueError: a file, the current folder, a folder that holds something and may not be overwritten, or a place
+        where nothing can be written
     """
+    folder = folder.resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir: must be a folder, {folder} is a file. Choose another path.")
+    if folder == Path.cwd():
+        raise ValueError("output_dir: must not be the current folder, which cannot be replaced. Choose another path.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise ValueError(
             f"output_dir: must be empty or absent, {folder} is neither. Choose another, or pass overwrite."
         )
+    parent = next(path for path in folder.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"output_dir: {parent} must be a folder that can be written, it is not. Choose another path.")
 
 
 @contextmanager
@@ -197,6 +261,7 @@ def write_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     :raises ValueError: as :func:`check_output`
     """
     check_output(folder, overwrite)
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     partial.chmod(0o777 & ~_read_umask())

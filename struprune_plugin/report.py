@@ -34,8 +34,9 @@ def format_bytes(count: float) -> str:
 
 
 def measure_weight_bytes(folder: str | Path) -> int:
-    """Return the bytes of all safetensors files of a folder."""
-    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    """Return the bytes of all weight files of a folder; 0 where it is none."""
+    files = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]
+    return sum(file.stat().st_size for file in files)
 
 
 def summarize_layers(manifest: dict[str, Any]) -> str:

@@ -78,16 +78,27 @@ def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWe
     """
     rows = with_bias_index(columns, damped.gram.shape[0] - 1)
     system = damped.gram[rows][:, rows]
-    factor, info = torch.linalg.cholesky_ex(system)
-    condition = float("inf") if int(info) else _estimate_condition(system, factor)
+    factor = _factorize(system, where)
+    condition = _estimate_condition(system, factor)
     if not condition <= MAX_CONDITION:
-        raise ValueError(
-            f"{where}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, got "
-            f"{condition:.3g} ({len(columns)} kept inputs). "
-            "Raise damping, or calibrate with more text."
-        )
+        raise _describe_singular(where, condition, len(columns))
     weight = torch.cholesky_solve(damped.cross[:, rows].T, factor).T
     return SolvedWeights(weight.contiguous(), condition)
+
+
+def _factorize(system: Tensor, where: str) -> Tensor:
+    """Return the Cholesky factor of a damped system, or raise with its name."""
+    factor, info = torch.linalg.cholesky_ex(system)
+    if int(info) or not factor.isfinite().all():
+        raise _describe_singular(where, float("inf"), len(system) - 1)
+    return factor
+
+
+def _describe_singular(where: str, condition: float, num_inputs: int) -> ValueError:
+    return ValueError(
+        f"{where}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, "
+        f"got {condition:.3g} ({num_inputs} inputs). Raise damping, or calibrate with more text."
+    )
 
 
 def _estimate_condition(system: Tensor, factor: Tensor, iterations: int = 12) -> float:
@@ -117,9 +128,14 @@ def order_units(scores: Tensor, num_blocks: int) -> Tensor:
     return (within + offsets).T.reshape(-1)
 
 
-def keep_last(order: Tensor, num_keep: int) -> Tensor:
-    """Return the sorted indices of the ``num_keep`` units that an elimination order removes last."""
-    return torch.sort(order[len(order) - num_keep :]).values
+def keep_last(order: Tensor, num_units: int, num_keep: int) -> Tensor:
+    """Return the sorted indices of the ``num_keep`` units that are left once an order's first units are removed.
+
+    :param order: units, first removed first, shape [at least num_units - num_keep]
+    """
+    left = torch.ones(num_units, dtype=torch.bool, device=order.device)
+    left[order[: num_units - num_keep]] = False
+    return left.nonzero().flatten()
 
 
 def expand_units(units: Tensor, width: int) -> Tensor:
@@ -127,7 +143,9 @@ def expand_units(units: Tensor, width: int) -> Tensor:
     return (units[:, None] * width + torch.arange(width, device=units.device)).reshape(-1)
 
 
-def eliminate_units(damped: Moments, columns_per_unit: int, num_blocks: int = 1) -> Elimination:
+def eliminate_units(
+    damped: Moments, columns_per_unit: int, where: str, num_blocks: int = 1, num_remove: int | None = None
+) -> Elimination:
     """Remove units one by one, each time the one whose removal raises the re-solved error least.
 
     Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the
@@ -136,16 +154,14 @@ def eliminate_units(damped: Moments, columns_per_unit: int, num_blocks: int = 1)
 
     :param damped: from :func:`damp_moments`
     :param columns_per_unit: consecutive input columns of one unit
+    :param where: name of the linear, for the error
     :param num_blocks: equal runs of units that must keep the same number each (see :func:`order_units`)
-    :return: the whole order, shape [units]; the last unit is listed too, so that every prefix can be read off
+    :param num_remove: units to remove; all where None, for curves that read off every prefix
+    :return: the order, shape [num_remove]
     :raises ValueError: H is singular
     """
     num_units = (damped.gram.shape[0] - 1) // columns_per_unit
-    factor, info = torch.linalg.cholesky_ex(damped.gram)
-    if int(info):
-        raise ValueError(
-            "the damped Gram matrix must be positive definite. Raise damping, or calibrate with more text."
-        )
+    factor = _factorize(damped.gram, where)
     inverse = torch.cholesky_inverse(factor)
     weight = damped.cross @ inverse
     units = torch.arange(num_units, device=inverse.device)  # the original index of every unit still in memory
@@ -153,7 +169,7 @@ def eliminate_units(damped: Moments, columns_per_unit: int, num_blocks: int = 1)
     waiting = torch.ones(num_blocks, dtype=torch.bool, device=inverse.device)  # blocks yet to lose one this round
     block_size = num_units // num_blocks
     order, increases = [], []
-    for _ in range(num_units):
+    for _ in range(num_units if num_remove is None else num_remove):
         costs = _removal_costs(inverse, weight, columns_per_unit)
         costs = costs.masked_fill(~alive | ~waiting[units // block_size], torch.inf)
         u = int(costs.argmin())
@@ -168,7 +184,11 @@ def eliminate_units(damped: Moments, columns_per_unit: int, num_blocks: int = 1)
             stay = with_bias_index(expand_units(alive.nonzero().flatten(), columns_per_unit), inverse.shape[0] - 1)
             inverse, weight = inverse[stay][:, stay], weight[:, stay]
             units, alive = units[alive], alive[alive]
-    return Elimination(torch.tensor(order, device=inverse.device), torch.stack(increases))
+    device = inverse.device
+    removed = torch.tensor(order, dtype=torch.int64, device=device)
+    return Elimination(
+        removed, torch.stack(increases) if increases else torch.zeros(0, dtype=torch.float64, device=device)
+    )
 
 
 def _removal_costs(inverse: Tensor, weight: Tensor, width: int) -> Tensor:
@@ -193,7 +213,7 @@ def _downdate(inverse: Tensor, weight: Tensor, unit: slice) -> None:
     inverse.diagonal()[unit] = 1
 
 
-def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int) -> Tensor:
+def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:
     """Return the re-solved error for every number of kept units, along one elimination order.
 
     With the inputs in the reverse of that order, one Cholesky factor L of H gives them all:
@@ -201,12 +221,13 @@ def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int
     Source: method.md section 2 (no second pass) and section 5 (``error_curve``).
 
     :param order: units, first removed first, shape [units]
+    :param where: name of the linear, for the error
     :return: damped error with k = 0 ... units kept, shape [units + 1], float64, never increasing
     """
     columns = expand_units(order.flip(0), columns_per_unit)
     bias = damped.gram.shape[0] - 1
     rows = torch.cat([columns.new_tensor([bias]), columns])
-    factor = torch.linalg.cholesky(damped.gram[rows][:, rows])
+    factor = _factorize(damped.gram[rows][:, rows], where)
     explained = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False).square().sum(1)
     return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
 

@@ -6,7 +6,8 @@ change or ``.data =`` would be lost.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
 from torch import Tensor, nn
 
@@ -14,12 +15,15 @@ from struprune_plugin.solve import expand_units
 from struprune_plugin.topology import UnitGroup, find_linear
 
 
-def slice_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
+def slice_group(
+    layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
+) -> None:
     """Remove all units but ``keep`` from a decoder layer, and give the consumer its new weights.
 
     :param layer: the decoder layer of ``group``
     :param keep: sorted kept units, shape [kept], int64; from every block the same number
     :param weight: new weights of the consumer, bias last, shape [d, kept * columns_per_unit + 1], cast to its dtype
+    :param producers: new weights of linears that feed it, by name, kept rows only, bias last; the old rows where absent
     """
     keep = keep.cpu()
     for name in group.producers:
@@ -27,8 +31,9 @@ def slice_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor
         rows = expand_units(keep, producer.out_features // group.num_units)
         bias = None if producer.bias is None else producer.bias[rows.to(producer.bias.device)]
         _set_parameters(producer, producer.weight[rows.to(producer.weight.device)], bias)
-    consumer = find_linear(layer, group.consumer)
-    _set_parameters(consumer, weight[:, :-1], None if consumer.bias is None else weight[:, -1])
+    for name, new in (producers or {}).items():
+        set_weight(find_linear(layer, name), new)
+    set_weight(find_linear(layer, group.consumer), weight)
     if group.count_attribute:
         setattr(layer.get_submodule(group.count_module), group.count_attribute, len(keep) // group.num_blocks)
 
@@ -49,6 +54,11 @@ def read_weight(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
 
 
+def set_weight(linear: nn.Linear, weight: Tensor) -> None:
+    """Give a linear new weights of any size, bias last, shape [rows, columns + 1], cast to its dtype."""
+    _set_parameters(linear, weight[:, :-1], None if linear.bias is None else weight[:, -1])
+
+
 def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     old = linear.weight
     linear.weight = nn.Parameter(weight.detach().to(old.device, old.dtype).contiguous(), old.requires_grad)
@@ -63,17 +73,13 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:
     """Refuse linears that cannot be sliced.
 
-    :raises ValueError: already quantised weights; NaN or Inf in the weights
+    :raises ValueError: no plain linear, or already quantised
     """
     for name in (*group.producers, group.consumer):
-        where = f"{group.layer_name}.{name}"
         linear = find_linear(layer, name)
         status = getattr(linear, "quantization_status", None)
         if not isinstance(linear, nn.Linear) or (status is not None and status > QuantizationStatus.INITIALIZED):
             raise ValueError(
-                f"{where}: must be a linear that is not yet quantised, got {type(linear).__name__} with status {status}. "
-                "Prune first and quantise afterwards, or load the full-precision checkpoint."
+                f"{group.layer_name}.{name}: must be a linear that is not yet quantised, got {type(linear).__name__} with "
+                f"status {status}. Prune first and quantise afterwards, or load the full-precision checkpoint."
             )
-        for kind, parameter in zip(("weight", "bias"), read_weight(linear), strict=True):
-            if parameter is not None and not torch.isfinite(parameter).all():
-                raise ValueError(f"{where}: {kind} must be finite, got NaN or Inf. Repair or reload the checkpoint.")

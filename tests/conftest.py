@@ -64,7 +64,7 @@ def run_oneshot(model, recipe=None, dataset=None, **kwargs):
 
 @pytest.fixture(autouse=True, scope="session")
 def _two_threads():
-    torch.set_num_threads(2)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 
 @pytest.fixture(scope="session", params=SHAPES)

@@ -48,7 +48,7 @@ def test_inspect_prints_layers_and_json(pruned, capsys):
 
 
 def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys, tmp_path):
-    argv = ["eval", str(DEMO_MODEL), str(pruned), "--max-tokens", "4096", "--json", str(tmp_path / "scores.json")]
+    argv = ["eval", str(pruned), "--max-tokens", "4096", "--json", str(tmp_path / "scores.json")]
     assert cli.main(argv) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
     dense, small = scores[str(DEMO_MODEL)], scores[str(pruned)]
@@ -122,10 +122,15 @@ def test_stock_lm_eval_scores_the_output_without_the_plugin(pruned, tmp_path):
             ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--num-samples", "2"],
             "at least 769 tokens",
         ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--seq-length", "300"],
+            "256 positions, got 300",
+        ),
         (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--device", "tpu"], "--device: must be"),
         (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(ROOT / "tests")], "must be empty or absent"),
         (["inspect", str(ROOT / "tests")], "must be a pruned folder with a struprune.json"),
         (["eval", "nowhere"], "must be a model folder or a hub name"),
+        (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
         (["eval", str(DEMO_MODEL), "--window", "8", "--stride", "9"], r"stride in \[1, window\]"),
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"\['no_such_task'\] must be known to lm-eval"),
     ],
@@ -147,9 +152,18 @@ def test_usage_errors_exit_2_with_one_line(argv, capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["prune", "eval", "inspect"])
+OPTIONS = {
+    "prune": "--recipe --output --data --text-column --num-samples --seq-length --sparsity --set --seed --device --overwrite",
+    "eval": "--text --window --stride --max-tokens --tasks --json",
+    "inspect": "PATH --json",
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
 def test_help_names_every_option(command, capsys):
     with pytest.raises(SystemExit) as raised:
         cli.main([command, "--help"])
     assert raised.value.code == 0
-    assert "usage: struprune" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for option in OPTIONS[command].split():
+        assert option in printed

@@ -45,6 +45,13 @@ def test_make_calibration_dataset_too_little_text_says_how_much_there_is(tokeniz
         make_calibration_dataset(file, tokenizer, 4, 8)
 
 
+def test_read_texts_keeps_unusual_line_breaks_inside_a_text(tmp_path):
+    file = tmp_path / "text.jsonl"
+    text = "one\u2028two\u0085three"
+    file.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_texts(file) == [text]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -1,15 +1,18 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from conftest import make_dataset, make_opt, run_oneshot, save_opt
 from llmcompressor import oneshot as host_oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from struprune_plugin import StruPruneModifier, oneshot, read_manifest
-from struprune_plugin.entrypoint import load_recipe, write_folder
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, oneshot, read_manifest
+from struprune_plugin.data import DEMO_CALIBRATION
+from struprune_plugin.entrypoint import check_output, load_recipe, write_folder
 
 GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
 
@@ -69,9 +72,9 @@ def test_both_names_resolve_to_the_same_modifier():
         assert type(load_recipe(text).modifiers[0]) is StruPruneModifier
 
 
-def broken_model(tmp_path, name):
+def broken_model(tmp_path, name, value=float("inf")):
     model = make_opt()
-    model.get_parameter(name).data[0] = float("inf")
+    model.get_parameter(name).data[0] = value
     model.save_pretrained(tmp_path / "broken")
     save_opt(tmp_path / "tokenizer")
     return {"model": str(tmp_path / "broken"), "tokenizer": str(tmp_path / "tokenizer")}
@@ -87,6 +90,42 @@ def broken_model(tmp_path, name):
         (
             {"sparsity": 0.3, "dataset": make_dataset(2, 16)},
             r"fc2: calibration must have at least 41 tokens .* got 32 in 2",
+        ),
+        ({"sparsity": 0.3, "dataset": make_dataset(4, 80)}, "at most the model's 64 positions, got 80 tokens"),
+        ({"sparsity": 0.3, "allocation": "softmax", "max_sparsity": 0.2}, r"max_sparsity: must be at least 0\.4"),
+        ({"sparsity": 0.01, "channel_multiple": 24}, "must let the modules remove .* Lower channel_multiple"),
+        ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent' .* got 'basic'"),
+        ({"sparsity": 0.3, "stage": "nope"}, "stage: must be left out, got 'nope'"),
+        ({"sparsity": 0.3, "recipe_args": ["sparsity=0.9"]}, "recipe_args: must be left out"),
+        ({"recipe": [SparsityAllocatorModifier(sparsity=0.3)]}, "one SparsityAllocatorModifier stage must come before"),
+        (
+            {"recipe": [StruPruneModifier(sparsity=0.3), SparsityAllocatorModifier(sparsity=0.3)]},
+            "one SparsityAllocatorModifier stage must come before",
+        ),
+        (
+            {"recipe": [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
+            "must hold one StruPruneModifier",
+        ),
+        (
+            {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
+            r"sparsity must be 0\.3 as in",
+        ),
+        (
+            {
+                "recipe": [
+                    StruPruneModifier(sparsity=0.3, attention_unit="none"),
+                    QuantizationModifier(
+                        config_groups={
+                            "group": {
+                                "targets": ["Linear"],
+                                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8},
+                            }
+                        },
+                        ignore=["lm_head"],
+                    ),
+                ]
+            },
+            "multiple of the quantiser's group size 8, got .* Set channel_multiple: 8",
         ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3)] * 2, "pipeline": "sequential"},
@@ -111,15 +150,16 @@ def test_oneshot_refuses_to_run_without_calibration_text(opt, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_oneshot_refuses_broken_weights_by_name(tmp_path):
-    options = broken_model(tmp_path, "model.decoder.layers.1.fc1.bias")
-    with pytest.raises(ValueError, match=r"layers\.1\.fc1: bias must be finite"):
+@pytest.mark.parametrize("name", ["layers.1.fc1.bias", "layers.0.self_attn.q_proj.weight", "embed_positions.weight"])
+def test_oneshot_refuses_broken_weights_by_name(tmp_path, name):
+    options = broken_model(tmp_path, f"model.decoder.{name}")
+    with pytest.raises(ValueError, match=rf"{name}: must be finite, got NaN or Inf"):
         run_oneshot(options["model"], sparsity=0.3, tokenizer=options["tokenizer"], output_dir=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_oneshot_refuses_broken_activations_by_name(tmp_path):
-    options = broken_model(tmp_path, "model.decoder.layers.0.self_attn_layer_norm.weight")
+    options = broken_model(tmp_path, "model.decoder.layers.0.self_attn_layer_norm.weight", 3e38)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj: activations must be finite"):
         run_oneshot(options["model"], sparsity=0.3, tokenizer=options["tokenizer"], output_dir=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -129,6 +169,42 @@ def test_oneshot_refuses_other_architectures_by_config_alone(tmp_path):
     LlamaConfig().save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match="architecture must be one of opt, struprune_opt, got 'llama'"):
         run_oneshot(str(tmp_path / "llama"), sparsity=0.3)
+
+
+def test_oneshot_refuses_what_is_no_model_and_no_recipe(opt, tmp_path):
+    with pytest.raises(ValueError, match="recipe: must be a YAML file"):
+        oneshot(model=str(opt), recipe=None)
+    with pytest.raises(ValueError, match="model: must be a folder, a hub name or a loaded model, got int"):
+        oneshot(model=5, recipe=StruPruneModifier(sparsity=0.3))
+    with pytest.raises(ValueError, match="must be a causal language model, got OPTModel"):
+        oneshot(model=make_opt().model, recipe=StruPruneModifier(sparsity=0.3))
+    make_opt().config.save_pretrained(tmp_path / "empty")
+    with pytest.raises(ValueError, match="must hold weights"):
+        oneshot(model=str(tmp_path / "empty"), recipe=StruPruneModifier(sparsity=0.3))
+
+
+def test_oneshot_takes_a_json_lines_file(opt):
+    pruned = oneshot(
+        model=str(opt),
+        recipe=StruPruneModifier(sparsity=0.3),
+        dataset=str(DEMO_CALIBRATION),
+        max_seq_length=32,
+        num_calibration_samples=8,
+    )
+    assert pruned.num_parameters() < make_opt().num_parameters()
+
+
+@pytest.mark.parametrize("broken", ["pruning.solve_kept_weights", "allocator.measure_restored_curve"])
+def test_a_failed_run_leaves_no_hooks_on_a_loaded_model(opt, monkeypatch, broken):
+    def fail(*_args, **_kwargs):
+        raise RuntimeError("solver broke")
+
+    monkeypatch.setattr(f"struprune_plugin.modifiers.{broken}", fail)
+    model = AutoModelForCausalLM.from_pretrained(opt)
+    with pytest.raises(RuntimeError, match="solver broke"):
+        run_oneshot(model, sparsity=0.3, tokenizer=str(opt), allocation="softmax")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model(torch.arange(4, 20)[None]).logits.isfinite().all()
 
 
 def test_oneshot_refuses_missing_models(tmp_path):
@@ -156,8 +232,8 @@ def test_oneshot_refuses_quantise_before_prune(opt):
 
 def test_hosts_sequential_pipeline_shared_with_others_is_refused(opt):
     """Through the host's own oneshot too, where only the modifier can refuse it."""
-    modifiers = [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]
-    with pytest.raises(ValueError, match="StruPruneModifier must have a calibration pass of its own"):
+    modifiers = [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier()]
+    with pytest.raises(ValueError, match="SparsityAllocatorModifier must have a calibration pass of its own"):
         host_oneshot(model=str(opt), recipe=modifiers, dataset=make_dataset(), pipeline="sequential")
 
 
@@ -200,6 +276,27 @@ def test_an_interrupted_save_leaves_no_folder(opt, tmp_path, monkeypatch, error)
     with pytest.raises(error):
         run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_check_output_refuses_places_that_cannot_become_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for folder, message in (
+        ("file", "is a file"),
+        (".", "must not be the current folder"),
+        ("file/out", "must be a folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_output(Path(folder), overwrite=True)
+
+
+def test_write_folder_follows_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with write_folder(tmp_path / "link", overwrite=False) as partial:
+        (partial / "x").write_text("done")
+    assert (tmp_path / "real" / "x").read_text() == "done"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
 
 
 def test_write_folder_refuses_a_file(tmp_path):

@@ -1,18 +1,18 @@
 import copy
+import itertools
 import json
 
 import pytest
 import torch
 import yaml
-from conftest import make_dataset, make_opt, run_oneshot, save_opt
+from conftest import SHAPES, make_dataset, make_opt, run_oneshot, save_opt
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.modifiers.capture import find_tokens
 from struprune_plugin.surgery import mask_group
 from struprune_plugin.topology import find_groups
-
-ALL = {"targets": ["re:.*"], "batch_size": 4}
 
 
 def weights_of(model):
@@ -41,74 +41,97 @@ def test_pruned_model_equals_the_dense_one_masked_with_the_same_indices(opt_fold
     torch.testing.assert_close(pruned(ids).logits, masked(ids).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("target", ["residual", "block", "local"])
-def test_zero_sparsity_is_the_identity(opt, target, tmp_path):
+@pytest.mark.parametrize("allocation", ["uniform", "softmax", "softmax_inverse"])
+def test_zero_sparsity_is_the_identity(opt, allocation, tmp_path):
     dense = OPTForCausalLM.from_pretrained(opt)
-    pruned = run_oneshot(str(opt), sparsity=0.0, target=target, output_dir=str(tmp_path / "out"))
+    pruned = run_oneshot(str(opt), sparsity=0.0, allocation=allocation, output_dir=str(tmp_path / "out"))
     assert_same_weights(dense, pruned)
     assert_same_weights(dense, AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
 
 
-def _naive_ffn_targets(dense, pruned, layer, ids, target):
-    """(inputs, targets) of one FFN's consumer, method.md section 2, from whole-model forward passes with hooks."""
+WATCHED = {  # consumer -> submodule whose input is the residual stream before it: pre-norm, post-norm
+    "fc2": ("final_layer_norm", "fc1"),
+    "self_attn.out_proj": ("self_attn_layer_norm", "self_attn.q_proj"),
+}
+
+
+def _watch(model, consumer, post_norm, ids):
+    """(stream, inputs, output) of one consumer in the last layer, from a whole-model forward pass."""
     seen = {}
-
-    def watch(model, key):
-        block = model.model.decoder.layers[layer]
-        block.fc2.register_forward_hook(lambda _, args, out: seen.update({(key, "in"): args[0], (key, "out"): out}))
-        block.final_layer_norm.register_forward_pre_hook(lambda _, args: seen.update({(key, "stream"): args[0]}))
-
-    watch(dense, "dense")
-    watch(pruned, "pruned")
-    dense(ids)
-    pruned(ids)
-    inputs, stream = seen["pruned", "in"], seen["pruned", "stream"]
-    wanted = {
-        "residual": seen["dense", "stream"] + seen["dense", "out"] - stream,
-        "block": seen["dense", "out"],
-        "local": None,
-    }[target]
-    return inputs, wanted
+    block = model.model.decoder.layers[2]
+    module, stream = block.get_submodule(consumer), block.get_submodule(WATCHED[consumer][post_norm])
+    handles = [
+        stream.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.update(stream=args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        ),
+        module.register_forward_hook(lambda _, args, out: seen.update(inputs=args[0], output=out)),
+    ]
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    return tuple(seen[name].flatten(0, -2).double() for name in ("stream", "inputs", "output"))
 
 
+@pytest.mark.parametrize("shape", ["pre_norm", "post_norm", "no_bias"])
 @pytest.mark.parametrize("target", ["residual", "block", "local"])
-def test_a_solve_without_bias_never_does_worse_than_deletion(target, tmp_path):
-    """A bias solved for and then dropped would."""
-    folder = save_opt(tmp_path / "m", enable_bias=False)
-    run_oneshot(str(folder), sparsity=0.4, target=target, output_dir=str(tmp_path / "out"))
-    for entry in read_manifest(tmp_path / "out")["groups"]:
-        assert entry["error_after"] < entry["error_before"], entry["name"]
-
-
-@pytest.mark.parametrize("target", ["residual", "block"])
-def test_last_ffn_is_the_ridge_solution_for_its_target(opt, target):
+@pytest.mark.parametrize(
+    ("consumer", "unit"), [("fc2", "vo"), ("self_attn.out_proj", "vo"), ("self_attn.out_proj", "head")]
+)
+def test_last_layer_is_the_ridge_solution_for_its_target(shape, target, consumer, unit, tmp_path):
     """The whole chain (dense path, streams, damping, solve) against one naive solve on whole-model activations."""
-    dense = OPTForCausalLM.from_pretrained(opt).eval()
-    pruned = run_oneshot(str(opt), sparsity=0.3, target=target, damping=0.05)
+    folder, out = save_opt(tmp_path / "m", **SHAPES[shape]), tmp_path / "out"
+    dense = OPTForCausalLM.from_pretrained(folder).eval()
+    options = {"sparsity": 0.3, "attention_unit": unit, "target": target, "damping": 0.05}
+    pruned = run_oneshot(str(folder), **options, output_dir=str(out)).float()
     ids = torch.tensor(make_dataset()["input_ids"])
-    with torch.no_grad():
-        # give the pruned model's last FFN inputs; its own output does not matter to them
-        inputs, wanted = _naive_ffn_targets(copy.deepcopy(dense), copy.deepcopy(pruned), 2, ids, target)
-    x, y = inputs.flatten(0, -2).double(), wanted.flatten(0, -2).double()
-    consumer = pruned.model.decoder.layers[2].fc2
-    # the damping counts all dense inputs, also those cut: recompute them from the dense fc1 on the same stream
-    stream = {}
-    block = pruned.model.decoder.layers[2]
-    block.fc1.register_forward_pre_hook(lambda _, args: stream.update(x=args[0]))
-    with torch.no_grad():
-        pruned(ids)
-        full = torch.relu(dense.model.decoder.layers[2].fc1(stream["x"])).flatten(0, -2).double()
-    kept = [int((full - column[:, None]).abs().sum(0).argmin()) for column in x.T]
-    strength = 0.05 * full.square().sum(0).mean()
-    ones = torch.ones(len(x), 1, dtype=torch.float64)
-    p = torch.cat([x, ones], 1)
-    prior = dense.model.decoder.layers[2].fc2.weight.double()[:, kept]
-    ridge = torch.diag(torch.cat([strength.expand(x.shape[1]), torch.zeros(1, dtype=torch.float64)]))
-    right = y.T @ p
-    right[:, :-1] += strength * prior
+    (keep,) = [g["keep"] for g in read_manifest(out)["groups"] if g["name"].endswith(f"layers.2.{consumer}")]
+    width = 6 if unit == "head" and consumer != "fc2" else 1
+    columns = [u * width + i for u in keep for i in range(width)]
+
+    # what the consumer saw when it was pruned: everything before it pruned already, its own module dense
+    mixed = AutoModelForCausalLM.from_pretrained(out).eval()
+    mixed.model.decoder.layers[2] = copy.deepcopy(dense.model.decoder.layers[2])
+    if consumer == "fc2":
+        mixed.model.decoder.layers[2].self_attn = pruned.model.decoder.layers[2].self_attn
+    stream, inputs, output = _watch(mixed, consumer, shape == "post_norm", ids)
+    dense_stream, _, dense_output = _watch(dense, consumer, shape == "post_norm", ids)
+    wanted = {"residual": dense_stream + dense_output - stream, "block": dense_output, "local": output}[target]
+
+    module = dense.model.decoder.layers[2].get_submodule(consumer)
+    p, strength = inputs[:, columns], 0.05 * inputs.square().sum(0).mean()
+    ridge = torch.eye(len(columns), dtype=torch.float64) * strength
+    right = wanted.T @ p + strength * module.weight.detach().double()[:, columns]
+    if module.bias is not None:
+        ones = torch.ones(len(p), 1, dtype=torch.float64)
+        ridge = torch.block_diag(ridge, torch.zeros(1, 1, dtype=torch.float64))
+        right, p = torch.cat([right, wanted.T @ ones], 1), torch.cat([p, ones], 1)
     naive = right @ torch.linalg.inv(p.T @ p + ridge)
-    torch.testing.assert_close(consumer.weight.double(), naive[:, :-1], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(consumer.bias.double(), naive[:, -1], rtol=1e-3, atol=1e-4)
+    solved = pruned.model.decoder.layers[2].get_submodule(consumer)
+    torch.testing.assert_close(solved.weight.double(), naive[:, : len(columns)], rtol=1e-3, atol=5e-4)
+    if module.bias is not None:
+        torch.testing.assert_close(solved.bias.double(), naive[:, -1], rtol=1e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("importance", ["wanda", "wanda_l2", "magnitude"])
+def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance, tmp_path):
+    out = tmp_path / "out"
+    run_oneshot(str(opt), sparsity=0.3, importance=importance, attention_unit="none", output_dir=str(out))
+    dense = OPTForCausalLM.from_pretrained(opt).eval()
+    seen = {}
+    block = dense.model.decoder.layers[0]
+    block.fc2.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+    with torch.no_grad():  # the first layer sees the dense inputs, as attention is left alone
+        dense(torch.tensor(make_dataset()["input_ids"]))
+    x = seen["x"].flatten(0, -2).double()
+    second = block.fc2.weight.double()
+    scores = {
+        "wanda": x.abs().mean(0) * second.abs().sum(0),
+        "wanda_l2": x.norm(dim=0) * second.norm(dim=0),
+        "magnitude": second.abs().sum(0) + block.fc1.weight.double().abs().sum(1),
+    }[importance]
+    entry = read_manifest(out)["groups"][0]
+    assert set(entry["keep"]) == set(scores.topk(entry["kept"]).indices.tolist())
 
 
 def test_batch_size_does_not_change_the_result(opt):
@@ -155,14 +178,51 @@ def test_allocator_stage_and_own_allocation_pass_agree(opt, allocation, tmp_path
     assert abs(own["budget"]["met_sparsity"] - 0.3) < 0.005
 
 
-def test_allocator_error_is_that_of_the_plan(opt, tmp_path):
-    """R9: the loss of a temperature, read off the moments, is the error of pruning the dense layers so."""
-    fields = {"sparsity": 0.3, "temperature": 1.0, "target": "local", "importance": "wanda", "restoration": "none"}
-    run_oneshot(str(opt), allocation="softmax", **fields, output_dir=str(tmp_path / "out"))
+@pytest.mark.parametrize("restoration", ["none", "least_squares"])
+def test_allocator_error_is_that_of_pruning_the_dense_layers_so(opt, restoration, tmp_path):
+    """R9: the loss of a temperature, read off the moments, against what pruning one module alone then measures."""
+    fields = {"sparsity": 0.1, "target": "local", "importance": "wanda", "restoration": restoration, "damping": 1e-9}
+    fields |= {"attention_unit": "none", "targets": ["model.decoder.layers.0.fc2"]}
+    run_oneshot(str(opt), allocation="softmax", temperature=1.0, **fields, output_dir=str(tmp_path / "out"))
     manifest = read_manifest(tmp_path / "out")
-    first = manifest["groups"][0]  # only the first module sees the dense inputs
-    assert manifest["allocation"]["searched"][0]["error"] > 0
-    assert first["error_before"] > 0
+    (entry,) = manifest["groups"]
+    dense = OPTForCausalLM.from_pretrained(opt).eval()
+    seen = {}
+    dense.model.decoder.layers[0].fc2.register_forward_hook(lambda _, args, out: seen.update(y=out))
+    with torch.no_grad():
+        dense(torch.tensor(make_dataset()["input_ids"]))
+    error = entry["error_after"] * seen["y"].double().square().sum().item()
+    assert manifest["allocation"]["searched"][0]["error"] == pytest.approx(error, rel=1e-2)
+
+
+def test_allocator_does_not_count_padding(opt, tmp_path):
+    ids = [row[:20] for row in make_dataset(4, 32)["input_ids"]]
+    short = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 20] * 4})
+    padded = Dataset.from_dict({"input_ids": [r + [1] * 7 for r in ids], "attention_mask": [[1] * 20 + [0] * 7] * 4})
+    options = {"sparsity": 0.3, "allocation": "softmax", "num_calibration_samples": 4}
+    for name, data in (("short", short), ("padded", padded)):
+        run_oneshot(str(opt), dataset=data, output_dir=str(tmp_path / name), **options)
+    first, second = (read_manifest(tmp_path / name)["allocation"]["importance"] for name in ("short", "padded"))
+    for name, value in first.items():
+        assert second[name] == pytest.approx(value, rel=1e-3)
+
+
+def test_softmax_spares_what_matters_and_gamma_decays_with_depth(opt, tmp_path):
+    run_oneshot(str(opt), sparsity=0.4, allocation="softmax", temperature=0.5, output_dir=str(tmp_path / "softmax"))
+    manifest = read_manifest(tmp_path / "softmax")
+    ffn = [group for group in manifest["groups"] if group["kind"] == "ffn"]
+    importance = [manifest["allocation"]["importance"][group["name"]] for group in ffn]
+    kept = [ffn[i]["kept"] for i in sorted(range(3), key=importance.__getitem__)]
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1]
+    values = {}
+    for gamma in (1.0, 0.5):
+        out = tmp_path / f"gamma{gamma}"
+        run_oneshot(str(opt), sparsity=0.4, allocation="softmax_inverse", gamma=gamma, output_dir=str(out))
+        values[gamma] = read_manifest(out)["allocation"]["importance"]
+    for name, value in values[1.0].items():
+        layer = int(name.split("layers.")[1].split(".")[0])
+        assert values[0.5][name] == pytest.approx(value * 0.5**layer)
 
 
 def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, tmp_path):
@@ -180,32 +240,69 @@ def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, t
     assert budget["met_sparsity"] < 0.45
 
 
-def test_replay_gives_bit_identical_weights(opt, tmp_path):
-    first = run_oneshot(str(opt), sparsity=0.3, damping=0.02, output_dir=str(tmp_path / "first"))
+@pytest.mark.parametrize("allocation", ["uniform", "softmax"])
+def test_replay_gives_bit_identical_weights(opt, allocation, tmp_path):
+    fields = {"sparsity": 0.3, "damping": 0.02, "allocation": allocation}
+    first = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "first"))
     second = run_oneshot(
         str(opt), replay=str(tmp_path / "first" / "struprune.json"), output_dir=str(tmp_path / "second")
     )
     assert_same_weights(first, second)
-    names = ("groups", "budget", "calibration", "allocation")
-    drop = [
-        {**m, "groups": [{**g, "scores": None} for g in m["groups"]]} for m in map(read_manifest, tmp_path.iterdir())
-    ]
-    assert {n: drop[0][n] for n in names} == {n: drop[1][n] for n in names}
+    one, two = (read_manifest(tmp_path / name) for name in ("first", "second"))
+    for name in ("budget", "calibration", "allocation", "settings", "model"):
+        assert one[name] == two[name]
+    assert [g["keep"] for g in one["groups"]] == [g["keep"] for g in two["groups"]]
+    (tmp_path / "first").rename(tmp_path / "moved")  # the replayed output's recipe stands on its own
+    assert_same_weights(first, run_oneshot(str(opt), recipe=str(tmp_path / "second" / "recipe.yaml")))
 
 
-def test_replay_on_other_calibration_data_is_refused(opt, tmp_path):
+@pytest.mark.parametrize("change", [{"dataset": make_dataset(seed=9)}, {"batch_size": 3}])
+def test_replay_on_other_calibration_batches_is_refused(opt, change, tmp_path):
     run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "first"))
-    with pytest.raises(ValueError, match=r"replay: the calibration tokens must be those of .*first"):
-        run_oneshot(
-            str(opt), replay=str(tmp_path / "first"), dataset=make_dataset(seed=9), output_dir=str(tmp_path / "x")
-        )
+    with pytest.raises(ValueError, match=r"replay: the calibration batches must be those of .*first"):
+        run_oneshot(str(opt), replay=str(tmp_path / "first"), output_dir=str(tmp_path / "x"), **change)
     assert not (tmp_path / "x").exists()
+
+
+def test_replay_on_another_model_is_refused(opt, tmp_path):
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "first"))
+    other = save_opt(tmp_path / "other", seed=5)
+    with pytest.raises(ValueError, match="replay: the model must be the one"):
+        run_oneshot(str(other), replay=str(tmp_path / "first"))
 
 
 def test_replay_with_a_contradicting_field_is_refused(opt, tmp_path):
     run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "first"))
     with pytest.raises(ValueError, match=r"replay: damping must be 0\.01 as in .*got 0\.5"):
         StruPruneModifier(replay=str(tmp_path / "first"), damping=0.5)
+
+
+@pytest.mark.parametrize("unit", ["head", "vo"])
+@pytest.mark.parametrize("shape", ["pre_norm", "post_norm", "no_bias"])
+@pytest.mark.parametrize("method", [1, 2])
+def test_admm_lowers_its_objective_and_the_output_is_exact(shape, unit, method, tmp_path):
+    folder, out = save_opt(tmp_path / "m", **SHAPES[shape]), tmp_path / "out"
+    options = {"sparsity": 0.4, "attention_unit": unit, "restoration": "admm", "attention_method": method}
+    pruned = run_oneshot(str(folder), **options, admm_steps=3, output_dir=str(out))
+    ids = torch.arange(4, 30)[None]
+    assert torch.equal(pruned(ids).logits, AutoModelForCausalLM.from_pretrained(out)(ids).logits)
+    for entry in read_manifest(out)["groups"]:
+        objective = entry["admm"]["objective"]
+        assert len(objective) == 4
+        assert objective[-1] < objective[0]
+        if entry["kind"] == "ffn":
+            assert all(b <= a * (1 + 1e-4) for a, b in itertools.pairwise(objective)), objective
+        assert entry["error_after"] < entry["error_before"]
+
+
+def test_admm_at_zero_sparsity_changes_nothing(opt):
+    assert_same_weights(OPTForCausalLM.from_pretrained(opt), run_oneshot(str(opt), sparsity=0.0, restoration="admm"))
+
+
+def test_admm_refuses_other_activations(tmp_path):
+    folder = save_opt(tmp_path / "m", activation_function="gelu")
+    with pytest.raises(ValueError, match="restoration: admm must have a ReLU, got 'gelu'"):
+        run_oneshot(str(folder), sparsity=0.3, restoration="admm")
 
 
 def test_saved_recipe_reloads_and_repeats(opt, tmp_path):
@@ -247,8 +344,6 @@ def test_padding_tokens_do_not_count(opt, tmp_path):
     """A padded batch gives the moments of its real tokens alone."""
     data = make_dataset(4, 32)
     ids = [row[:20] for row in data["input_ids"]]
-    from datasets import Dataset
-
     short = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 20] * 4})
     padded = Dataset.from_dict(
         {"input_ids": [row + [1] * 7 for row in ids], "attention_mask": [[1] * 20 + [0] * 7] * 4},

@@ -86,7 +86,7 @@ def test_eliminate_units_equals_naive_greedy(width, num_blocks):
     """method.md section 3, obs: at every step remove the unit whose removal raises the re-solved error least."""
     n = 12
     _, _, damped = make_problem(n=n)
-    result = eliminate_units(damped, width, num_blocks)
+    result = eliminate_units(damped, width, "fc2", num_blocks)
     units, block = list(range(n // width)), n // width // num_blocks
     waiting = set(range(num_blocks))
 
@@ -106,17 +106,17 @@ def test_eliminate_units_equals_naive_greedy(width, num_blocks):
 def test_eliminate_units_first_removal_is_exhaustively_best():
     _, _, damped = make_problem(n=7, d=2)
     errors = {removed: _naive_restored_error(damped, [i for i in range(7) if i != removed]) for removed in range(7)}
-    assert eliminate_units(damped, 1).order[0] == min(errors, key=errors.__getitem__)
+    assert eliminate_units(damped, 1, "fc2").order[0] == min(errors, key=errors.__getitem__)
 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_curves_equal_one_solve_per_count(width):
     _, dense, damped = make_problem(n=8, damping=0.02)
-    order = eliminate_units(damped, width).order
-    restored = measure_restored_curve(damped, order, width)
+    order = eliminate_units(damped, width, "fc2").order
+    restored = measure_restored_curve(damped, order, width, "fc2")
     deleted = measure_deletion_curve(damped, dense, order, width)
     for kept in range(8 // width + 1):
-        columns = expand_units(keep_last(order, kept), width)
+        columns = expand_units(keep_last(order, len(order), kept), width)
         assert restored[kept].item() == pytest.approx(_naive_restored_error(damped, columns.tolist()), rel=1e-8)
         rows = torch.cat([columns, torch.tensor([8])])
         assert deleted[kept].item() == pytest.approx(measure_error(damped, dense[:, rows], columns), rel=1e-8)
@@ -130,8 +130,29 @@ def test_order_units_every_round_takes_one_of_each_block():
     assert order.tolist() == [1, 4, 2, 5, 0, 3]
     assert order_units(scores, 1).tolist() == [1, 2, 0, 4, 5, 3]
     for rounds, kept in itertools.product((1, 2), (2, 4)):
-        assert len({int(u) // 3 for u in keep_last(order, kept)}) == 2, rounds
+        assert len({int(u) // 3 for u in keep_last(order, len(order), kept)}) == 2, rounds
 
 
 def test_expand_units_lists_consecutive_columns():
     assert expand_units(torch.tensor([0, 2]), 3).tolist() == [0, 1, 2, 6, 7, 8]
+
+
+def test_eliminate_units_stops_where_asked_and_keeps_the_same_prefix():
+    _, _, damped = make_problem(n=12)
+    whole, part = eliminate_units(damped, 1, "fc2"), eliminate_units(damped, 1, "fc2", num_remove=5)
+    assert torch.equal(whole.order[:5], part.order)
+    assert keep_last(part.order, 12, 7).tolist() == sorted(whole.order[5:].tolist())
+    assert eliminate_units(damped, 1, "fc2", num_remove=0).order.numel() == 0
+
+
+def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
+    inputs, targets, weight, bias = make_case()
+    inputs[:, 3] = 0
+    damped = damp_moments(gather(inputs, targets, 50), append_bias(weight, bias), 0.0)
+    for run in (
+        lambda: eliminate_units(damped, 1, "layers.3.fc2"),
+        lambda: measure_restored_curve(damped, torch.arange(7), 1, "layers.3.fc2"),
+        lambda: solve_kept_weights(damped, torch.arange(7), "layers.3.fc2"),
+    ):
+        with pytest.raises(ValueError, match=r"layers\.3\.fc2: .*condition number .* got inf"):
+            run()

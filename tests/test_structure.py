@@ -36,7 +36,7 @@ STANDARD = {
     "math",
     "os",
 }
-STANDARD |= {"pathlib", "platform", "typing"}
+STANDARD |= {"pathlib", "platform", "typing", "warnings"}
 
 
 def read_imports(file: Path) -> set[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 MANIFEST_NAME = "struprune.json"
 FORMAT_VERSION = 1
+_KEYS = ("model", "settings", "calibration", "budget", "allocation", "stages", "groups")
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 
 
@@ -45,6 +46,9 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         found = manifest["format_version"]
+        missing = [key for key in _KEYS if key not in manifest]
+        if found == FORMAT_VERSION and missing:
+            raise KeyError(*missing)
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{file}: must be a StruPrune manifest, got {error!r}. Use the file as it was written."

@@ -1,6 +1,7 @@
 """The modifiers that recipes name."""
 
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
+from struprune_plugin.modifiers.lora import LoRARecoveryModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
 
-__all__ = ["SparsityAllocatorModifier", "StruPruneModifier"]
+__all__ = ["LoRARecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier"]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmcompressor.core import Event, State
+from llmcompressor.args import DatasetArguments
+from llmcompressor.core import Event, State, create_session
+from llmcompressor.pipelines import SequentialPipeline
+from llmcompressor.recipe import Recipe
 from loguru import logger
 from pydantic import PrivateAttr, model_validator
 from torch import Tensor, nn
 
-from struprune_plugin.allocation import RULES, GroupSize, find_group_sparsity, search_temperature
+from struprune_plugin.allocation import RULES, GroupSize, check_budget, find_group_sparsity, search_temperature
 from struprune_plugin.importance import measure_attention_importance, measure_mlp_importance
-from struprune_plugin.modifiers.capture import (
-    Stream,
-    accumulate_stream,
-    capture_streams,
-    find_tokens,
-    make_group_moments,
-)
+from struprune_plugin.modifiers.capture import LayerObserver
+from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
 from struprune_plugin.statistics import Moments, append_bias
@@ -63,12 +60,9 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     allocation: Literal["softmax", "softmax_inverse"] = "softmax"
 
-    _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
-    _moments: dict[str, Moments] = PrivateAttr(default_factory=dict)
     _importance: dict[str, float] = PrivateAttr(default_factory=dict)
     _curves: dict[str, Tensor] = PrivateAttr(default_factory=dict)
-    _streams: dict[str, dict[str, Stream]] = PrivateAttr(default_factory=dict)
-    _captures: ExitStack = PrivateAttr(default_factory=ExitStack)
+    _nested: bool = PrivateAttr(default=False)
     _plan: Plan | None = PrivateAttr(default=None)
 
     @property
@@ -86,57 +80,62 @@ class SparsityAllocatorModifier(StructuredModifier):
         assert self.sparsity is not None
         self._groups = self.find_groups(state.model)
         self.check_model(state.model, self._groups, self.sparsity)
-        self.check_calibration(state.data.calib, self._groups)
+        self.count_calibration(state.model, state.data.calib, self._groups)
+        if not self._nested:
+            self._check_stages()
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        self.check_alone()
-        for name in dict.fromkeys(group.layer_name for group in self._groups):
-            layer = state.model.get_submodule(name)
-            groups = self._groups_of(name)
-            self._streams[name] = self._captures.enter_context(capture_streams(layer, groups))
-            self._moments.update({group.name: make_group_moments(layer, group) for group in groups})
-
-            def see_layer(
-                module: nn.Module, args: tuple, call: dict, output: Any, groups: list[UnitGroup] = groups
-            ) -> None:
-                self._see_layer(module, groups, find_tokens(call.get("attention_mask")))
-
-            self.register_hook(layer, see_layer, "forward", with_kwargs=True)
+        check_alone(self)
+        self._observer = LayerObserver("local", all_groups=True)
+        self.watch_layers(state.model, self._observer)
 
     def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:
-        for name in list(self._streams):
-            layer = state.model.get_submodule(name)
-            groups = self._groups_of(name)
-            if any(layer is module for module in modules):
-                for group in groups:
-                    self._measure_group(state.model, layer, group, self._moments.pop(group.name))
-                del self._streams[name]
+        assert self._observer is not None
+        for name, layer in self.find_finished_layers(state.model, modules):
+            for group in self.groups_of(name):
+                moments = self._observer.collect_moments(layer, group, "statistics")
+                self._measure_group(state.model, layer, group, moments)
+            self._observer.finish_layer()
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         self.remove_hooks()
-        self._captures.close()
+        self._observer = None
         self._plan = self._make_plan(state.model)
 
-    def _groups_of(self, layer_name: str) -> list[UnitGroup]:
-        return [group for group in self._groups if group.layer_name == layer_name]
+    def run_nested(self, state: State, pipeline_options: dict[str, Any]) -> Plan:
+        """Make the plan in a session of its own, inside another modifier's: one more pass over the data."""
+        self._nested = True
+        calibration = state.data.calib
+        with create_session() as session:
+            recipe = Recipe.from_modifiers([self])
+            session.initialize(model=state.model, recipe=recipe, calib_data=calibration, copy_data=False)
+            SequentialPipeline()(state.model, calibration, DatasetArguments(**pipeline_options, propagate_error=False))
+            session.finalize()
+        assert self._plan is not None
+        return self._plan
 
-    def _see_layer(self, layer: nn.Module, groups: list[UnitGroup], tokens: Tensor | None) -> None:
-        for group in groups:
-            stream = self._streams.get(group.layer_name, {}).get(group.name)
-            if stream is None or stream.inputs is None:
-                continue  # measured already: the pipeline's propagation pass
-            _, inputs, output = stream.select(tokens)
-            accumulate_stream(self._moments[group.name], inputs, output, group)
+    def _check_stages(self) -> None:
+        """Refuse a plan that nobody follows, or two plans.
+
+        :raises ValueError: the same
+        """
+        names = [type(modifier).__name__ for modifier in list_modifiers()]
+        ours, theirs = "SparsityAllocatorModifier", "StruPruneModifier"
+        if names.count(ours) != 1 or theirs not in names[names.index(ours) :]:
+            raise ValueError(
+                f"recipe: one {ours} stage must come before the {theirs} stage that follows its plan, got {names}. "
+                "Add or reorder the stages."
+            )
 
     def _measure_group(self, model: nn.Module, layer: nn.Module, group: UnitGroup, moments: Moments) -> None:
         """Keep a group's importance and error curve; its moments go."""
         consumer = find_linear(layer, group.consumer)
         weight = append_bias(*read_weight(consumer))
         damped = damp_moments(moments, weight, self.damping, consumer.bias is not None)
-        order, scores = self.rank_units(layer, group, moments, damped)
+        order, scores = self.rank_units(layer, group, moments, damped, group.num_units)
         if self.restoration == "least_squares":
-            curve = measure_restored_curve(damped, order, group.columns_per_unit)
+            curve = measure_restored_curve(damped, order, group.columns_per_unit, group.name)
         else:
             curve = measure_deletion_curve(damped, weight, order, group.columns_per_unit)
         self._curves[group.name] = curve.cpu()
@@ -158,17 +157,20 @@ class SparsityAllocatorModifier(StructuredModifier):
         missing = [group.name for group in self._groups if group.name not in self._curves]
         assert not missing, f"no calibration data reached {missing}"
         num_prunable = count_prunable_parameters(model)
+        share = find_group_sparsity(sizes, num_prunable, self.sparsity)
         best, candidates = search_temperature(
             sizes,
             [self._importance[group.name] for group in self._groups],
             [self._curves[group.name] for group in self._groups],
-            find_group_sparsity(sizes, num_prunable, self.sparsity),
+            share,
             self.temperatures,
             RULES[self.allocation],
             self.max_sparsity,
             self.as_printed,
         )
-        if self.as_printed:
+        if not self.as_printed:
+            check_budget(sizes, best.kept, share)
+        else:
             removed = sum((s.num_units - kept) * s.unit_cost for s, kept in zip(sizes, best.kept, strict=True))
             logger.warning(
                 f"as_printed: the paper's formula removes {removed / num_prunable:.4f} of the parameters, "

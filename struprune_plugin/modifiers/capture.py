@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,51 +19,48 @@ from struprune_plugin.topology import UnitGroup, find_linear
 
 @dataclass
 class Stream:
-    """The last forward pass of one group's module, tokens flattened.
+    """The last forward pass of one group's module, tokens flattened, padding included.
 
     :param residual: residual stream before the module, shape [tokens, d]
+    :param source: inputs of the producing linears, shape [tokens, d]
     :param inputs: inputs of the consuming linear, shape [tokens, n]
     :param output: its outputs, shape [tokens, d]
     """
 
-    residual: Tensor | None = None
-    inputs: Tensor | None = None
-    output: Tensor | None = None
-
-    def select(self, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (residual, inputs, output) of the given tokens (all where None), and forget them."""
-        residual, inputs, output = (_pick(part, tokens) for part in (self.residual, self.inputs, self.output))
-        self.residual = self.inputs = self.output = None
-        return residual, inputs, output
+    residual: Tensor
+    source: Tensor
+    inputs: Tensor
+    output: Tensor
 
 
 @contextmanager
-def capture_streams(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[dict[str, Stream]]:
-    """Watch a decoder layer's forward passes; the dictionary, by group name, holds what the last one showed."""
-    streams = {group.name: Stream() for group in groups}
+def capture_streams(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[Callable[[UnitGroup], Stream]]:
+    """Watch a decoder layer's forward passes; the function given returns, once, what the last one showed of a group."""
+    seen: dict[tuple[str, str], Tensor] = {}
     handles = []
     for group in groups:
-        stream = streams[group.name]
 
-        def see_residual(_module: nn.Module, args: tuple, kwargs: dict, stream: Stream = stream) -> None:
-            stream.residual = _flatten(_first(args, kwargs))
+        def see(part: str, name: str = group.name) -> Callable[[nn.Module, tuple, dict], None]:
+            def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+                seen[name, part] = _flatten(_first(args, kwargs))
 
-        def see_consumer(_module: nn.Module, args: tuple, output: Tensor, stream: Stream = stream) -> None:
-            stream.inputs, stream.output = _flatten(args[0]), _flatten(output)
+            return hook
 
-        residual = layer.get_submodule(group.residual)
-        handles.append(residual.register_forward_pre_hook(see_residual, with_kwargs=True))
+        def see_consumer(_module: nn.Module, args: tuple, output: Tensor, name: str = group.name) -> None:
+            seen[name, "inputs"], seen[name, "output"] = _flatten(args[0]), _flatten(output)
+
+        for part, module in (("residual", group.residual), ("source", group.producers[0])):
+            handles.append(layer.get_submodule(module).register_forward_pre_hook(see(part), with_kwargs=True))
         handles.append(find_linear(layer, group.consumer).register_forward_hook(see_consumer))
+
+    def take(group: UnitGroup) -> Stream:
+        return Stream(**{part: seen.pop((group.name, part)) for part in ("residual", "source", "inputs", "output")})
+
     try:
-        yield streams
+        yield take
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _pick(part: Tensor | None, tokens: Tensor | None) -> Tensor:
-    assert part is not None, "the layer has not run"
-    return part if tokens is None else part[tokens.to(part.device)]
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -133,12 +130,18 @@ def make_group_moments(layer: nn.Module, group: UnitGroup) -> Moments:
     return make_moments(weight.shape[1], weight.shape[0], weight.device, torch.float32)
 
 
-def accumulate_stream(moments: Moments, inputs: Tensor, targets: Tensor, group: UnitGroup) -> None:
-    """Add one micro-batch and refuse what is not finite.
+def accumulate_tokens(
+    moments: Moments, inputs: Tensor, targets: Tensor, tokens: Tensor | None, group: UnitGroup
+) -> None:
+    """Add the tokens of one micro-batch that are no padding, and refuse what is not finite.
 
     :raises ValueError: NaN or Inf among the activations; the message names the linear
     """
-    accumulate_moments(moments, inputs, targets.to(inputs.device))
+    targets = targets.to(inputs.device)
+    if tokens is not None:
+        tokens = tokens.to(inputs.device)
+        inputs, targets = inputs[tokens], targets[tokens]
+    accumulate_moments(moments, inputs, targets)
     if not is_finite(moments):
         raise ValueError(
             f"{group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
@@ -146,86 +149,107 @@ def accumulate_stream(moments: Moments, inputs: Tensor, targets: Tensor, group: 
         )
 
 
+@dataclass(frozen=True)
+class Visit:
+    """One micro-batch of one group: what its module sees, and what its consumer should give.
+
+    :param source: inputs of the producing linears, shape [tokens, d]
+    :param inputs: inputs of the consuming linear, shape [tokens, n]
+    :param target: wanted output of the consumer, shape [tokens, d], float32
+    :param call: the layer's call: batch shape, attention mask, tokens that are no padding
+    """
+
+    source: Tensor
+    inputs: Tensor
+    target: Tensor
+    call: LayerCall
+
+
 class LayerObserver:
     """Statistics of one decoder layer after the other, with the dense path propagated beside the pruned one.
 
     While the host runs a layer on the pruned path's inputs, the statistics of its first group are gathered, and the
-    dense layer runs on the dense hidden states. Once that group is pruned, :meth:`collect_moments` runs the layer again
-    for the next. Hidden states live on the host; a micro-batch at a time visits the device.
+    dense layer runs on the dense hidden states. Once that group is pruned, the layer runs again for the next.
+    Hidden states live on the host; a micro-batch at a time visits the device.
 
     :param target: ``residual``, ``block`` or ``local``, see method.md section 2
+    :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
     """
 
-    def __init__(self, target: Literal["residual", "block", "local"]):
+    def __init__(self, target: Literal["residual", "block", "local"], all_groups: bool = False):
         self.target = target
+        self.all_groups = all_groups
         self._dense: list[Tensor] = []  # dense hidden states that enter the current layer, by batch
         self._next_dense: list[Tensor] = []
         self._calls: list[LayerCall] = []
-        self._targets: dict[str, list[Tensor]] = {}  # of the groups after the first, by batch
-        self._moments: Moments | None = None
+        self._targets: dict[str, list[Tensor]] = {}  # by group and batch; without the residual still to subtract
+        self._moments: dict[str, Moments] = {}
         self._watch = ExitStack()
 
     def before_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], args: tuple, kwargs: dict[str, Any]) -> None:
         """Take the arguments of a layer's call; run the dense path; watch the call for the first group."""
         call = LayerCall.record(args, kwargs, self._calls[-1] if self._calls else None)
         self._calls.append(call)
-        targets = self._run_dense(layer, groups, call)
-        if not groups:
-            return
-        first = groups[0]
-        for group in groups[1:]:
-            self._targets.setdefault(group.name, []).append(targets[group.name].cpu())
-        moments = self._moments = self._moments or make_group_moments(layer, first)
-        stream = self._watch.enter_context(capture_streams(layer, [first]))[first.name]
-        self._watch.callback(lambda: self._accumulate(moments, first, stream, call.tokens, targets[first.name]))
+        self._run_dense(layer, groups, call)
+        watched = groups if self.all_groups else groups[:1]
+        take = self._watch.enter_context(capture_streams(layer, watched))
+
+        def count() -> None:
+            for group in watched:
+                moments = self._moments.setdefault(group.name, make_group_moments(layer, group))
+                self._accumulate(moments, group, self._make_visit(group, take(group), call))
+
+        self._count = count
 
     def after_layer(self) -> None:
         """Close the watch that :meth:`before_layer` opened, and count what it saw."""
         self._watch.close()
+        self._count()
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> Moments:
         """Return the moments of the next group: gathered already for a layer's first, by a pass for the others."""
-        if self._moments is not None:
-            moments, self._moments = self._moments, None
-            return moments
+        if group.name in self._moments:
+            return self._moments.pop(group.name)
         moments = make_group_moments(layer, group)
-        with HooksMixin.disable_hooks(), capture_streams(layer, [group]) as streams:
+        for visit in self.visit_batches(layer, group, progress):
+            self._accumulate(moments, group, visit)
+        return moments
+
+    def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
+        """Run the layer, as it now is, on every recorded batch of the pruned path."""
+        with HooksMixin.disable_hooks(), capture_streams(layer, [group]) as take:
             for index, call in enumerate(tqdm(self._calls, desc=progress)):
                 call.repeat(layer)
-                target = self._targets[group.name][index]
-                self._accumulate(moments, group, streams[group.name], call.tokens, target)
-        return moments
+                yield self._make_visit(group, take(group), call, index)
 
     def finish_layer(self) -> None:
         """Forget the layer; its dense outputs become the next layer's dense inputs."""
         self._dense, self._next_dense = self._next_dense, []
         self._calls.clear()
         self._targets.clear()
-        self._moments = None
+        self._moments.clear()
 
-    def close(self) -> None:
-        self._watch.pop_all()
-        self.__init__(self.target)  # type: ignore[misc]
-
-    def _run_dense(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> dict[str, Tensor]:
-        """Run the still dense layer on the dense hidden states; return every group's target, [tokens, d], float32."""
+    def _run_dense(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
+        """Run the still dense layer on the dense hidden states, and keep what the targets need, on the host."""
         if self.target == "local":
-            return {group.name: call.hidden.new_empty(0) for group in groups}
+            return
         dense = self._dense[len(self._next_dense)] if self._dense else call.hidden
-        targets = {}
-        with HooksMixin.disable_hooks(), capture_streams(layer, groups) as streams:
+        with HooksMixin.disable_hooks(), capture_streams(layer, groups) as take:
             self._next_dense.append(call.repeat(layer, dense).cpu())
             for group in groups:
-                residual, _, output = streams[group.name].select(call.tokens)
-                targets[group.name] = output.float() + (residual.float() if self.target == "residual" else 0)
-        return targets
+                stream = take(group)
+                wanted = stream.output.float() + (stream.residual.float() if self.target == "residual" else 0)
+                self._targets.setdefault(group.name, []).append(wanted.cpu())
 
-    def _accumulate(
-        self, moments: Moments, group: UnitGroup, stream: Stream, tokens: Tensor | None, target: Tensor
-    ) -> None:
-        residual, inputs, output = stream.select(tokens)
-        if self.target == "local":
-            target = output
-        elif self.target == "residual":
-            target = target.to(residual.device) - residual.float()
-        accumulate_stream(moments, inputs, target, group)
+    def _make_visit(self, group: UnitGroup, stream: Stream, call: LayerCall, index: int = -1) -> Visit:
+        """Complete a target; ``local`` ones are what the consumer gave when the group was first visited."""
+        stored = self._targets.setdefault(group.name, [])
+        if self.target == "local" and (index == -1 or index >= len(stored)):
+            stored.append(stream.output.float().cpu())
+        target = stored[index].to(stream.output.device)
+        if self.target == "residual":
+            target = target - stream.residual.float()
+        return Visit(stream.source, stream.inputs, target, call)
+
+    def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
+        accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)

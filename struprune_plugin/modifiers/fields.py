@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
+import psutil
 import torch
-from llmcompressor.core import active_session
+from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.quantization import QuantizationMixin
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 
 from struprune_plugin.allocation import MAX_SPARSITY, GroupSize, find_group_sparsity
 from struprune_plugin.importance import score_magnitude, score_wanda, score_wanda_l2
+from struprune_plugin.modifiers.capture import LayerObserver
+from struprune_plugin.modifiers.checks import check_calibration, check_order, check_weights
 from struprune_plugin.solve import Elimination, eliminate_units, expand_units, order_units
 from struprune_plugin.statistics import Moments
 from struprune_plugin.surgery import check_sliceable, read_weight
-from struprune_plugin.topology import UnitGroup, count_prunable_parameters, find_groups, find_linear
+from struprune_plugin.topology import (
+    UnitGroup,
+    count_prunable_parameters,
+    find_decoder_layers,
+    find_groups,
+    find_linear,
+)
 
 GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple")
 
@@ -33,7 +43,7 @@ class StructuredModifier(Modifier):
     :param prune_ffn: whether to prune FFN channels
     :param channel_multiple: kept FFN widths are whole multiples of this
     :param importance: how units are ranked, see method.md section 3
-    :param restoration: ``least_squares`` re-solves what remains, ``none`` deletes only
+    :param restoration: ``least_squares`` re-solves the consumers, ``admm`` then the producers too, ``none`` deletes only
     :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix
     :param temperature: of the softmax rules, relative to std(I) (R8); a list is searched by error (R9)
     :param rho: attention's factor in Algorithm 3; cancels under a relative temperature, kept for completeness
@@ -51,13 +61,18 @@ class StructuredModifier(Modifier):
     prune_ffn: bool = True
     channel_multiple: int = Field(default=1, ge=1)
     importance: Literal["obs", "wanda", "wanda_l2", "magnitude"] = "obs"
-    restoration: Literal["least_squares", "none"] = "least_squares"
+    restoration: Literal["least_squares", "admm", "none"] = "least_squares"
     damping: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
     rho: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     gamma: float = Field(default=0.9, gt=0, le=1)
     max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
     as_printed: bool = False
+    allocation: str = "uniform"
+
+    _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
+    _observer: LayerObserver | None = PrivateAttr(default=None)
+    _stages: dict[str, dict[str, float]] = PrivateAttr(default_factory=dict)
 
     @field_validator("sparsity")
     @classmethod
@@ -107,13 +122,8 @@ class StructuredModifier(Modifier):
 
         :raises ValueError: the violated contract
         """
-        config = getattr(model, "config", None)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(
-                "model: must not be quantised yet, got a config with quantization_config. "
-                "Prune the full-precision checkpoint and quantise afterwards."
-            )
-        self._check_order()
+        check_order(self)
+        check_weights(model)
         for group in groups:
             check_sliceable(model.get_submodule(group.layer_name), group)
             if group.kind == "ffn" and self.channel_multiple > group.num_units:
@@ -121,60 +131,98 @@ class StructuredModifier(Modifier):
                     f"{group.name}: channel_multiple must be at most the width {group.num_units}, "
                     f"got {self.channel_multiple}. Lower it."
                 )
-        find_group_sparsity(self.measure_groups(groups), count_prunable_parameters(model), sparsity)
+        share = find_group_sparsity(self.measure_groups(groups), count_prunable_parameters(model), sparsity)
+        if self.allocation != "uniform" and share > self.max_sparsity:
+            raise ValueError(
+                f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={sparsity}, "
+                f"got {self.max_sparsity}. Lower sparsity, raise max_sparsity or prune more kinds of units."
+            )
 
-    def check_calibration(self, loader: Iterable | None, groups: list[UnitGroup]) -> tuple[int, int]:
-        """Return (sequences, tokens) of the calibration data; refuse too few.
+    def count_calibration(self, model: nn.Module, loader: Iterable | None, groups: list[UnitGroup]) -> tuple[int, int]:
+        """Return (sequences, tokens) of the calibration data, checked against the largest solve.
 
-        :raises ValueError: no data, or fewer tokens than the widest solve has unknowns a row
+        :raises ValueError: as :func:`~struprune_plugin.modifiers.checks.check_calibration`
         """
-        if loader is None:
-            raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
-        num_sequences = num_tokens = 0
-        for batch in loader:
-            mask = batch.get("attention_mask")
-            num_sequences += len(batch["input_ids"])
-            num_tokens += int(batch["input_ids"].numel() if mask is None else mask.sum())
         widest = max(groups, key=lambda group: group.num_columns)
-        if num_tokens < widest.num_columns + 1:
-            raise ValueError(
-                f"{widest.name}: calibration must have at least {widest.num_columns + 1} tokens (its inputs and the bias), "
-                f"got {num_tokens} in {num_sequences} sequences. Raise the number or the length of the samples."
-            )
-        return num_sequences, num_tokens
+        solves = self.importance == "obs" or self.restoration != "none"
+        needed = widest.num_columns + 1 if solves else 1
+        return check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
 
-    def check_alone(self) -> None:
-        """Refuse a calibration pass that other modifiers share.
+    def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Handle an event of the host; leave no hooks behind if it fails."""
+        with self._clean_on_error():
+            super().update_event(state, event, **kwargs)
 
-        :raises ValueError: a ``sequential`` pipeline runs several modifiers at once
+    def clean_up(self) -> None:
+        """Forget a run that was aborted: its hooks and what it observed."""
+        self.remove_hooks()
+        self._observer = None
+
+    @contextmanager
+    def _clean_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.clean_up()
+            raise
+
+    def groups_of(self, layer_name: str) -> list[UnitGroup]:
+        return [group for group in self._groups if group.layer_name == layer_name]
+
+    def watch_layers(self, model: nn.Module, observer: LayerObserver) -> None:
+        """Let an observer see every call of every decoder layer in the calibration pass."""
+        for name, layer in find_decoder_layers(model):
+
+            def before(module: nn.Module, args: tuple, call: dict, name: str = name) -> None:
+                with self._clean_on_error(), self.stage("statistics"):
+                    observer.before_layer(module, self.groups_of(name), args, call)
+
+            def after(module: nn.Module, args: tuple, output: Any) -> None:
+                with self._clean_on_error(), self.stage("statistics"):
+                    observer.after_layer()
+
+            self.register_hook(layer, before, "forward_pre", with_kwargs=True)
+            self.register_hook(layer, after, "forward")
+
+    def find_finished_layers(self, model: nn.Module, modules: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+        """Return (name, module) of the decoder layer, if any, among the modules of a calibration step.
+
+        :raises ValueError: several layers in one step; their statistics would mix
         """
-        modifiers = active_session().lifecycle.recipe.modifiers
-        if len(modifiers) > 1:
+        here = [(name, layer) for name, layer in find_decoder_layers(model) if any(layer is m for m in modules)]
+        if len(here) > 1:
             raise ValueError(
-                f"pipeline: {type(self).__name__} must have a calibration pass of its own, got one shared by "
-                f"{[type(m).__name__ for m in modifiers]}. Use pipeline='independent', the default."
+                f"sequential_targets_per_subgraph: must be 1 for {type(self).__name__}, got {len(here)} decoder layers in "
+                "one subgraph. Leave it at its default."
             )
+        return here
 
-    def _check_order(self) -> None:
-        for modifier in active_session().lifecycle.recipe.modifiers:
-            if modifier is self:
-                return
-            if isinstance(modifier, QuantizationMixin):
-                raise ValueError(
-                    f"recipe: {type(self).__name__} must come before every quantiser, got {type(modifier).__name__} first. "
-                    "Move the pruning stage up."
-                )
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds and the peak memory of what runs inside to a stage of the manifest."""
+        start = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        stage = self._stages.setdefault(name, {"seconds": 0.0, "peak_bytes": 0})
+        stage["seconds"] += time.perf_counter() - start
+        stage["peak_bytes"] = max(stage["peak_bytes"], measure_peak_bytes())
 
     def rank_units(
-        self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments
+        self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments, num_remove: int
     ) -> tuple[Tensor, Tensor]:
-        """Rank a group's units.
+        """Rank a group's units, at least the ``num_remove`` that go first.
 
-        :return: (order, scores): units in the order of removal, and the score of each unit, both of shape [units]
+        :return: (order, scores): units in the order of removal, shape [at least num_remove], and the score of each unit,
+            shape [units]; ``obs`` gives those beyond ``num_remove`` the score infinity
         """
         if self.importance == "obs":
-            elimination: Elimination = eliminate_units(damped, group.columns_per_unit, group.num_blocks)
-            scores = torch.empty_like(elimination.increase)
+            elimination: Elimination = eliminate_units(
+                damped, group.columns_per_unit, group.name, group.num_blocks, num_remove
+            )
+            scores = elimination.increase.new_full((group.num_units,), torch.inf)
             scores[elimination.order] = elimination.increase
             return elimination.order, scores
         weight, _ = read_weight(find_linear(layer, group.consumer))
@@ -196,3 +244,10 @@ class StructuredModifier(Modifier):
         """Return the recipe fields, without the host's bookkeeping."""
         hosts = set(Modifier.model_fields)
         return {name: value for name, value in self.model_dump().items() if name not in hosts}
+
+
+def measure_peak_bytes() -> int:
+    """Return the accelerator's peak of allocated bytes since its reset, or, without one, the bytes resident now."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return psutil.Process().memory_info().rss

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import resource
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from llmcompressor.args import DatasetArguments
-from llmcompressor.core import Event, State, active_session, create_session
-from llmcompressor.pipelines import SequentialPipeline
-from llmcompressor.recipe import Recipe
+from llmcompressor.core import Event, State
 from loguru import logger
-from pydantic import PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation import find_group_sparsity, round_kept_counts
+from struprune_plugin.allocation import check_budget, find_group_sparsity, round_kept_counts
 from struprune_plugin.export import adopt_attention, adopt_config, read_manifest, wrap_save, write_manifest
+from struprune_plugin.modifiers.admm import ADMMSettings, run_admm
 from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
-from struprune_plugin.modifiers.capture import LayerObserver
-from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
+from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
+from struprune_plugin.modifiers.checks import check_alone, check_group_sizes, describe_weights, list_modifiers
+from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
 from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights
 from struprune_plugin.statistics import Moments, append_bias, measure_error, with_bias_index
-from struprune_plugin.surgery import read_weight, slice_group
-from struprune_plugin.topology import UnitGroup, count_prunable_parameters, find_decoder_layers, find_linear
+from struprune_plugin.surgery import read_weight, set_weight, slice_group
+from struprune_plugin.topology import (
+    UnitGroup,
+    count_prunable_parameters,
+    find_decoder_layers,
+    find_family,
+    find_linear,
+)
 
 
 class StruPruneModifier(StructuredModifier):
@@ -47,6 +48,12 @@ class StruPruneModifier(StructuredModifier):
     :param target: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
         ``local`` (the module's own output on the pruned path's inputs)
+    :param alpha: weight of ADMM's linear terms, above 0 (paper, Algorithm 4; method.md section 7)
+    :param beta: weight of its activation terms, above 0
+    :param admm_steps: outer steps K
+    :param admm_inner_steps: Adam steps of attention's sub-steps
+    :param admm_learning_rate: theirs, relative to the size of what is updated
+    :param attention_method: 2 (z_Q and z_K apart) or 1 (one z for the logits), R13
     :param replay: a ``struprune.json`` whose kept units and settings to repeat on the same calibration data
 
     Example recipe::
@@ -59,20 +66,26 @@ class StruPruneModifier(StructuredModifier):
 
     allocation: Literal["uniform", "softmax", "softmax_inverse"] = "uniform"
     target: Literal["residual", "block", "local"] = "residual"
+    alpha: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    admm_steps: int = Field(default=4, ge=1)
+    admm_inner_steps: int = Field(default=8, ge=1)
+    admm_learning_rate: float = Field(default=0.05, gt=0, allow_inf_nan=False)
+    attention_method: Literal[1, 2] = 2
     replay: str | None = None
 
-    _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
     _num_prunable: int = PrivateAttr(default=0)
     _pipeline_options: dict[str, Any] = PrivateAttr(default_factory=dict)
     _calibration: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _query_key: tuple[str, str] = PrivateAttr(default=("", ""))
+    _weights_digest: str = PrivateAttr(default="")
+    _started: float = PrivateAttr(default=0.0)
     _fingerprint: Any = PrivateAttr(default=None)
     _replayed: dict[str, Any] = PrivateAttr(default_factory=dict)
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
     _plan: Plan | None = PrivateAttr(default=None)
-    _observer: LayerObserver | None = PrivateAttr(default=None)
     _changed: bool = PrivateAttr(default=False)
     _records: list[dict[str, Any]] = PrivateAttr(default_factory=list)
-    _stages: dict[str, dict[str, float]] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -101,56 +114,55 @@ class StruPruneModifier(StructuredModifier):
             )
         self.sparsity = sparsity
         self._groups = self.find_groups(model)
+        self._check_stages()
         self.check_model(model, self._groups, sparsity)
-        num_sequences, num_tokens = self.check_calibration(state.data.calib, self._groups)
+        num_sequences, num_tokens = self.count_calibration(model, state.data.calib, self._groups)
         self._calibration = {"num_sequences": num_sequences, "num_tokens": num_tokens}
+        self._weights_digest = describe_weights(model)
         self._num_prunable = count_prunable_parameters(model)
+        family = find_family(model)
+        self._query_key = (family.query, family.key)
+        if self.restoration == "admm" and getattr(model.config, "activation_function", "relu") != "relu":
+            raise ValueError(
+                f"restoration: admm must have a ReLU, got {model.config.activation_function!r}. Use least_squares."
+            )
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets")}
-        if self.replay:
-            self._replayed = self._read_replay(self.replay)
+        self._plan = self._make_early_plan()
+        if self._plan is not None:
+            check_group_sizes(self._groups, self._plan.kept)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        self.check_alone()
-        with self._stage("allocate"):
-            self._plan = self._make_plan(state)
+        check_alone(self)
+        self._started = time.perf_counter()
+        if self._plan is None:
+            with self.stage("allocate"):
+                self._plan = self._make_late_plan(state)
+            check_group_sizes(self._groups, self._plan.kept)
         adopt_attention(state.model)
-        self._observer = observer = LayerObserver(self.target)
+        self._observer = LayerObserver(self.target)
         self._fingerprint = hashlib.sha256()
         self.register_hook(state.model.get_input_embeddings(), self._see_tokens, "forward_pre", with_kwargs=True)
-        for name, layer in find_decoder_layers(state.model):
-
-            def before(module: nn.Module, args: tuple, call: dict, name: str = name) -> None:
-                with self._stage("statistics"):
-                    observer.before_layer(module, self._groups_of(name), args, call)
-
-            def after(module: nn.Module, args: tuple, output: Any) -> None:
-                with self._stage("statistics"):
-                    observer.after_layer()
-
-            self.register_hook(layer, before, "forward_pre", with_kwargs=True)
-            self.register_hook(layer, after, "forward")
+        self.watch_layers(state.model, self._observer)
 
     def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:
-        layers = find_decoder_layers(state.model)
-        here = [(name, layer) for name, layer in layers if any(layer is module for module in modules)]
-        if len(here) > 1:
-            raise ValueError(
-                f"sequential_targets_per_subgraph: must be 1 for StruPruneModifier, got {len(here)} decoder layers in one "
-                "subgraph. Leave it at its default."
-            )
         assert self._observer is not None
-        for name, layer in here:
-            self._check_replayed_calibration()
-            for group in self._groups_of(name):
-                progress = f"({group.layer_index + 1}/{len(layers)}): {group.consumer.split('.')[-1]} statistics"
-                with self._stage("statistics"):
+        num_layers = len(find_decoder_layers(state.model))
+        for name, layer in self.find_finished_layers(state.model, modules):
+            self._check_calibration_is_replayed()
+            for group in self.groups_of(name):
+                progress = f"({group.layer_index + 1}/{num_layers}): {group.consumer.split('.')[-1]} statistics"
+                with self.stage("statistics"):
                     moments = self._observer.collect_moments(layer, group, progress)
                 self._prune_group(layer, group, moments)
             self._observer.finish_layer()
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         self.remove_hooks()
+        self._stages["whole pass"] = {
+            "seconds": time.perf_counter() - self._started,
+            "peak_bytes": measure_peak_bytes(),
+        }
         seen = {record["name"] for record in self._records}
         missing = [group.name for group in self._groups if group.name not in seen]
         if missing:
@@ -161,6 +173,7 @@ class StruPruneModifier(StructuredModifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._observer is None or len(self._records) < len(self._groups):
+            self.clean_up()
             return True  # an aborted run that the host winds down: nothing to export
         self._observer = None
         adopt_config(state.model)
@@ -175,13 +188,10 @@ class StruPruneModifier(StructuredModifier):
 
     # -- plan -----------------------------------------------------------------------------------------------------
 
-    def _groups_of(self, layer_name: str) -> list[UnitGroup]:
-        return [group for group in self._groups if group.layer_name == layer_name]
-
     def _find_allocator(self) -> SparsityAllocatorModifier | None:
         """Return the allocator stage that comes before this modifier in the recipe."""
         found = None
-        for modifier in active_session().lifecycle.recipe.modifiers:
+        for modifier in list_modifiers():
             if modifier is self:
                 return found
             if isinstance(modifier, SparsityAllocatorModifier):
@@ -198,67 +208,70 @@ class StruPruneModifier(StructuredModifier):
                 )
         return stage.sparsity
 
-    def _make_plan(self, state: State) -> Plan:
-        """Return the kept counts: replayed, left by an allocator stage, allocated in a pass of its own, or uniform."""
+    def _check_stages(self) -> None:
+        """Refuse a second pruning stage: groups are measured before any stage has run.
+
+        :raises ValueError: the same
+        """
+        names = [type(modifier).__name__ for modifier in list_modifiers()]
+        if names.count("StruPruneModifier") > 1:
+            raise ValueError(
+                f"recipe: must hold one StruPruneModifier, got {names}. Prune the saved output again in a run of its own."
+            )
+
+    def _make_early_plan(self) -> Plan | None:
+        """Return the kept counts where they need no calibration data: replayed, or uniform."""
         assert self.sparsity is not None
-        if self._replayed:
-            kept = {name: len(keep) for name, keep in self._replayed["keep"].items()}
-            return Plan(kept, self._replayed["allocation"])
-        if self._stage_before is not None:
-            assert self._stage_before.plan is not None
-            return self._stage_before.plan
-        if self.allocation != "uniform":
-            return self._run_allocation_pass(state)
+        if self.replay:
+            return self._read_replay(self.replay)
+        if self._stage_before is not None or self.allocation != "uniform":
+            return None
         sizes = self.measure_groups(self._groups)
         share = find_group_sparsity(sizes, self._num_prunable, self.sparsity)
         counts = round_kept_counts(sizes, [share] * len(sizes))
+        check_budget(sizes, counts, share)
         return Plan({size.name: n for size, n in zip(sizes, counts, strict=True)}, {"method": "uniform"})
 
-    def _run_allocation_pass(self, state: State) -> Plan:
-        """Run a :class:`SparsityAllocatorModifier` over the dense model in a nested session: one more pass of data."""
+    def _make_late_plan(self, state: State) -> Plan:
+        """Return the kept counts that an allocator stage left, or those of an allocation pass of our own."""
+        if self._stage_before is not None:
+            assert self._stage_before.plan is not None
+            return self._stage_before.plan
         logger.info(f"allocation pass ({self.allocation}) over the dense model")
         shared = {name: value for name, value in self.dump_fields().items() if name in StructuredModifier.model_fields}
-        allocator = SparsityAllocatorModifier(**shared, allocation=self.allocation)
-        calibration = state.data.calib
-        with create_session() as session:
-            session.initialize(
-                model=state.model, recipe=Recipe.from_modifiers([allocator]), calib_data=calibration, copy_data=False
-            )
-            SequentialPipeline()(
-                state.model, calibration, DatasetArguments(**self._pipeline_options, propagate_error=False)
-            )
-            session.finalize()
-        assert allocator.plan is not None
-        return allocator.plan
+        return SparsityAllocatorModifier(**shared).run_nested(state, self._pipeline_options)
 
-    def _read_replay(self, path: str) -> dict[str, Any]:
+    def _read_replay(self, path: str) -> Plan:
+        """Take the kept units of a manifest, and make the saved recipe independent of that file."""
         manifest = read_manifest(path)
         sizes = {entry["name"]: entry["num_units"] for entry in manifest["groups"]}
-        if sizes != {group.name: group.num_units for group in self._groups}:
+        if sizes != {group.name: group.num_units for group in self._groups} or (
+            manifest["model"]["weights_sha256"] != self._weights_digest
+        ):
             raise ValueError(
-                f"replay: {path} must describe this model's modules and their sizes, got others. "
-                "Replay it on the dense model it was made from."
+                f"replay: the model must be the one that {path} was made from, got other modules, sizes, weights or dtype. "
+                "Replay it on that dense model."
             )
-        keep = {entry["name"]: entry["keep"] for entry in manifest["groups"]}
-        return {
-            "keep": keep,
-            "allocation": manifest["allocation"],
-            "calibration": manifest["calibration"],
+        self._replayed = {
             "path": path,
+            "keep": {entry["name"]: entry["keep"] for entry in manifest["groups"]},
+            "calibration": manifest["calibration"],
         }
+        self.replay = None
+        return Plan({name: len(keep) for name, keep in self._replayed["keep"].items()}, manifest["allocation"])
 
     def _see_tokens(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        tokens = args[0] if args else kwargs["input"]
-        self._fingerprint.update(tokens.detach().cpu().to(torch.int64).numpy().tobytes())
+        tokens = (args[0] if args else kwargs["input"]).detach().cpu().to(torch.int64)
+        self._fingerprint.update(repr(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())
 
-    def _check_replayed_calibration(self) -> None:
+    def _check_calibration_is_replayed(self) -> None:
         """Refuse, at the first layer, to replay on other calibration data than the manifest's."""
         self._calibration["sha256"] = self._fingerprint.hexdigest()
-        expected = self._replayed.get("calibration", self._calibration)["sha256"]
-        if self._calibration["sha256"] != expected:
+        if self._replayed and self._calibration != self._replayed["calibration"]:
             raise ValueError(
-                f"replay: the calibration tokens must be those of {self._replayed['path']} (sha256 {expected[:12]}…), got "
-                f"{self._calibration['sha256'][:12]}…. Pass the same text, number, length and order of samples."
+                f"replay: the calibration batches must be those of {self._replayed['path']}, "
+                f"{self._replayed['calibration']}, got {self._calibration}. Pass the same text, number, length, order "
+                "(shuffle_calibration_samples=False) and batch size of samples."
             )
 
     # -- pruning --------------------------------------------------------------------------------------------------
@@ -270,19 +283,23 @@ class StruPruneModifier(StructuredModifier):
         consumer = find_linear(layer, group.consumer)
         dense = append_bias(*read_weight(consumer))
         self._changed = self._changed or num_keep < group.num_units
-        with self._stage("select and solve"):
+        with self.stage("select and solve"):
             damped = damp_moments(moments, dense, self.damping, consumer.bias is not None)
             keep, scores = self._select_units(layer, group, moments, damped, num_keep)
             columns = expand_units(keep, group.columns_per_unit)
             deleted = dense[:, with_bias_index(columns, group.num_columns)]
             weight, condition = deleted, None
-            if self.restoration == "least_squares" and self._changed:
+            if self.restoration != "none" and self._changed:
                 solved = solve_kept_weights(damped, columns, group.name)
                 weight, condition = solved.weight, solved.condition_number
             energy = max(float(moments.target_energy), 1e-300)
-            errors = [measure_error(moments, w, columns) / energy for w in (deleted, weight)]
-        if self._changed:
-            with self._stage("surgery"):
+            errors = [measure_error(moments, w, columns) / energy for w in (deleted, weight)]  # deletion, least squares
+        admm = None
+        if self._changed and self.restoration == "admm":
+            weight, admm = self._run_admm(layer, group, keep, weight)
+            errors.append(admm["error_after"])
+        elif self._changed:
+            with self.stage("surgery"):
                 slice_group(layer, group, keep, weight)
         self._records.append(
             {
@@ -296,11 +313,46 @@ class StruPruneModifier(StructuredModifier):
                 "sparsity": 1 - num_keep / group.num_units,
                 "scores": _summarize_scores(scores, keep),
                 "error_before": errors[0],
-                "error_after": errors[1],
+                "error_after": errors[-1],
+                "admm": admm,
                 "condition_number": condition,
                 "keep": keep.tolist(),
             }
         )
+
+    def _run_admm(
+        self, layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Run ADMM from the least-squares solution, slice, and re-solve the consumer on the true activations.
+
+        The closing solve makes p = phi(z) hold exactly in the saved model. Source: method.md sections 6 and 7.
+
+        :return: (the consumer's weight, a record for the manifest)
+        """
+        assert self._observer is not None
+        settings = ADMMSettings(
+            self.alpha,
+            self.beta,
+            self.admm_steps,
+            self.admm_inner_steps,
+            self.admm_learning_rate,
+            self.attention_method,
+            self.damping,
+        )
+        with self.stage("admm"):
+            visits = self._observer.visit_batches(layer, group, f"{group.name} inputs")
+            result = run_admm(layer, self._query_key, group, keep, weight, visits, settings)
+            slice_group(layer, group, keep, result.consumer, result.producers)
+            moments = make_group_moments(layer, group)
+            for visit in self._observer.visit_batches(layer, group, f"{group.name} closing"):
+                accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
+            consumer = find_linear(layer, group.consumer)
+            damped = damp_moments(moments, result.consumer.double(), self.damping, consumer.bias is not None)
+            columns = torch.arange(len(keep) * group.columns_per_unit, device=moments.gram.device)
+            solved = solve_kept_weights(damped, columns, group.name)
+            set_weight(consumer, solved.weight)
+        error = measure_error(moments, solved.weight) / max(float(moments.target_energy), 1e-300)
+        return solved.weight, {"objective": result.objective, "error_after": error}
 
     def _select_units(
         self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments, num_keep: int
@@ -311,21 +363,10 @@ class StruPruneModifier(StructuredModifier):
             return torch.tensor(self._replayed["keep"][group.name], device=device), None
         if num_keep == group.num_units:
             return torch.arange(num_keep, device=device), None
-        order, scores = self.rank_units(layer, group, moments, damped)
-        return keep_last(order, num_keep), scores
+        order, scores = self.rank_units(layer, group, moments, damped, group.num_units - num_keep)
+        return keep_last(order, group.num_units, num_keep), scores
 
     # -- manifest -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        """Add the seconds and the peak memory of what runs inside to a stage of the manifest."""
-        start = time.perf_counter()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        yield
-        stage = self._stages.setdefault(name, {"seconds": 0.0, "peak_bytes": 0})
-        stage["seconds"] += time.perf_counter() - start
-        stage["peak_bytes"] = max(stage["peak_bytes"], measure_peak_bytes())
 
     def _make_manifest(self, model: PreTrainedModel) -> dict[str, Any]:
         assert self._plan is not None
@@ -339,6 +380,7 @@ class StruPruneModifier(StructuredModifier):
             "model": {
                 "base": model.config._name_or_path,
                 "type": model.config.model_type,
+                "weights_sha256": self._weights_digest,
                 "parameters_before": after + removed,
                 "parameters_after": after,
             },
@@ -352,30 +394,24 @@ class StruPruneModifier(StructuredModifier):
                 "met_sparsity": removed / self._num_prunable,
             },
             "allocation": self._plan.record,
-            "memory_measure": "accelerator bytes allocated" if torch.cuda.is_available() else "process resident bytes",
+            "memory_measure": "accelerator bytes allocated"
+            if torch.cuda.is_available()
+            else "process resident bytes, sampled",
             "stages": stages,
             "groups": self._records,
         }
 
 
-def _summarize_scores(scores: Tensor | None, keep: Tensor) -> dict[str, float] | None:
-    """Return the extremes of a group's scores and where the cut lies."""
+def _summarize_scores(scores: Tensor | None, keep: Tensor) -> dict[str, float | None] | None:
+    """Return the extremes of a group's scores and where the cut lies; ``obs`` scores only what it removed."""
     if scores is None:
         return None
     kept = torch.zeros_like(scores, dtype=torch.bool)
     kept[keep] = True
+    known = scores.isfinite()
+    parts = {"kept": scores[known & kept], "removed": scores[known & ~kept]}
     return {
-        "min": float(scores.min()),
-        "mean": float(scores.mean()),
-        "max": float(scores.max()),
-        "largest_removed": float(scores[~kept].max()),
-        "smallest_kept": float(scores[kept].min()),
+        f"{extreme}_{name}": float(getattr(part, extreme)()) if len(part) else None
+        for name, part in parts.items()
+        for extreme in ("min", "mean", "max")
     }
-
-
-def measure_peak_bytes() -> int:
-    """Return the peak memory so far: allocated on the accelerator, or resident in this process where there is none."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -30,6 +30,7 @@ from struprune_plugin.solve import damp_moments, solve_kept_weights
 from struprune_plugin.statistics import Moments, accumulate_moments, make_moments
 
 _MASKED_BELOW = -1e4  # an additive mask hides what lies below: -inf and the minimum of every float dtype
+_ADAM_BETAS = (0.9, 0.999)
 _ADAM_EPSILON = 1e-12  # gradients scale with alpha and beta; torch's 1e-8 would make small ones count for less
 
 
@@ -112,8 +113,8 @@ class AttentionSettings:
     :param alpha: weight of the linear terms, above 0
     :param beta: weight of the softmax term, above 0
     :param inner_steps: Adam steps per sub-step, at least 0
-    :param learning_rate: Adam's, above 0, relative to the root mean square of what is updated (a map's row, a head's
-        queries, keys or logits)
+    :param learning_rate: Adam's first, above 0, relative to the root mean square of what is updated (a map's row, a
+        head's queries, keys or logits); it then adapts to every row or head
     :param exact_maps: solve the a-step in closed form instead of with Adam. The objective then never rises from one
         outer step to the next (method 2), although no map is kept
     :raises ValueError: a value out of its range
@@ -227,8 +228,9 @@ def update_attention_variables(
 
     Source: struprune.tex, Eq. `85`, `86`, `87` (labels; method 2) and their counterparts of method 1.
     Differs from the source: the branch on the sign of z after Eq. 87 belongs to the FFN's ReLU and is left out (as
-    R11); the mixed-step is exact; Adam's best iterate is kept, the start included; the maps start anew from softmax
-    of the logits at every visit (R12).
+    R11); the mixed-step is exact; an Adam step that would raise its objective is not taken; the maps start anew from
+    softmax of the logits at every visit (R12). From variables as initialised, the first visit moves only ``mixed``
+    and the second the rest: a and z are already optimal until ``mixed`` asks for something else.
 
     :param variables: as the last visit returned them, any float dtype
     :return: variables in the dtype of ``sample.inputs``; and the maps a, shape [H, T, T], 0 where hidden, wanted by
@@ -322,6 +324,8 @@ def solve_attention_weights(
     ``argmin_W ||targets - W P||^2 + damping * mean(diag P P^T) * ||W - W_current||^2``, the bias not pulled.
     Source: struprune.tex, "Recovering weight matrices"; method.md section 7, step 4.
     Differs from the source: ridge solves on streamed moments for its pseudo-inverses and its SGD (R12).
+    With method 1 what cannot rise is the error towards the recovered queries and keys; the term of z itself, a product
+    of both weights, is expected to fall with them but may rise: compare objectives.
 
     :param weights: current weights
     :param damping: at least 0, relative to the mean diagonal of each Gram matrix
@@ -435,24 +439,34 @@ def _read_logits(sample: AttentionSample, variables: AttentionVariables, weights
 def _descend(
     start: Tensor, unit: Tensor, measure: Callable[[Tensor], Tensor], inner_steps: int, learning_rate: float
 ) -> Tensor:
-    """Take a few Adam steps and return, for every independent part of the objective, the best iterate seen.
+    """Lower every independent part of an objective with safeguarded Adam steps; none of them rises.
 
-    :param start: where to begin; counts as an iterate, so that no part's objective rises
+    A step that does not lower its part is not taken, and that part's rate is divided by 4; otherwise it doubles. The
+    start is thus an iterate, the last iterate is the best one, and the learning rate is a first guess: maps, logits
+    and queries want rates that differ by orders of magnitude with alpha / beta and the sequence length.
+
+    :param start: where to begin
     :param unit: what a step of 1 means, broadcastable to ``start``: makes the learning rate relative
     :param measure: the objective of every independent part; its shape is that of the leading dimensions of ``start``
     """
-    offset = torch.zeros_like(start, requires_grad=True)
-    optimizer = torch.optim.Adam([offset], lr=learning_rate, eps=_ADAM_EPSILON)
     best, lowest = start, measure(start)
-    for _ in range(inner_steps):
+    first, second = torch.zeros_like(start), torch.zeros_like(start)
+    rate = torch.full_like(lowest, learning_rate)
+    trailing = [1] * (start.ndim - lowest.ndim)
+    for step in range(1, inner_steps + 1):
         with torch.enable_grad():
-            (offset.grad,) = torch.autograd.grad(measure(start + unit * offset).sum(), offset)
-        optimizer.step()
-        point = start + unit * offset.detach()
-        parts = measure(point)
+            point = best.detach().requires_grad_()
+            gradient = unit * torch.autograd.grad(measure(point).sum(), point)[0]
+        first.lerp_(gradient, 1 - _ADAM_BETAS[0])
+        second.lerp_(gradient.square(), 1 - _ADAM_BETAS[1])
+        size = (second / (1 - _ADAM_BETAS[1] ** step)).sqrt_().add_(_ADAM_EPSILON)
+        direction = first / (1 - _ADAM_BETAS[0] ** step) / size
+        trial = best - unit * rate.view(*rate.shape, *trailing) * direction
+        parts = measure(trial)
         better = parts < lowest
-        best = torch.where(better.view(*better.shape, *[1] * (start.ndim - better.ndim)), point, best)
+        best = torch.where(better.view(*better.shape, *trailing), trial, best)
         lowest = torch.where(better, parts, lowest)
+        rate = torch.where(better, rate * 2, rate / 4)
     return best
 
 

@@ -150,6 +150,23 @@ def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsit
         full |= over
 
 
+def allocate_global_threshold(groups: Sequence[GroupSize], scores: Sequence[Tensor], sparsity: float) -> list[float]:
+    """Keep the units of highest score over all groups until the retained parameters are used up.
+
+    Source: paper, Lemma 1 and Algorithm 1 (the threshold tau), K counting retained units weighted by their cost (R5).
+
+    :param scores: of every unit, one tensor of shape [units] a group; ties go to the earlier group and unit
+    :param sparsity: of the groups' own parameters, from :func:`find_group_sparsity`
+    :return: sparsity of every group
+    """
+    costs = torch.cat([torch.full((len(s),), g.unit_cost) for g, s in zip(groups, scores, strict=True)])
+    owner = torch.cat([torch.full((len(s),), i) for i, s in enumerate(scores)])
+    order = torch.argsort(torch.cat([s.double().cpu() for s in scores]), descending=True, stable=True)
+    kept = owner[order[costs[order].cumsum(0) <= (1 - sparsity) * costs.sum()]]
+    counts = torch.bincount(kept, minlength=len(groups)).tolist()
+    return [1 - count / group.num_units for count, group in zip(counts, groups, strict=True)]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One temperature of a search.

@@ -243,6 +243,18 @@ def test_update_attention_variables_every_sub_step_makes_progress(kind):
     assert all(now < 0.999 * previous for previous, now in itertools.pairwise(totals))
 
 
+@pytest.mark.parametrize("method", [1, 2])
+def test_update_attention_variables_learning_rate_is_only_a_first_guess(method):
+    sample, before, weights = make_problem(3, 8, 5, 3, 2, method)
+    reached = []
+    for learning_rate in (1e-3, 0.1, 100.0):
+        settings_ = AttentionSettings(1.0, 1.0, inner_steps=30, learning_rate=learning_rate)
+        after, maps = update_attention_variables(sample, before, weights, settings_)
+        reached.append(_naive_terms(sample, after, weights, 1.0, 1.0, maps).total)
+    start = _naive_terms(sample, before, weights, 1.0, 1.0, soft_of(before)).total
+    assert max(reached) - min(reached) < 0.1 * (start - min(reached))
+
+
 @settings(max_examples=20, deadline=None)
 @given(**problems, ratio=ratios)
 def test_update_attention_variables_exact_maps_equal_least_squares_per_row(seed, tokens, d, dh, dv, ratio):
@@ -361,6 +373,18 @@ def test_padding_has_no_influence(kind, side):
     right = measure_attention_objective(padded, padded_after, weights, 1.0, 2.0, padded_maps)
     assert dataclasses.astuple(left) == pytest.approx(dataclasses.astuple(right))
     assert initialize_attention_variables(padded, weights, method).mixed.isfinite().all()
+
+
+def test_query_rows_left_out_still_count_as_keys_where_the_mask_shows_them():
+    sample, variables, weights = make_problem(2, 6, 5, 3, 2, 2)
+    sample = dataclasses.replace(sample, query_rows=torch.arange(1, 6))
+    maps = soft_of(variables)
+    measured = measure_attention_objective(sample, variables, weights, 1.0, 1.0, maps)
+    query, key = variables.query - project(sample.inputs, weights.query), variables.key
+    assert measured.query == pytest.approx(query[1:].square().sum().item())
+    assert measured.key == pytest.approx((key - project(sample.inputs, weights.key)).square().sum().item())
+    moments = gather([sample], [variables], [maps], weights)
+    assert [m.num_tokens for m in (moments.query, moments.key, moments.output)] == [5, 6, 5]
 
 
 @pytest.mark.parametrize("method", [1, 2])

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from struprune_plugin.allocation import (
     GroupSize,
+    allocate_global_threshold,
     allocate_softmax,
     allocate_softmax_inverse,
     find_group_sparsity,
@@ -108,6 +109,13 @@ def test_allocate_softmax_inverse_follows_the_text_and_as_printed_the_formula():
     assert (text.diff() > 0).all(), "deeper layers lose more"
     assert (printed.diff() < 0).all()
     assert text.mean().item() == pytest.approx(0.3)
+
+
+def test_allocate_global_threshold_keeps_the_best_scores_whatever_their_group():
+    groups = [GroupSize("a", "ffn", 4, 10, 1), GroupSize("b", "ffn", 4, 10, 1)]
+    scores = [torch.tensor([0.9, 0.8, 0.1, 0.7]), torch.tensor([0.2, 0.3, 0.95, 0.05])]
+    assert allocate_global_threshold(groups, scores, 0.5) == [0.25, 0.75]
+    assert allocate_global_threshold(groups, [torch.ones(4), torch.ones(4)], 0.5) == [0.0, 1.0]
 
 
 @settings(max_examples=80, deadline=None)

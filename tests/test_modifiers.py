@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.modifiers.capture import find_tokens
+from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
 from struprune_plugin.surgery import mask_group
 from struprune_plugin.topology import find_groups
 
@@ -140,7 +141,7 @@ def test_batch_size_does_not_change_the_result(opt):
         torch.testing.assert_close(weight, weights_of(many)[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("importance", ["obs", "wanda", "wanda_l2", "magnitude"])
+@pytest.mark.parametrize("importance", ["obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form"])
 @pytest.mark.parametrize("restoration", ["least_squares", "none"])
 def test_every_importance_runs_with_and_without_correction(opt, importance, restoration, tmp_path):
     out = tmp_path / "out"
@@ -152,6 +153,32 @@ def test_every_importance_runs_with_and_without_correction(opt, importance, rest
             assert group["error_after"] == group["error_before"]
         else:
             assert group["error_after"] < group["error_before"]
+
+
+@pytest.mark.parametrize("unit", ["head", "vo"])
+def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
+    model = make_opt()
+    loader = [{"input_ids": torch.tensor(make_dataset(4, 16)["input_ids"])}]
+    groups = find_groups(model, unit)
+    ours = measure_snip(model, loader, groups)
+    model(input_ids=loader[0]["input_ids"], labels=loader[0]["input_ids"]).loss.backward()
+    for group in groups:
+        layer = model.get_submodule(group.layer_name)
+        products = {
+            name: (w := layer.get_submodule(name).weight) * w.grad for name in (group.consumer, *group.producers)
+        }
+        naive = products[group.consumer].sum(0).view(group.num_units, -1).sum(1)
+        naive = naive + sum(products[name].sum(1).view(group.num_units, -1).sum(1) for name in group.producers)
+        torch.testing.assert_close(ours[group.name].float(), naive.abs(), rtol=1e-3, atol=1e-5)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_snip_refuses_a_model_too_large_for_the_memory(monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 1000 if name == "SC_AVPHYS_PAGES" else 1)
+    with pytest.raises(
+        ValueError, match=r"snip must hold the whole model .* about 0\.\d GB, got 0\.0 GB free.*obs or wanda"
+    ):
+        check_gradient_memory(make_opt(), torch.Size([4, 32]))
 
 
 def test_restoration_none_only_deletes(opt, tmp_path):
@@ -223,6 +250,30 @@ def test_softmax_spares_what_matters_and_gamma_decays_with_depth(opt, tmp_path):
     for name, value in values[1.0].items():
         layer = int(name.split("layers.")[1].split(".")[0])
         assert values[0.5][name] == pytest.approx(value * 0.5**layer)
+
+
+@pytest.mark.parametrize("unit", ["head", "vo"])
+def test_algorithm_1_meets_the_budget_by_one_threshold(opt, unit, tmp_path):
+    fields = {"sparsity": 0.3, "allocation": "global_threshold", "importance": "closed_form", "attention_unit": unit}
+    run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"))
+    manifest = read_manifest(tmp_path / "out")
+    assert abs(manifest["budget"]["met_sparsity"] - 0.3) < 0.01
+    assert manifest["allocation"]["method"] == "global_threshold"
+    assert all(0 <= value <= 1 for value in manifest["allocation"]["retention"].values())
+    assert len({group["kept"] for group in manifest["groups"] if group["kind"] == "ffn"}) > 1, "not uniform"
+
+
+def test_algorithm_1_as_printed_removes_by_index(opt, tmp_path):
+    """R4: all scores are 1 at the first step."""
+    fields = {"sparsity": 0.3, "importance": "closed_form", "as_printed": True, "attention_unit": "none"}
+    run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"))
+    for group in read_manifest(tmp_path / "out")["groups"]:
+        assert group["keep"] == list(range(40 - group["kept"], 40))
+
+
+def test_global_threshold_wants_closed_form_scores(opt):
+    with pytest.raises(ValueError, match=r"importance: must be closed_form for allocation: global_threshold"):
+        run_oneshot(str(opt), sparsity=0.3, allocation="global_threshold")
 
 
 def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, tmp_path):
@@ -301,7 +352,7 @@ def test_admm_at_zero_sparsity_changes_nothing(opt):
 
 def test_admm_refuses_other_activations(tmp_path):
     folder = save_opt(tmp_path / "m", activation_function="gelu")
-    with pytest.raises(ValueError, match="restoration: admm must have a ReLU, got 'gelu'"):
+    with pytest.raises(ValueError, match="restoration: admm and closed_form must have a ReLU, got 'gelu'"):
         run_oneshot(str(folder), sparsity=0.3, restoration="admm")
 
 

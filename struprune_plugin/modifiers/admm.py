@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from struprune_plugin.admm import (
+    FFNMoments,
     FFNVariables,
     accumulate_ffn_moments,
     initialize_ffn_variables,
@@ -20,6 +21,7 @@ from struprune_plugin.admm import (
     update_ffn_variables,
 )
 from struprune_plugin.admm_attention import (
+    AttentionMoments,
     AttentionSample,
     AttentionSettings,
     AttentionVariables,
@@ -31,9 +33,10 @@ from struprune_plugin.admm_attention import (
     solve_attention_weights,
     update_attention_variables,
 )
+from struprune_plugin.importance import score_closed_form
 from struprune_plugin.modifiers.capture import Visit
-from struprune_plugin.solve import expand_units
-from struprune_plugin.statistics import append_bias
+from struprune_plugin.solve import expand_units, keep_last, order_units
+from struprune_plugin.statistics import append_bias, with_bias_index
 from struprune_plugin.surgery import read_weight
 from struprune_plugin.topology import UnitGroup, find_linear
 
@@ -89,6 +92,66 @@ def run_admm(
     return _run_attention(layer, query_key, group, keep, weight, visits, settings)
 
 
+def score_by_admm(
+    layer: nn.Module,
+    query_key: tuple[str, str],
+    group: UnitGroup,
+    scores: Tensor,
+    num_keep: int,
+    visits: Iterable[Visit],
+    settings: ADMMSettings,
+) -> Tensor:
+    """Return Lemma 1's score of every unit after ``settings.steps`` outer steps of Algorithm 1 on one module.
+
+    In each step the best ``num_keep`` units by the scores so far give the mask, the masked dense weights move the
+    per-token variables, and regressing those on the inputs gives the current weights that Lemma 1 compares with the
+    dense ones. Source: paper, Algorithm 1, the inner loop; Differs from the source: the first mask comes from
+    ``scores`` (R4), and dense and current inputs of the module are the same, as its layer sees them now.
+
+    :param scores: that make the first mask, shape [units]
+    :param num_keep: units of the mask, a multiple of the group's blocks
+    :return: shape [units], float64
+    """
+    names = group.producers if group.kind == "ffn" else (*query_key, group.producers[-1])
+    cut = [i for i, name in enumerate(names) if name in group.producers]
+    dense = [append_bias(*read_weight(find_linear(layer, name))).float() for name in names]
+    output = append_bias(*read_weight(find_linear(layer, group.consumer))).float()
+    current, gram = dense, None
+    run = _FFNSteps(layer, group, settings) if group.kind == "ffn" else _AttentionSteps(layer, group, settings)
+    for visit in visits:
+        gram = run.start(visit, dense, output, gram)
+    assert gram is not None
+    for _ in range(settings.steps - 1):
+        keep = keep_last(order_units(scores, group.num_blocks), group.num_units, num_keep)
+        masked = [_mask_rows(w, keep, group.num_units) if i in cut else w for i, w in enumerate(dense)]
+        current = run.step(masked, _mask_columns(output, keep, group), current)
+        old, new = (_stack_units([weights[i] for i in cut], group.num_units) for weights in (dense, current))
+        scores = score_closed_form(old, new, gram, gram, gram, group.num_units)
+    return scores if settings.steps > 1 else torch.ones_like(scores)
+
+
+def _mask_rows(weight: Tensor, keep: Tensor, num_units: int) -> Tensor:
+    rows = expand_units(keep, len(weight) // num_units)
+    return torch.zeros_like(weight).index_copy(0, rows, weight[rows])
+
+
+def _mask_columns(weight: Tensor, keep: Tensor, group: UnitGroup) -> Tensor:
+    columns = with_bias_index(expand_units(keep, group.columns_per_unit), group.num_columns)
+    return torch.zeros_like(weight).index_copy(1, columns, weight[:, columns])
+
+
+def _stack_units(weights: list[Tensor], num_units: int) -> Tensor:
+    """Put the rows that several producers give one unit together, unit after unit."""
+    parts = [weight.view(num_units, -1, weight.shape[1]) for weight in weights]
+    return torch.cat(parts, 1).reshape(-1, weights[0].shape[1])
+
+
+def _add_gram(gram: Tensor | None, source: Tensor) -> Tensor:
+    inputs = torch.nn.functional.pad(source, (0, 1), value=1.0)
+    own = inputs.T.double() @ inputs.double()
+    return own if gram is None else gram + own
+
+
 def _read_kept(layer: nn.Module, name: str, group: UnitGroup, keep: Tensor) -> Tensor:
     """Return a producer's kept rows, all where the group does not cut it, bias last, float32."""
     linear = find_linear(layer, name)
@@ -98,38 +161,106 @@ def _read_kept(layer: nn.Module, name: str, group: UnitGroup, keep: Tensor) -> T
     return weight[expand_units(keep.to(weight.device), linear.out_features // group.num_units)]
 
 
+class _FFNSteps:
+    """One FFN's per-token variables on the host, and the steps that move them."""
+
+    def __init__(self, layer: nn.Module, group: UnitGroup, settings: ADMMSettings):
+        self.settings, self.where = settings, group.name
+        self.has_bias = find_linear(layer, group.consumer).bias is not None
+        self.data: list[tuple[Tensor, Tensor]] = []
+        self.variables: list[FFNVariables] = []
+
+    def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor, gram: Tensor | None = None) -> Tensor:
+        """Take in a batch; return the Gram matrix of all inputs so far."""
+        tokens = slice(None) if visit.call.tokens is None else visit.call.tokens.to(visit.source.device)
+        source, target = visit.source[tokens].float(), visit.target[tokens]
+        self.variables.append(_to_ffn(initialize_ffn_variables(source, first), "cpu"))
+        self.data.append((source.cpu(), target.cpu()))
+        return _add_gram(gram, source)
+
+    def visit(self, first: Sequence[Tensor], second: Tensor, move: bool) -> FFNMoments:
+        """Move all variables, unless told not to, and return the moments for the weight steps."""
+        device = second.device
+        width, inputs = second.shape[1] - 1, first[0].shape[1] - 1
+        moments = make_ffn_moments(len(first), width, inputs, len(second), second)
+        for index, (source, target) in enumerate(self.data):
+            x, y, held = source.to(device), target.to(device), _to_ffn(self.variables[index], device)
+            if move:
+                held = update_ffn_variables(held, x, y, first, second, self.settings.alpha, self.settings.beta)
+                self.variables[index] = _to_ffn(held, "cpu")
+            accumulate_ffn_moments(moments, held, x, y)
+        return moments
+
+    def step(self, first: Sequence[Tensor], second: Tensor, current: Sequence[Tensor]) -> list[Tensor]:
+        """Move the variables with masked weights; return z regressed on the inputs, pulled towards ``current``."""
+        moments = self.visit(first, second, move=True)
+        solved, _ = solve_ffn_weights(moments, current, second, self.settings.damping, self.has_bias, self.where)
+        return [weight.float() for weight in solved]
+
+
+class _AttentionSteps:
+    """One attention module's per-token variables on the host, and the steps that move them."""
+
+    def __init__(self, layer: nn.Module, group: UnitGroup, settings: ADMMSettings, heads: int | None = None):
+        self.settings, self.where = settings, group.name
+        self.heads = heads or (group.num_units if group.kind == "head" else group.num_blocks)
+        self.has_bias = find_linear(layer, group.consumer).bias is not None
+        self.inner = AttentionSettings(settings.alpha, settings.beta, settings.inner_steps, settings.learning_rate)
+        self.samples: list[AttentionSample] = []
+        self.variables: list[AttentionVariables] = []
+
+    def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor, gram: Tensor | None = None) -> Tensor:
+        """Take in a batch; return the Gram matrix of all inputs so far."""
+        device, weights = second.device, _join_weights(first, second, self.heads)
+        for on_host in _split_sequences(visit):
+            sample = _move(on_host, device)
+            held = initialize_attention_variables(sample, weights, self.settings.method)
+            self.samples.append(on_host)
+            self.variables.append(_move(held, "cpu"))
+            valid = slice(None) if sample.query_rows is None else sample.query_rows
+            gram = _add_gram(gram, sample.inputs[valid])
+        assert gram is not None
+        return gram
+
+    def visit(self, weights: AttentionWeights, move: bool) -> tuple[AttentionMoments, float]:
+        """Move all variables, unless told not to; return the moments for the weight steps and the objective."""
+        device, settings, total = weights.output.device, self.settings, 0.0
+        moments = make_attention_moments(weights, device, torch.float32)
+        for index, on_host in enumerate(self.samples):
+            sample, held, maps = _move(on_host, device), _move(self.variables[index], device), None
+            if move:
+                held, maps = update_attention_variables(sample, held, weights, self.inner)
+                self.variables[index] = _move(held, "cpu")
+                accumulate_attention_moments(moments, sample, held, maps, weights, max(settings.damping, 1e-6))
+            total += measure_attention_objective(sample, held, weights, settings.alpha, settings.beta, maps).total
+        return moments, total
+
+    def solve(self, moments: AttentionMoments, weights: AttentionWeights) -> AttentionWeights:
+        return _to_float(solve_attention_weights(moments, weights, self.settings.damping, self.has_bias, self.where))
+
+    def step(self, first: Sequence[Tensor], second: Tensor, current: Sequence[Tensor]) -> list[Tensor]:
+        """Move the variables with masked weights; return them regressed on the inputs, pulled towards ``current``."""
+        moments, _ = self.visit(_join_weights(first, second, self.heads), move=True)
+        solved = self.solve(moments, _join_weights(current, second, self.heads))
+        return [solved.query, solved.key, solved.value]
+
+
 def _run_ffn(
     layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, visits: Iterable[Visit], settings: ADMMSettings
 ) -> ADMMResult:
-    first = tuple(_read_kept(layer, name, group, keep) for name in group.producers)
-    second, device = weight.float(), weight.device
-    has_bias = find_linear(layer, group.consumer).bias is not None
-    data: list[tuple[Tensor, Tensor]] = []
-    variables: list[FFNVariables] = []
+    first: Sequence[Tensor] = tuple(_read_kept(layer, name, group, keep) for name in group.producers)
+    second = weight.float()
+    run = _FFNSteps(layer, group, settings)
     for visit in visits:
-        tokens = slice(None) if visit.call.tokens is None else visit.call.tokens.to(device)
-        source, target = visit.source[tokens].float(), visit.target[tokens]
-        variables.append(_to_ffn(initialize_ffn_variables(source, first), "cpu"))
-        data.append((source.cpu(), target.cpu()))
+        run.start(visit, first, second)
     objective: list[float] = []
     for step in tqdm(range(settings.steps + 1), desc=f"ADMM {group.name}"):
-        moments = make_ffn_moments(len(first), len(keep), first[0].shape[1] - 1, len(second), second)
-        for index, (source, target) in enumerate(data):
-            x, y, held = source.to(device), target.to(device), _to_ffn(variables[index], device)
-            if step:
-                held = update_ffn_variables(held, x, y, first, second, settings.alpha, settings.beta)
-                variables[index] = _to_ffn(held, "cpu")
-            accumulate_ffn_moments(moments, held, x, y)
+        moments = run.visit(first, second, move=step > 0)
         if step:
-            solved_first, solved = solve_ffn_weights(moments, first, second, settings.damping, has_bias, group.name)
-            first, second = tuple(part.float() for part in solved_first), solved.float()
+            solved = solve_ffn_weights(moments, first, second, settings.damping, run.has_bias, group.name)
+            first, second = tuple(part.float() for part in solved[0]), solved[1].float()
         objective.append(measure_ffn_objective(moments, first, second, settings.alpha, settings.beta))
     return ADMMResult(dict(zip(group.producers, first, strict=True)), second, objective)
-
-
-def _to_ffn(variables: FFNVariables, device: torch.device | str) -> FFNVariables:
-    moved = tuple(part.to(device) for part in variables.preactivations)
-    return FFNVariables(variables.activations.to(device), moved)
 
 
 def _run_attention(
@@ -141,35 +272,25 @@ def _run_attention(
     visits: Iterable[Visit],
     settings: ADMMSettings,
 ) -> ADMMResult:
-    device = weight.device
     names = (*query_key, group.producers[-1])
-    query, key, value = (_read_kept(layer, name, group, keep) for name in names)
-    heads = len(keep) if group.kind == "head" else group.num_blocks
-    weights = AttentionWeights(query, key, value, weight.float(), heads)
-    has_bias = find_linear(layer, group.consumer).bias is not None
-    inner = AttentionSettings(settings.alpha, settings.beta, settings.inner_steps, settings.learning_rate)
-    samples = [sample for visit in visits for sample in _split_sequences(visit)]
-    variables: list[AttentionVariables] = []
+    first = [_read_kept(layer, name, group, keep) for name in names]
+    run = _AttentionSteps(layer, group, settings, len(keep) if group.kind == "head" else group.num_blocks)
+    weights = _join_weights(first, weight.float(), run.heads)
+    for visit in visits:
+        run.start(visit, first, weights.output)
     objective: list[float] = []
     for step in tqdm(range(settings.steps + 1), desc=f"ADMM {group.name}"):
-        moments = make_attention_moments(weights, device, torch.float32)
-        total = 0.0
-        for index, on_host in enumerate(samples):
-            sample = _move(on_host, device)
-            maps = None
-            if step == 0:
-                held = initialize_attention_variables(sample, weights, settings.method)
-                variables.append(_move(held, "cpu"))
-            else:
-                held, maps = update_attention_variables(sample, _move(variables[index], device), weights, inner)
-                variables[index] = _move(held, "cpu")
-                accumulate_attention_moments(moments, sample, held, maps, weights, max(settings.damping, 1e-6))
-            total += measure_attention_objective(sample, held, weights, settings.alpha, settings.beta, maps).total
+        moments, total = run.visit(weights, move=step > 0)
         objective.append(total)
         if step:
-            weights = _to_float(solve_attention_weights(moments, weights, settings.damping, has_bias, group.name))
+            weights = run.solve(moments, weights)
     producers = dict(zip(names, (weights.query, weights.key, weights.value), strict=True))
     return ADMMResult(producers, weights.output, objective)
+
+
+def _to_ffn(variables: FFNVariables, device: torch.device | str) -> FFNVariables:
+    moved = tuple(part.to(device) for part in variables.preactivations)
+    return FFNVariables(variables.activations.to(device), moved)
 
 
 def _split_sequences(visit: Visit) -> Iterator[AttentionSample]:
@@ -191,7 +312,13 @@ def _split_sequences(visit: Visit) -> Iterator[AttentionSample]:
 def _move(holder: _Movable, device: torch.device | str) -> _Movable:
     """Return a dataclass with all its tensors on a device."""
     parts: dict[str, Any] = {f.name: getattr(holder, f.name) for f in fields(holder)}
-    return replace(holder, **{name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)})
+    moved: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
+    return replace(holder, **moved)
+
+
+def _join_weights(first: Sequence[Tensor], second: Tensor, heads: int) -> AttentionWeights:
+    query, key, value = first
+    return AttentionWeights(query, key, value, second, heads)
 
 
 def _to_float(weights: AttentionWeights) -> AttentionWeights:

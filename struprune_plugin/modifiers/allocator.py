@@ -13,7 +13,15 @@ from loguru import logger
 from pydantic import PrivateAttr, model_validator
 from torch import Tensor, nn
 
-from struprune_plugin.allocation import RULES, GroupSize, check_budget, find_group_sparsity, search_temperature
+from struprune_plugin.allocation import (
+    RULES,
+    GroupSize,
+    allocate_global_threshold,
+    check_budget,
+    find_group_sparsity,
+    round_kept_counts,
+    search_temperature,
+)
 from struprune_plugin.importance import measure_attention_importance, measure_mlp_importance
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
@@ -44,7 +52,8 @@ class SparsityAllocatorModifier(StructuredModifier):
     One decoder layer is on the device at a time; of each module only its importance and its error curve are kept.
     Fields as in :class:`StructuredModifier`; ``sparsity`` must be given.
 
-    :param allocation: ``softmax`` (Algorithm 2) or ``softmax_inverse`` (Algorithm 3)
+    :param allocation: ``softmax`` (Algorithm 2), ``softmax_inverse`` (Algorithm 3) or ``global_threshold`` (Algorithm 1, with
+        ``importance: closed_form``)
 
     Example recipe::
 
@@ -58,8 +67,9 @@ class SparsityAllocatorModifier(StructuredModifier):
             StruPruneModifier: {importance: obs}
     """
 
-    allocation: Literal["softmax", "softmax_inverse"] = "softmax"
+    allocation: Literal["softmax", "softmax_inverse", "global_threshold"] = "softmax"
 
+    _scores: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _importance: dict[str, float] = PrivateAttr(default_factory=dict)
     _curves: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _nested: bool = PrivateAttr(default=False)
@@ -87,6 +97,7 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
+        self.measure_saliency(state.model, state.data.calib)
         self._observer = LayerObserver("local", all_groups=True)
         self.watch_layers(state.model, self._observer)
 
@@ -103,9 +114,12 @@ class SparsityAllocatorModifier(StructuredModifier):
         self._observer = None
         self._plan = self._make_plan(state.model)
 
-    def run_nested(self, state: State, pipeline_options: dict[str, Any]) -> Plan:
-        """Make the plan in a session of its own, inside another modifier's: one more pass over the data."""
-        self._nested = True
+    def run_nested(self, state: State, pipeline_options: dict[str, Any], snip: dict[str, Tensor]) -> Plan:
+        """Make the plan in a session of its own, inside another modifier's: one more pass over the data.
+
+        :param snip: gradient scores by group name, where measured already
+        """
+        self._nested, self._snip = True, snip
         calibration = state.data.calib
         with create_session() as session:
             recipe = Recipe.from_modifiers([self])
@@ -139,7 +153,8 @@ class SparsityAllocatorModifier(StructuredModifier):
         else:
             curve = measure_deletion_curve(damped, weight, order, group.columns_per_unit)
         self._curves[group.name] = curve.cpu()
-        if self.allocation == "softmax":
+        self._scores[group.name] = scores.cpu()
+        if self.allocation != "softmax_inverse":
             self._importance[group.name] = float(scores.sum())
             return
         decay = self.gamma**group.layer_index
@@ -158,6 +173,8 @@ class SparsityAllocatorModifier(StructuredModifier):
         assert not missing, f"no calibration data reached {missing}"
         num_prunable = count_prunable_parameters(model)
         share = find_group_sparsity(sizes, num_prunable, self.sparsity)
+        if self.allocation == "global_threshold":
+            return self._make_threshold_plan(sizes, share)
         best, candidates = search_temperature(
             sizes,
             [self._importance[group.name] for group in self._groups],
@@ -185,3 +202,11 @@ class SparsityAllocatorModifier(StructuredModifier):
             "importance": {group.name: self._importance[group.name] for group in self._groups},
         }
         return Plan({size.name: count for size, count in zip(sizes, best.kept, strict=True)}, record)
+
+    def _make_threshold_plan(self, sizes: list[GroupSize], share: float) -> Plan:
+        scores = [self._scores[size.name] for size in sizes]
+        kept = round_kept_counts(sizes, allocate_global_threshold(sizes, scores, share))
+        check_budget(sizes, kept, share)
+        retention = {s.name: min(max(float(part.mean()), 0.0), 1.0) for s, part in zip(sizes, scores, strict=True)}
+        record = {"method": self.allocation, "as_printed": self.as_printed, "retention": retention}
+        return Plan({size.name: count for size, count in zip(sizes, kept, strict=True)}, record)

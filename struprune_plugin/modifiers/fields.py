@@ -12,20 +12,25 @@ import psutil
 import torch
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
+from loguru import logger
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from struprune_plugin.allocation import MAX_SPARSITY, GroupSize, find_group_sparsity
-from struprune_plugin.importance import score_magnitude, score_wanda, score_wanda_l2
+from struprune_plugin.importance import score_l0, score_magnitude, score_wanda, score_wanda_l2
+from struprune_plugin.modifiers.admm import ADMMSettings, score_by_admm
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_calibration, check_order, check_weights
+from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
 from struprune_plugin.solve import Elimination, eliminate_units, expand_units, order_units
-from struprune_plugin.statistics import Moments
+from struprune_plugin.statistics import Moments, append_bias
 from struprune_plugin.surgery import check_sliceable, read_weight
 from struprune_plugin.topology import (
     UnitGroup,
     count_prunable_parameters,
     find_decoder_layers,
+    find_family,
     find_groups,
     find_linear,
 )
@@ -50,6 +55,12 @@ class StructuredModifier(Modifier):
     :param gamma: decay of importance with depth in Algorithm 3
     :param max_sparsity: clip of a module's sparsity in Algorithms 2 and 3
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
+    :param alpha: weight of ADMM's linear terms, above 0 (paper, Algorithm 4; method.md section 7)
+    :param beta: weight of its activation terms, above 0
+    :param admm_steps: outer steps K
+    :param admm_inner_steps: Adam steps of attention's sub-steps
+    :param admm_learning_rate: theirs, relative to the size of what is updated
+    :param attention_method: 2 (z_Q and z_K apart) or 1 (one z for the logits), R13
     """
 
     requires_calibration_data: bool = True
@@ -60,7 +71,7 @@ class StructuredModifier(Modifier):
     attention_unit: Literal["head", "vo", "none"] = "vo"
     prune_ffn: bool = True
     channel_multiple: int = Field(default=1, ge=1)
-    importance: Literal["obs", "wanda", "wanda_l2", "magnitude"] = "obs"
+    importance: Literal["obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form"] = "obs"
     restoration: Literal["least_squares", "admm", "none"] = "least_squares"
     damping: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
@@ -68,9 +79,17 @@ class StructuredModifier(Modifier):
     gamma: float = Field(default=0.9, gt=0, le=1)
     max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
     as_printed: bool = False
+    alpha: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    admm_steps: int = Field(default=4, ge=1)
+    admm_inner_steps: int = Field(default=8, ge=1)
+    admm_learning_rate: float = Field(default=0.05, gt=0, allow_inf_nan=False)
+    attention_method: Literal[1, 2] = 2
     allocation: str = "uniform"
 
     _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
+    _query_key: tuple[str, str] = PrivateAttr(default=("", ""))
+    _snip: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # by group name, from the dense model
     _observer: LayerObserver | None = PrivateAttr(default=None)
     _stages: dict[str, dict[str, float]] = PrivateAttr(default_factory=dict)
 
@@ -124,6 +143,17 @@ class StructuredModifier(Modifier):
         """
         check_order(self)
         check_weights(model)
+        family = find_family(model)
+        self._query_key = (family.query, family.key)
+        activation = getattr(model.config, "activation_function", "relu")
+        if (self.restoration == "admm" or self.importance == "closed_form") and activation != "relu":
+            raise ValueError(
+                f"restoration: admm and closed_form must have a ReLU, got {activation!r}. Use least_squares and obs."
+            )
+        if self.allocation == "global_threshold" and self.importance != "closed_form":
+            raise ValueError(
+                f"importance: must be closed_form for allocation: global_threshold (Algorithm 1), got {self.importance!r}."
+            )
         for group in groups:
             check_sliceable(model.get_submodule(group.layer_name), group)
             if group.kind == "ffn" and self.channel_multiple > group.num_units:
@@ -132,7 +162,7 @@ class StructuredModifier(Modifier):
                     f"got {self.channel_multiple}. Lower it."
                 )
         share = find_group_sparsity(self.measure_groups(groups), count_prunable_parameters(model), sparsity)
-        if self.allocation != "uniform" and share > self.max_sparsity:
+        if self.allocation.startswith("softmax") and share > self.max_sparsity:
             raise ValueError(
                 f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={sparsity}, "
                 f"got {self.max_sparsity}. Lower sparsity, raise max_sparsity or prune more kinds of units."
@@ -147,6 +177,16 @@ class StructuredModifier(Modifier):
         solves = self.importance == "obs" or self.restoration != "none"
         needed = widest.num_columns + 1 if solves else 1
         return check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
+
+    def measure_saliency(self, model: PreTrainedModel, loader: Iterable) -> None:
+        """Score all units by gradients of the dense model, where the importance asks for that.
+
+        :raises ValueError: too little memory for it
+        """
+        if self.importance == "snip" and not self._snip:
+            check_gradient_memory(model, next(iter(loader))["input_ids"].shape)
+            with self.stage("gradients"):
+                self._snip = measure_snip(model, loader, self._groups)
 
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Handle an event of the host; leave no hooks behind if it fails."""
@@ -232,6 +272,14 @@ class StructuredModifier(Modifier):
             scores = score_wanda(moments, weight, unit_columns)
         elif self.importance == "wanda_l2":
             scores = score_wanda_l2(moments, weight, unit_columns)
+        elif self.importance == "snip":
+            scores = self._snip[group.name].to(weight.device)
+        elif self.importance == "closed_form":
+            scores = self._score_closed_form(layer, group, score_wanda(moments, weight, unit_columns))
+        elif self.importance == "l0":
+            assert self.sparsity is not None
+            dense = append_bias(*read_weight(find_linear(layer, group.consumer)))
+            scores = score_l0(damped, dense, unit_columns, retention=1 - self.sparsity)
         else:
             rows = [
                 read_weight(find_linear(layer, name))[0].abs().view(group.num_units, -1).sum(1, dtype=torch.float64)
@@ -239,6 +287,33 @@ class StructuredModifier(Modifier):
             ]
             scores = score_magnitude(weight, unit_columns, rows)
         return order_units(scores, group.num_blocks), scores
+
+    @property
+    def admm_settings(self) -> ADMMSettings:
+        return ADMMSettings(
+            self.alpha,
+            self.beta,
+            self.admm_steps,
+            self.admm_inner_steps,
+            self.admm_learning_rate,
+            self.attention_method,
+            self.damping,
+        )
+
+    def _score_closed_form(self, layer: nn.Module, group: UnitGroup, first: Tensor) -> Tensor:
+        """Return Lemma 1's scores after ``admm_steps`` steps of Algorithm 1; as printed, all are 1 (R4)."""
+        if self.as_printed:
+            logger.warning(
+                f"as_printed: {group.name} has no order at Algorithm 1's first step, where every score is 1 (R4); "
+                "units go by index. Set as_printed: false to rank them."
+            )
+            return torch.ones_like(first)
+        assert self._observer is not None
+        assert self.sparsity is not None
+        share = min(self.sparsity, self.max_sparsity)
+        num_keep = max(round(group.num_units * (1 - share) / group.num_blocks), 1) * group.num_blocks
+        visits = self._observer.visit_batches(layer, group, f"{group.name} inputs")
+        return score_by_admm(layer, self._query_key, group, first, num_keep, visits, self.admm_settings)
 
     def dump_fields(self) -> dict[str, Any]:
         """Return the recipe fields, without the host's bookkeeping."""

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from llmcompressor.core import Event, State
 from loguru import logger
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation import check_budget, find_group_sparsity, round_kept_counts
 from struprune_plugin.export import adopt_attention, adopt_config, read_manifest, wrap_save, write_manifest
-from struprune_plugin.modifiers.admm import ADMMSettings, run_admm
+from struprune_plugin.modifiers.admm import run_admm
 from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
 from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
 from struprune_plugin.modifiers.checks import check_alone, check_group_sizes, describe_weights, list_modifiers
@@ -27,7 +27,6 @@ from struprune_plugin.topology import (
     UnitGroup,
     count_prunable_parameters,
     find_decoder_layers,
-    find_family,
     find_linear,
 )
 
@@ -44,16 +43,10 @@ class StruPruneModifier(StructuredModifier):
     Fields as in :class:`StructuredModifier`, and:
 
     :param sparsity: required, unless a :class:`SparsityAllocatorModifier` stage comes before; its plan rules then
-    :param allocation: ``uniform``, or ``softmax`` / ``softmax_inverse`` in an allocation pass of this modifier's own
+    :param allocation: ``uniform``, or a rule of :class:`SparsityAllocatorModifier`, in an allocation pass of our own
     :param target: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
         ``local`` (the module's own output on the pruned path's inputs)
-    :param alpha: weight of ADMM's linear terms, above 0 (paper, Algorithm 4; method.md section 7)
-    :param beta: weight of its activation terms, above 0
-    :param admm_steps: outer steps K
-    :param admm_inner_steps: Adam steps of attention's sub-steps
-    :param admm_learning_rate: theirs, relative to the size of what is updated
-    :param attention_method: 2 (z_Q and z_K apart) or 1 (one z for the logits), R13
     :param replay: a ``struprune.json`` whose kept units and settings to repeat on the same calibration data
 
     Example recipe::
@@ -64,20 +57,13 @@ class StruPruneModifier(StructuredModifier):
               sparsity: 0.2
     """
 
-    allocation: Literal["uniform", "softmax", "softmax_inverse"] = "uniform"
+    allocation: Literal["uniform", "softmax", "softmax_inverse", "global_threshold"] = "uniform"
     target: Literal["residual", "block", "local"] = "residual"
-    alpha: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    admm_steps: int = Field(default=4, ge=1)
-    admm_inner_steps: int = Field(default=8, ge=1)
-    admm_learning_rate: float = Field(default=0.05, gt=0, allow_inf_nan=False)
-    attention_method: Literal[1, 2] = 2
     replay: str | None = None
 
     _num_prunable: int = PrivateAttr(default=0)
     _pipeline_options: dict[str, Any] = PrivateAttr(default_factory=dict)
     _calibration: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _query_key: tuple[str, str] = PrivateAttr(default=("", ""))
     _weights_digest: str = PrivateAttr(default="")
     _started: float = PrivateAttr(default=0.0)
     _fingerprint: Any = PrivateAttr(default=None)
@@ -120,12 +106,6 @@ class StruPruneModifier(StructuredModifier):
         self._calibration = {"num_sequences": num_sequences, "num_tokens": num_tokens}
         self._weights_digest = describe_weights(model)
         self._num_prunable = count_prunable_parameters(model)
-        family = find_family(model)
-        self._query_key = (family.query, family.key)
-        if self.restoration == "admm" and getattr(model.config, "activation_function", "relu") != "relu":
-            raise ValueError(
-                f"restoration: admm must have a ReLU, got {model.config.activation_function!r}. Use least_squares."
-            )
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets")}
         self._plan = self._make_early_plan()
         if self._plan is not None:
@@ -135,6 +115,7 @@ class StruPruneModifier(StructuredModifier):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
         self._started = time.perf_counter()
+        self.measure_saliency(state.model, state.data.calib)
         if self._plan is None:
             with self.stage("allocate"):
                 self._plan = self._make_late_plan(state)
@@ -239,7 +220,7 @@ class StruPruneModifier(StructuredModifier):
             return self._stage_before.plan
         logger.info(f"allocation pass ({self.allocation}) over the dense model")
         shared = {name: value for name, value in self.dump_fields().items() if name in StructuredModifier.model_fields}
-        return SparsityAllocatorModifier(**shared).run_nested(state, self._pipeline_options)
+        return SparsityAllocatorModifier(**shared).run_nested(state, self._pipeline_options, self._snip)
 
     def _read_replay(self, path: str) -> Plan:
         """Take the kept units of a manifest, and make the saved recipe independent of that file."""
@@ -330,18 +311,9 @@ class StruPruneModifier(StructuredModifier):
         :return: (the consumer's weight, a record for the manifest)
         """
         assert self._observer is not None
-        settings = ADMMSettings(
-            self.alpha,
-            self.beta,
-            self.admm_steps,
-            self.admm_inner_steps,
-            self.admm_learning_rate,
-            self.attention_method,
-            self.damping,
-        )
         with self.stage("admm"):
             visits = self._observer.visit_batches(layer, group, f"{group.name} inputs")
-            result = run_admm(layer, self._query_key, group, keep, weight, visits, settings)
+            result = run_admm(layer, self._query_key, group, keep, weight, visits, self.admm_settings)
             slice_group(layer, group, keep, result.consumer, result.producers)
             moments = make_group_moments(layer, group)
             for visit in self._observer.visit_batches(layer, group, f"{group.name} closing"):

@@ -205,7 +205,9 @@ class _AttentionSteps:
         self.settings, self.where = settings, group.name
         self.heads = heads or (group.num_units if group.kind == "head" else group.num_blocks)
         self.has_bias = find_linear(layer, group.consumer).bias is not None
-        self.inner = AttentionSettings(settings.alpha, settings.beta, settings.inner_steps, settings.learning_rate)
+        self.inner = AttentionSettings(
+            settings.alpha, settings.beta, settings.inner_steps, settings.learning_rate, exact_maps=True
+        )
         self.samples: list[AttentionSample] = []
         self.variables: list[AttentionVariables] = []
 

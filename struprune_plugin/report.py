@@ -87,6 +87,11 @@ def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = Non
         [f"stage: {stage['name']}", f"{stage['seconds']:.2f} s, peak {format_bytes(stage['peak_bytes'])}"]
         for stage in manifest["stages"]
     ]
+    if recovery := manifest.get("recovery"):
+        told = (
+            f"LoRA rank {recovery['settings']['rank']}, {recovery['steps']} steps, {recovery['tokens_seen']:,} tokens"
+        )
+        rows.append(["recovery", f"{told}, {recovery['seconds']:.2f} s"])
     if folder is not None:
         rows.insert(2, ["weights on disk", format_bytes(measure_weight_bytes(folder))])
     width = max(len(name) for name, _ in rows)

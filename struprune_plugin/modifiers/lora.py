@@ -355,7 +355,8 @@ class LoRARecoveryModifier(Modifier):
         is measured at every epoch, and the adapters of the best epoch are kept: of epoch 0, that is the model as it
         was, where no epoch was better. At 0 the last step's are kept
     :param distill: ``none``, or ``kl``: mix in the divergence from a dense teacher, see :func:`measure_divergence`
-    :param distill_weight: w in ``(1 - w) * cross entropy + w * divergence``, in [0, 1]
+    :param distill_weight: w in ``(1 - w) * cross entropy + w * divergence``, in [0, 1]; at 1
+        text of other kinds than the samples gains most
     :param distill_temperature: T of the divergence
     :param distill_top_k: tokens kept of each of the teacher's distributions, beside one bucket for the rest; the cache
         takes ``6 k + 2`` bytes a token of the data, or ``2 V`` where k is the vocabulary V
@@ -390,7 +391,7 @@ class LoRARecoveryModifier(Modifier):
     seed: int = 0
     holdout_fraction: float = Field(default=0.1, ge=0, lt=1)
     distill: Literal["none", "kl"] = "none"
-    distill_weight: float = Field(default=0.5, ge=0, le=1)
+    distill_weight: float = Field(default=1.0, ge=0, le=1)
     distill_temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     distill_top_k: int = Field(default=64, ge=1)
     teacher: str | None = None

@@ -1,5 +1,4 @@
 import pytest
-
 from conftest import run_oneshot
 
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest

@@ -194,12 +194,14 @@ def test_oneshot_takes_a_json_lines_file(opt):
     assert pruned.num_parameters() < make_opt().num_parameters()
 
 
-@pytest.mark.parametrize("broken", ["pruning.solve_kept_weights", "allocator.measure_restored_curve"])
+@pytest.mark.parametrize(
+    "broken", ["pruning.solve_kept_weights", "allocator.measure_restored_curve", "capture.LayerObserver.after_layer"]
+)
 def test_a_failed_run_leaves_no_hooks_on_a_loaded_model(opt, monkeypatch, broken):
     def fail(*_args, **_kwargs):
         raise RuntimeError("solver broke")
 
-    monkeypatch.setattr(f"struprune_plugin.modifiers.{broken}", fail)
+    monkeypatch.setattr(f"struprune_plugin.modifiers.{broken}", fail)  # in a layer's pass, or at its end
     model = AutoModelForCausalLM.from_pretrained(opt)
     with pytest.raises(RuntimeError, match="solver broke"):
         run_oneshot(model, sparsity=0.3, tokenizer=str(opt), allocation="softmax")

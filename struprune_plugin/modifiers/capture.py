@@ -185,6 +185,7 @@ class LayerObserver:
         self._targets: dict[str, list[Tensor]] = {}  # by group and batch; without the residual still to subtract
         self._moments: dict[str, Moments] = {}
         self._watch = ExitStack()
+        self._count: Callable[[], None] = lambda: None  # takes in what the watch saw
 
     def before_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], args: tuple, kwargs: dict[str, Any]) -> None:
         """Take the arguments of a layer's call; run the dense path; watch the call for the first group."""
@@ -196,8 +197,9 @@ class LayerObserver:
 
         def count() -> None:
             for group in watched:
-                moments = self._moments.setdefault(group.name, make_group_moments(layer, group))
-                self._accumulate(moments, group, self._make_visit(group, take(group), call))
+                if group.name not in self._moments:
+                    self._moments[group.name] = make_group_moments(layer, group)
+                self._accumulate(self._moments[group.name], group, self._make_visit(group, take(group), call))
 
         self._count = count
 
@@ -228,6 +230,10 @@ class LayerObserver:
         self._calls.clear()
         self._targets.clear()
         self._moments.clear()
+
+    def close(self) -> None:
+        """Take the hooks off a layer whose forward pass failed."""
+        self._watch.close()
 
     def _run_dense(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
         """Run the still dense layer on the dense hidden states, and keep what the targets need, on the host."""

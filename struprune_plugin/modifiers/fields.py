@@ -196,7 +196,9 @@ class StructuredModifier(Modifier):
     def clean_up(self) -> None:
         """Forget a run that was aborted: its hooks and what it observed."""
         self.remove_hooks()
-        self._observer = None
+        if self._observer is not None:
+            self._observer.close()
+            self._observer = None
 
     @contextmanager
     def _clean_on_error(self) -> Iterator[None]:

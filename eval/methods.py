@@ -34,6 +34,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "obs, head, residual": {"importance": "obs", "attention_unit": "head", "target": "residual"},
     "obs, vo, residual (default)": {"importance": "obs", "attention_unit": "vo", "target": "residual"},
 }
+_HEADS = {"attention_unit": "head"}
+_LOCAL = {**_HEADS, "target": "local"}
+_ADMM = {**_HEADS, "restoration": "admm"}
+PAPER: dict[
+    str, dict[str, Any]
+] = {  # the rows of the paper's two perplexity tables, by its names; without FASP and SliceGPT
+    "SNIP": {**_LOCAL, "importance": "snip", "restoration": "none"},
+    "SNIP (w/ correction)": {**_LOCAL, "importance": "snip"},
+    "L0": {**_LOCAL, "importance": "l0", "restoration": "none"},
+    "L0 (w/ correction)": {**_LOCAL, "importance": "l0"},
+    "Magnitude": {**_LOCAL, "importance": "magnitude", "restoration": "none"},
+    "Magnitude (w/ correction)": {**_LOCAL, "importance": "magnitude"},
+    "Closed form (Algorithm 1)": {**_ADMM, "importance": "closed_form", "allocation": "global_threshold"},
+    "Asymptotics (Algorithm 2)": {**_ADMM, "importance": "wanda", "allocation": "softmax"},
+    "Asymptotics (Algorithm 3)": {**_ADMM, "importance": "wanda", "allocation": "softmax_inverse"},
+    "StruPrune, default": {},
+}
 TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 
 
@@ -80,6 +97,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sparsity", default="0.1,0.2,0.3,0.5")
+    parser.add_argument("--rows", choices=["ours", "paper"], default="ours", help="our ladder, or the paper's rows")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--stride", type=int, help="the window itself if unset")
@@ -94,6 +112,7 @@ def main() -> None:
     file = args.output / "methods.json"
     settings = {
         "model": Path(args.model).name,
+        "rows": args.rows,
         "num_samples": args.num_samples,
         "window": args.window,
         "stride": args.stride or args.window,
@@ -118,7 +137,7 @@ def main() -> None:
             {"perplexity": perplexity, "removed": 0.0, "bytes": measure_weight_bytes(args.model), "seconds": 0.0},
         )
     for sparsity in map(float, args.sparsity.split(",")):
-        for method, fields in METHODS.items():
+        for method, fields in (PAPER if args.rows == "paper" else METHODS).items():
             key = f"{sparsity:g} | {method}"
             if key not in rows:
                 finish(key, prune_and_score(args, fields, sparsity))

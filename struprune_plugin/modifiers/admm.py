@@ -116,11 +116,12 @@ def score_by_admm(
     cut = [i for i, name in enumerate(names) if name in group.producers]
     dense = [append_bias(*read_weight(find_linear(layer, name))).float() for name in names]
     output = append_bias(*read_weight(find_linear(layer, group.consumer))).float()
-    current, gram = dense, None
+    current, gram = dense, torch.zeros(dense[0].shape[1], dense[0].shape[1], dtype=torch.float64, device=output.device)
     run = _FFNSteps(layer, group, settings) if group.kind == "ffn" else _AttentionSteps(layer, group, settings)
     for visit in visits:
-        gram = run.start(visit, dense, output, gram)
-    assert gram is not None
+        run.start(visit, dense, output)
+        inputs = torch.nn.functional.pad(_pick_tokens(visit)[0], (0, 1), value=1.0).double()
+        gram.addmm_(inputs.T, inputs)
     for _ in range(settings.steps - 1):
         keep = keep_last(order_units(scores, group.num_blocks), group.num_units, num_keep)
         masked = [_mask_rows(w, keep, group.num_units) if i in cut else w for i, w in enumerate(dense)]
@@ -146,10 +147,10 @@ def _stack_units(weights: list[Tensor], num_units: int) -> Tensor:
     return torch.cat(parts, 1).reshape(-1, weights[0].shape[1])
 
 
-def _add_gram(gram: Tensor | None, source: Tensor) -> Tensor:
-    inputs = torch.nn.functional.pad(source, (0, 1), value=1.0)
-    own = inputs.T.double() @ inputs.double()
-    return own if gram is None else gram + own
+def _pick_tokens(visit: Visit) -> tuple[Tensor, Tensor]:
+    """Return (inputs, targets) of the tokens that are no padding, float32."""
+    tokens = slice(None) if visit.call.tokens is None else visit.call.tokens.to(visit.source.device)
+    return visit.source[tokens].float(), visit.target[tokens]
 
 
 def _read_kept(layer: nn.Module, name: str, group: UnitGroup, keep: Tensor) -> Tensor:
@@ -170,13 +171,11 @@ class _FFNSteps:
         self.data: list[tuple[Tensor, Tensor]] = []
         self.variables: list[FFNVariables] = []
 
-    def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor, gram: Tensor | None = None) -> Tensor:
-        """Take in a batch; return the Gram matrix of all inputs so far."""
-        tokens = slice(None) if visit.call.tokens is None else visit.call.tokens.to(visit.source.device)
-        source, target = visit.source[tokens].float(), visit.target[tokens]
+    def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor) -> None:
+        """Take in a batch, at the variables that the weights give."""
+        source, target = _pick_tokens(visit)
         self.variables.append(_to_ffn(initialize_ffn_variables(source, first), "cpu"))
         self.data.append((source.cpu(), target.cpu()))
-        return _add_gram(gram, source)
 
     def visit(self, first: Sequence[Tensor], second: Tensor, move: bool) -> FFNMoments:
         """Move all variables, unless told not to, and return the moments for the weight steps."""
@@ -211,18 +210,14 @@ class _AttentionSteps:
         self.samples: list[AttentionSample] = []
         self.variables: list[AttentionVariables] = []
 
-    def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor, gram: Tensor | None = None) -> Tensor:
-        """Take in a batch; return the Gram matrix of all inputs so far."""
+    def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor) -> None:
+        """Take in a batch, at the variables that the weights give."""
         device, weights = second.device, _join_weights(first, second, self.heads)
         for on_host in _split_sequences(visit):
             sample = _move(on_host, device)
             held = initialize_attention_variables(sample, weights, self.settings.method)
             self.samples.append(on_host)
             self.variables.append(_move(held, "cpu"))
-            valid = slice(None) if sample.query_rows is None else sample.query_rows
-            gram = _add_gram(gram, sample.inputs[valid])
-        assert gram is not None
-        return gram
 
     def visit(self, weights: AttentionWeights, move: bool) -> tuple[AttentionMoments, float]:
         """Move all variables, unless told not to; return the moments for the weight steps and the objective."""

@@ -148,10 +148,10 @@ class SparsityAllocatorModifier(StructuredModifier):
         weight = append_bias(*read_weight(consumer))
         damped = damp_moments(moments, weight, self.damping, consumer.bias is not None)
         order, scores = self.rank_units(layer, group, moments, damped, group.num_units)
-        if self.restoration == "least_squares":
-            curve = measure_restored_curve(damped, order, group.columns_per_unit, group.name)
-        else:
+        if self.restoration == "none":
             curve = measure_deletion_curve(damped, weight, order, group.columns_per_unit)
+        else:  # ADMM too starts from and closes with the least-squares solve
+            curve = measure_restored_curve(damped, order, group.columns_per_unit, group.name)
         self._curves[group.name] = curve.cpu()
         self._scores[group.name] = scores.cpu()
         if self.allocation != "softmax_inverse":

@@ -222,6 +222,15 @@ def test_allocator_error_is_that_of_pruning_the_dense_layers_so(opt, restoration
     assert manifest["allocation"]["searched"][0]["error"] == pytest.approx(error, rel=1e-2)
 
 
+def test_allocator_plans_admm_by_the_re_solved_error(opt, tmp_path):
+    """ADMM starts from the least-squares solve and closes with one: its curve is not that of bare deletion."""
+    for name in ("least_squares", "admm", "none"):
+        fields = {"sparsity": 0.3, "allocation": "softmax", "restoration": name, "attention_unit": "none"}
+        run_oneshot(str(opt), **fields, output_dir=str(tmp_path / name))
+    solved, admm, deleted = (read_manifest(tmp_path / n)["allocation"] for n in ("least_squares", "admm", "none"))
+    assert admm["searched"] == solved["searched"] != deleted["searched"]
+
+
 def test_allocator_does_not_count_padding(opt, tmp_path):
     ids = [row[:20] for row in make_dataset(4, 32)["input_ids"]]
     short = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 20] * 4})

@@ -1,0 +1,24 @@
+"""Other structured pruning methods for OPT, written anew from their papers, to compare with on the same work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """A model that another method made, ready to score.
+
+    :param model: in float32
+    :param removed: fraction of the parameters of the decoder layers' linears that is gone; what a method adds is counted
+        against it, and what it only sets to zero is not there in a deployment and so counts as gone
+    :param seconds: of the method alone, loading and scoring left out
+    :param note: what a reader must know to compare
+    """
+
+    model: PreTrainedModel
+    removed: float
+    seconds: float
+    note: str = ""

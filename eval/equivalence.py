@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin import read_manifest
 from struprune_plugin.report import format_table
-from struprune_plugin.statistics import append_bias
-from struprune_plugin.surgery import mask_group, read_weight
-from struprune_plugin.topology import find_groups, find_linear
+from struprune_plugin.surgery import mask_group, read_consumer
+from struprune_plugin.topology import find_groups
 
 
 def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: dict) -> None:
@@ -24,9 +23,9 @@ def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: dict) 
     settings = manifest["settings"]
     keep = {entry["name"]: torch.tensor(entry["keep"]) for entry in manifest["groups"]}
     fields = (settings["attention_unit"], settings["prune_ffn"], settings["targets"], settings["ignore"])
-    for group in find_groups(dense, *fields):
-        source = find_linear(pruned.get_submodule(group.layer_name), group.consumer)
-        mask_group(dense.get_submodule(group.layer_name), group, keep[group.name], append_bias(*read_weight(source)))
+    for group, sliced in zip(find_groups(dense, *fields), find_groups(pruned, *fields), strict=True):
+        weight = read_consumer(pruned.get_submodule(group.layer_name), sliced)
+        mask_group(dense.get_submodule(group.layer_name), group, keep[group.name], weight)
 
 
 @torch.no_grad()

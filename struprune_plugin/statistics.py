@@ -66,6 +66,17 @@ def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor) -> Non
     moments.absolute_sum.add_(inputs[:, :-1].abs().sum(0))
 
 
+def reorder_moments(moments: Moments, order: Tensor) -> Moments:
+    """Return the moments of the same tokens with the inputs in another order, the bias last as before.
+
+    :param order: which input comes where, shape [n], int64
+    """
+    rows = with_bias_index(order, len(order))
+    return Moments(
+        moments.gram[rows][:, rows], moments.cross[:, rows], moments.target_energy, moments.absolute_sum[order]
+    )
+
+
 def is_finite(moments: Moments) -> bool:
     """Tell whether every calibration token was finite; the diagonal of H and tr(Y Y^T) show it."""
     return bool(moments.gram.diagonal().isfinite().all() and moments.target_energy.isfinite())

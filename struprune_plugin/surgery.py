@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
 from torch import Tensor, nn
 
 from struprune_plugin.solve import expand_units
-from struprune_plugin.topology import UnitGroup, find_linear
+from struprune_plugin.statistics import append_bias
+from struprune_plugin.topology import UnitGroup, find_linear, update_counts
 
 
 def slice_group(
@@ -22,20 +24,21 @@ def slice_group(
 
     :param layer: the decoder layer of ``group``
     :param keep: sorted kept units, shape [kept], int64; from every block the same number
-    :param weight: new weights of the consumer, bias last, shape [d, kept * columns_per_unit + 1], cast to its dtype
+    :param weight: new weights of the consumer, in unit order, bias last, shape [d, kept * columns_per_unit + 1], cast to
+        its dtype
     :param producers: new weights of linears that feed it, by name, kept rows only, bias last; the old rows where absent
     """
     keep = keep.cpu()
     for name in group.producers:
         producer = find_linear(layer, name)
-        rows = expand_units(keep, producer.out_features // group.num_units)
+        rows = group.find_kept_rows(name, keep)
         bias = None if producer.bias is None else producer.bias[rows.to(producer.bias.device)]
         _set_parameters(producer, producer.weight[rows.to(producer.weight.device)], bias)
     for name, new in (producers or {}).items():
         set_weight(find_linear(layer, name), new)
-    set_weight(find_linear(layer, group.consumer), weight)
-    if group.count_attribute:
-        setattr(layer.get_submodule(group.count_module), group.count_attribute, len(keep) // group.num_blocks)
+    columns = group.to_module_order(weight[:, :-1])
+    set_weight(find_linear(layer, group.consumer), torch.cat([columns, weight[:, -1:]], 1))
+    update_counts(layer, group, len(keep))
 
 
 def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
@@ -46,12 +49,25 @@ def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor)
     consumer = find_linear(layer, group.consumer)
     masked = weight.new_zeros(weight.shape[0], group.num_columns)
     masked[:, expand_units(keep.to(weight.device), group.columns_per_unit)] = weight[:, :-1]
-    _set_parameters(consumer, masked, None if consumer.bias is None else weight[:, -1])
+    _set_parameters(consumer, group.to_module_order(masked), None if consumer.bias is None else weight[:, -1])
 
 
 def read_weight(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a linear, onloaded where they are offloaded, detached."""
     return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+
+
+def read_consumer(layer: nn.Module, group: UnitGroup) -> Tensor:
+    """Return the consumer's weights, columns in unit order, bias last, shape [d, n + 1], float64."""
+    weight, bias = read_weight(find_linear(layer, group.consumer))
+    return append_bias(group.to_unit_order(weight), bias)
+
+
+def sum_rows(group: UnitGroup, producer: str, per_row: Tensor) -> Tensor:
+    """Sum a quantity of a producing linear's rows over those of every unit, shape [rows] -> [units]."""
+    owners = group.find_row_owners(producer).to(per_row.device)
+    owned = owners >= 0
+    return per_row.new_zeros(group.num_units).index_add_(0, owners[owned], per_row[owned])
 
 
 def set_weight(linear: nn.Linear, weight: Tensor) -> None:

@@ -9,8 +9,7 @@ from conftest import run_oneshot
 from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM, StaticCache
 
 from struprune_plugin import read_manifest
-from struprune_plugin.export import adopt_attention, adopt_config
-from struprune_plugin.export.modeling_struprune_opt import StruPruneOPTForCausalLM
+from struprune_plugin.export import adopt_attention, adopt_config, modeling_struprune
 
 
 @pytest.fixture(scope="module", params=["head", "vo"])
@@ -28,7 +27,7 @@ def prompts():
 def test_save_reload_difference_is_zero(saved, prompts, tmp_path):
     model, out = saved
     again = AutoModelForCausalLM.from_pretrained(out)
-    assert type(again) is StruPruneOPTForCausalLM
+    assert type(again) is modeling_struprune.StruPruneOPTForCausalLM
     assert torch.equal(model(prompts).logits, again(prompts).logits)
     again.save_pretrained(tmp_path)
     third = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -43,7 +42,7 @@ def test_config_keeps_per_layer_sizes_and_names_the_modelling_file(saved):
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == "struprune_opt"
     assert config["architectures"] == ["StruPruneOPTForCausalLM"]
-    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_struprune_opt.StruPruneOPTForCausalLM"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_struprune.StruPruneOPTForCausalLM"
     assert "allow_global_per_layer_attribute_access" not in config
     sizes = [layer.fc2.in_features for layer in model.model.decoder.layers]
     assert [c.ffn_dim for c in AutoConfig.from_pretrained(out).per_layer_config] == sizes
@@ -53,7 +52,7 @@ def test_config_keeps_per_layer_sizes_and_names_the_modelling_file(saved):
 def test_output_folder_is_complete(saved):
     _, out = saved
     expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"}
-    assert expected | {"struprune.json", "modeling_struprune_opt.py", "tokenizer_config.json"} <= set(os.listdir(out))
+    assert expected | {"struprune.json", "modeling_struprune.py", "tokenizer_config.json"} <= set(os.listdir(out))
 
 
 def test_generate_with_and_without_cache_is_identical(saved, prompts):

@@ -361,7 +361,9 @@ def test_admm_at_zero_sparsity_changes_nothing(opt):
 
 def test_admm_refuses_other_activations(tmp_path):
     folder = save_opt(tmp_path / "m", activation_function="gelu")
-    with pytest.raises(ValueError, match="restoration: admm and closed_form must have a ReLU, got 'gelu'"):
+    with pytest.raises(
+        ValueError, match="restoration: admm and closed_form must have a ReLU or a SiLU-gated FFN, got 'gelu'"
+    ):
         run_oneshot(str(folder), sparsity=0.3, restoration="admm")
 
 

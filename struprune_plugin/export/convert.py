@@ -3,79 +3,104 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import transformers
 from compressed_tensors.offload.module import unwrap_offload_forward
 from loguru import logger
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from struprune_plugin.export import modeling_struprune_opt as opt
-from struprune_plugin.topology import find_decoder_layers
-
-_CLASSES = {  # stock class name -> the class that takes layers of any size
-    "OPTForCausalLM": opt.StruPruneOPTForCausalLM,
-    "OPTModel": opt.StruPruneOPTModel,
-    "OPTDecoder": opt.StruPruneOPTDecoder,
-    "OPTDecoderLayer": opt.StruPruneOPTDecoderLayer,
-    "OPTAttention": opt.StruPruneOPTAttention,
-}
+from struprune_plugin.export import modeling_struprune as modeling
+from struprune_plugin.topology import (
+    FAMILIES,
+    Family,
+    find_decoder_layers,
+    find_family,
+    has_ffn,
+    measure_layer,
+)
 
 
 def register_auto_classes() -> None:
     """Make transformers load pruned checkpoints without a trust flag, and save their modelling file with them."""
-    AutoConfig.register(opt.StruPruneOPTConfig.model_type, opt.StruPruneOPTConfig, exist_ok=True)
-    AutoModelForCausalLM.register(opt.StruPruneOPTConfig, opt.StruPruneOPTForCausalLM, exist_ok=True)
-    opt.StruPruneOPTConfig.register_for_auto_class("AutoConfig")
-    opt.StruPruneOPTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    for family in FAMILIES:
+        for model_type in family.model_types:
+            stock = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+            config = modeling.derive_class(modeling.PREFIX + stock.__name__)
+            AutoConfig.register(config.model_type, config, exist_ok=True)
+            config.register_for_auto_class("AutoConfig")
+            for auto in (AutoModel, AutoModelForCausalLM):
+                model = modeling.derive_class(modeling.PREFIX + auto._model_mapping[stock].__name__)
+                auto.register(config, model, exist_ok=True)
+                model.register_for_auto_class(auto.__name__)
+
+
+def describe_layout(family: Family) -> dict[str, Any]:
+    """Return what a pruned checkpoint's configuration says of its layers' linears."""
+    rows = {**family.attention_producers, **family.ffn_producers}
+    return {
+        "layers": family.layers,
+        "attention": family.attention,
+        "rows": {name: list(parts) for name, parts in rows.items()},
+        "columns": {family.attention_output: "attention", family.ffn_output: "ffn"},
+        "width_key": family.width_key,
+        "interleaved": family.interleaved,
+    }
 
 
 def adopt_attention(model: nn.Module) -> None:
     """Let the attention modules of a dense model take values of any width; their function stays the same."""
+    family = find_family(model)
     for _, layer in find_decoder_layers(model):
-        attention: Any = layer.self_attn
-        if type(attention).__name__ == "OPTAttention":
-            _change_class(attention)
-            attention.value_head_dim = attention.head_dim
+        attention = layer.get_submodule(family.attention)
+        with _keep_offload(attention):
+            modeling.adopt_attention(attention, describe_layout(family))
 
 
-def _change_class(module: nn.Module) -> None:
-    """Change a module's class, and with it the forward function that the host's offloading wraps."""
+@contextmanager
+def _keep_offload(module: nn.Module) -> Iterator[None]:
+    """Let a module's class change, and with it the forward function that the host's offloading wraps."""
     with unwrap_offload_forward(module):
-        module.__class__ = _CLASSES[type(module).__name__]
+        yield
         module.__dict__.pop("forward", None)
 
 
 def adopt_config(model: PreTrainedModel) -> None:
     """Turn a sliced model into its pruned class, with a configuration read off the shapes of its layers."""
-    dense = model.config
-    layers: list[Any] = [layer for _, layer in find_decoder_layers(model)]
-    values = dense.to_dict()
+    old, family = model.config, find_family(model)
+    config: Any = _make_pruned_config(old, family)
+    layers = [(layer, measure_layer(family, layer)) for _, layer in find_decoder_layers(model)]
+    config.value_head_dim = layers[0][1].head_dim
+    has_groups = hasattr(config, "num_key_value_heads")  # asked before layers differ, after which no one value is left
+    per_layer: dict[int, dict[str, int]] = {}
+    for index, (layer, sizes) in enumerate(layers):
+        per_layer[index] = {"num_attention_heads": sizes.num_heads, "value_head_dim": sizes.value_head_dim}
+        if has_groups:
+            per_layer[index]["num_key_value_heads"] = sizes.num_key_value_heads
+        if has_ffn(family, layer):
+            per_layer[index][family.width_key] = sizes.width
+    config.per_layer_config = per_layer
+    modeling.share_config(model, old, config)
+    name = type(model).__name__
+    if not name.startswith(modeling.PREFIX):
+        with _keep_offload(model):
+            model.__class__ = modeling.derive_class(modeling.PREFIX + name)
+    config.architectures = [type(model).__name__]
+
+
+def _make_pruned_config(old: PreTrainedConfig, family: Family) -> PreTrainedConfig:
+    """Return a pruned model's configuration without its layers' sizes."""
+    values = old.to_dict()
     for name in ("model_type", "architectures", "auto_map", "transformers_version", "per_layer_config"):
         values.pop(name, None)
-    config = opt.StruPruneOPTConfig(**values)
-    config.head_dim = layers[0].self_attn.head_dim
-    if config.value_head_dim is None:
-        config.value_head_dim = config.head_dim
-    config.per_layer_config = {
-        i: {
-            "ffn_dim": layer.fc2.in_features,
-            "num_attention_heads": layer.self_attn.num_heads,
-            "value_head_dim": layer.self_attn.value_head_dim,
-        }
-        for i, layer in enumerate(layers)
-    }
-    config.dtype = dense.dtype
-    config._name_or_path = dense._name_or_path
-    config._attn_implementation = dense._attn_implementation
-    for module in model.modules():
-        if getattr(module, "config", None) is dense:
-            module.config = config
-        if type(module).__name__ in _CLASSES:
-            _change_class(module)
-    config.architectures = [type(model).__name__]
+    stock = type(old).__name__.removeprefix(modeling.PREFIX)
+    config = modeling.derive_class(modeling.PREFIX + stock)(**values)
+    config.layout = describe_layout(family)
+    modeling.copy_settings(old, config)
+    return config
 
 
 def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
@@ -104,7 +129,7 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
 
 
 @contextmanager
-def _quiet_host():  # type: ignore[no-untyped-def]
+def _quiet_host() -> Iterator[None]:
     """Silence the host's warning that it cannot find the original config, which is what we want of it."""
     module = "llmcompressor.transformers.compression.compressed_tensors_utils"
     logger.disable(module)

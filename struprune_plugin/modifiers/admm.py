@@ -72,7 +72,7 @@ class ADMMResult:
 
 def run_admm(
     layer: nn.Module,
-    query_key: tuple[str, str],
+    query_key: tuple[str, ...],
     group: UnitGroup,
     keep: Tensor,
     weight: Tensor,
@@ -94,7 +94,7 @@ def run_admm(
 
 def score_by_admm(
     layer: nn.Module,
-    query_key: tuple[str, str],
+    query_key: tuple[str, ...],
     group: UnitGroup,
     scores: Tensor,
     num_keep: int,
@@ -112,9 +112,14 @@ def score_by_admm(
     :param num_keep: units of the mask, a multiple of the group's blocks
     :return: shape [units], float64
     """
-    names = group.producers if group.kind == "ffn" else (*query_key, group.producers[-1])
-    cut = [i for i, name in enumerate(names) if name in group.producers]
-    dense = [append_bias(*read_weight(find_linear(layer, name))).float() for name in names]
+    everything = torch.arange(group.num_units)
+    if group.kind == "ffn":
+        dense = _read_ffn_weights(layer, group, everything)
+        cut = list(range(len(dense)))
+    else:
+        names = (*query_key, list(group.producers)[-1])
+        dense = [_read_kept(layer, name, group, everything) for name in names]
+        cut = [i for i, name in enumerate(names) if name in group.producers]
     output = append_bias(*read_weight(find_linear(layer, group.consumer))).float()
     current, gram = dense, torch.zeros(dense[0].shape[1], dense[0].shape[1], dtype=torch.float64, device=output.device)
     run = _FFNSteps(layer, group, settings) if group.kind == "ffn" else _AttentionSteps(layer, group, settings)
@@ -159,7 +164,22 @@ def _read_kept(layer: nn.Module, name: str, group: UnitGroup, keep: Tensor) -> T
     weight = append_bias(*read_weight(linear)).float()
     if name not in group.producers:
         return weight
-    return weight[expand_units(keep.to(weight.device), linear.out_features // group.num_units)]
+    return weight[group.find_kept_rows(name, keep).to(weight.device)]
+
+
+def _read_ffn_weights(layer: nn.Module, group: UnitGroup, keep: Tensor) -> list[Tensor]:
+    """Return W1, or gate and up whether they are fused or not, kept rows only, bias last, float32."""
+    return [
+        part
+        for name, parts in group.producers.items()
+        for part in _read_kept(layer, name, group, keep).chunk(len(parts))
+    ]
+
+
+def _join_ffn_weights(group: UnitGroup, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Put the weights of :func:`_read_ffn_weights` together again, by linear."""
+    left = iter(weights)
+    return {name: torch.cat([next(left) for _ in parts]) for name, parts in group.producers.items()}
 
 
 class _FFNSteps:
@@ -245,7 +265,7 @@ class _AttentionSteps:
 def _run_ffn(
     layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, visits: Iterable[Visit], settings: ADMMSettings
 ) -> ADMMResult:
-    first: Sequence[Tensor] = tuple(_read_kept(layer, name, group, keep) for name in group.producers)
+    first: Sequence[Tensor] = _read_ffn_weights(layer, group, keep)
     second = weight.float()
     run = _FFNSteps(layer, group, settings)
     for visit in visits:
@@ -257,19 +277,19 @@ def _run_ffn(
             solved = solve_ffn_weights(moments, first, second, settings.damping, run.has_bias, group.name)
             first, second = tuple(part.float() for part in solved[0]), solved[1].float()
         objective.append(measure_ffn_objective(moments, first, second, settings.alpha, settings.beta))
-    return ADMMResult(dict(zip(group.producers, first, strict=True)), second, objective)
+    return ADMMResult(_join_ffn_weights(group, first), second, objective)
 
 
 def _run_attention(
     layer: nn.Module,
-    query_key: tuple[str, str],
+    query_key: tuple[str, ...],
     group: UnitGroup,
     keep: Tensor,
     weight: Tensor,
     visits: Iterable[Visit],
     settings: ADMMSettings,
 ) -> ADMMResult:
-    names = (*query_key, group.producers[-1])
+    names = (*query_key, list(group.producers)[-1])
     first = [_read_kept(layer, name, group, keep) for name in names]
     run = _AttentionSteps(layer, group, settings, len(keep) if group.kind == "head" else group.num_blocks)
     weights = _join_weights(first, weight.float(), run.heads)

@@ -27,8 +27,8 @@ from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
-from struprune_plugin.statistics import Moments, append_bias
-from struprune_plugin.surgery import read_weight
+from struprune_plugin.statistics import Moments
+from struprune_plugin.surgery import read_consumer, read_weight
 from struprune_plugin.topology import UnitGroup, count_prunable_parameters, find_linear, list_head_weights
 
 
@@ -145,7 +145,7 @@ class SparsityAllocatorModifier(StructuredModifier):
     def _measure_group(self, model: nn.Module, layer: nn.Module, group: UnitGroup, moments: Moments) -> None:
         """Keep a group's importance and error curve; its moments go."""
         consumer = find_linear(layer, group.consumer)
-        weight = append_bias(*read_weight(consumer))
+        weight = read_consumer(layer, group)
         damped = damp_moments(moments, weight, self.damping, consumer.bias is not None)
         order, scores = self.rank_units(layer, group, moments, damped, group.num_units)
         if self.restoration == "none":

@@ -12,7 +12,7 @@ from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from struprune_plugin.statistics import Moments, accumulate_moments, is_finite, make_moments
+from struprune_plugin.statistics import Moments, accumulate_moments, is_finite, make_moments, reorder_moments
 from struprune_plugin.surgery import read_weight
 from struprune_plugin.topology import UnitGroup, find_linear
 
@@ -21,7 +21,7 @@ from struprune_plugin.topology import UnitGroup, find_linear
 class Stream:
     """The last forward pass of one group's module, tokens flattened, padding included.
 
-    :param residual: residual stream before the module, shape [tokens, d]
+    :param residual: residual stream that the output is added to, shape [tokens, d]
     :param source: inputs of the producing linears, shape [tokens, d]
     :param inputs: inputs of the consuming linear, shape [tokens, n]
     :param output: its outputs, shape [tokens, d]
@@ -49,12 +49,20 @@ def capture_streams(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[C
         def see_consumer(_module: nn.Module, args: tuple, output: Tensor, name: str = group.name) -> None:
             seen[name, "inputs"], seen[name, "output"] = _flatten(args[0]), _flatten(output)
 
-        for part, module in (("residual", group.residual), ("source", group.producers[0])):
+        def see_parallel(_module: nn.Module, args: tuple, output: Tensor, name: str = group.name) -> None:
+            seen[name, "parallel"] = _flatten(output)
+
+        for part, module in (("residual", group.residual), ("source", next(iter(group.producers)))):
             handles.append(layer.get_submodule(module).register_forward_pre_hook(see(part), with_kwargs=True))
+        if group.parallel:
+            handles.append(find_linear(layer, group.parallel).register_forward_hook(see_parallel))
         handles.append(find_linear(layer, group.consumer).register_forward_hook(see_consumer))
 
     def take(group: UnitGroup) -> Stream:
-        return Stream(**{part: seen.pop((group.name, part)) for part in ("residual", "source", "inputs", "output")})
+        stream = Stream(**{part: seen.pop((group.name, part)) for part in ("residual", "source", "inputs", "output")})
+        if group.parallel:
+            stream.residual = stream.residual + seen.pop((group.name, "parallel"))
+        return stream
 
     try:
         yield take
@@ -76,11 +84,13 @@ class LayerCall:
     """One call of a decoder layer, kept on the host so that it can be repeated.
 
     :param hidden: hidden states, shape [batch, sequence, d]
-    :param kwargs: the other arguments; equal tensors of successive batches are held once
+    :param args: the other positional arguments; equal tensors of successive batches are held once
+    :param kwargs: the other named arguments, the same
     :param tokens: indices of the tokens that are no padding, shape [kept]; None where all are
     """
 
     hidden: Tensor
+    args: tuple
     kwargs: dict[str, Any]
     tokens: Tensor | None
     device: torch.device
@@ -89,24 +99,41 @@ class LayerCall:
     def record(cls, args: tuple, kwargs: dict[str, Any], previous: LayerCall | None) -> LayerCall:
         hidden = _first(args, kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        known = previous.kwargs if previous else {}
-        held = {name: _hold(value, known.get(name)) for name, value in rest.items()}
-        return cls(hidden.detach().cpu(), held, find_tokens(rest.get("attention_mask")), hidden.device)
+        known = previous or cls(hidden, (), {}, None, hidden.device)
+        held = {name: _hold(value, known.kwargs.get(name)) for name, value in rest.items()}
+        return cls(
+            hidden.detach().cpu(),
+            _hold(args[1:], known.args),
+            held,
+            find_tokens(rest.get("attention_mask")),
+            hidden.device,
+        )
 
     def repeat(self, layer: nn.Module, hidden: Tensor | None = None) -> Tensor:
         """Run the layer again, on other hidden states where given; return its output on the device."""
-        kwargs = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in self.kwargs.items()}
-        output = layer((self.hidden if hidden is None else hidden).to(self.device), **kwargs)
+        kwargs = {name: _send(value, self.device) for name, value in self.kwargs.items()}
+        hidden = (self.hidden if hidden is None else hidden).to(self.device)
+        output = layer(hidden, *_send(self.args, self.device), **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
 
 def _hold(value: Any, known: Any) -> Any:
-    """Move a tensor to the host, or reuse the equal one that is there already."""
+    """Move a tensor, or a tuple of them, to the host, or reuse the equal one that is there already."""
+    if isinstance(value, tuple):
+        others = known if isinstance(known, tuple) and len(known) == len(value) else (None,) * len(value)
+        return tuple(_hold(part, other) for part, other in zip(value, others, strict=True))
     if not isinstance(value, Tensor):
         return value
     value = value.detach().cpu()
     same = isinstance(known, Tensor) and known.shape == value.shape and known.dtype == value.dtype
     return known if same and torch.equal(known, value) else value
+
+
+def _send(value: Any, device: torch.device) -> Any:
+    """Move a tensor, or a tuple of them, to a device."""
+    if isinstance(value, tuple):
+        return tuple(_send(part, device) for part in value)
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def find_tokens(mask: Tensor | None) -> Tensor | None:
@@ -209,13 +236,19 @@ class LayerObserver:
         self._count()
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> Moments:
-        """Return the moments of the next group: gathered already for a layer's first, by a pass for the others."""
-        if group.name in self._moments:
-            return self._moments.pop(group.name)
-        moments = make_group_moments(layer, group)
-        for visit in self.visit_batches(layer, group, progress):
-            self._accumulate(moments, group, visit)
-        return moments
+        """Return the moments of the next group: gathered already for a layer's first, by a pass for the others.
+
+        :return: inputs in unit order
+        """
+        moments = self._moments.pop(group.name, None)
+        if moments is None:
+            moments = make_group_moments(layer, group)
+            for visit in self.visit_batches(layer, group, progress):
+                self._accumulate(moments, group, visit)
+        if group.repeats == 1:
+            return moments
+        order = torch.arange(group.num_columns, device=moments.gram.device)
+        return reorder_moments(moments, group.to_unit_order(order))
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the layer, as it now is, on every recorded batch of the pruned path."""
@@ -244,7 +277,7 @@ class LayerObserver:
             self._next_dense.append(call.repeat(layer, dense).cpu())
             for group in groups:
                 stream = take(group)
-                wanted = stream.output.float() + (stream.residual.float() if self.target == "residual" else 0)
+                wanted = stream.output.float() + (stream.residual.float() if self._is_residual(group) else 0)
                 self._targets.setdefault(group.name, []).append(wanted.cpu())
 
     def _make_visit(self, group: UnitGroup, stream: Stream, call: LayerCall, index: int = -1) -> Visit:
@@ -253,9 +286,13 @@ class LayerObserver:
         if self.target == "local" and (index == -1 or index >= len(stored)):
             stored.append(stream.output.float().cpu())
         target = stored[index].to(stream.output.device)
-        if self.target == "residual":
+        if self._is_residual(group):
             target = target - stream.residual.float()
         return Visit(stream.source, stream.inputs, target, call)
+
+    def _is_residual(self, group: UnitGroup) -> bool:
+        """Tell whether a group's target is the residual stream; past a norm, the dense output is all that can be asked."""
+        return self.target == "residual" and not group.normed_output
 
     def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
         accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)

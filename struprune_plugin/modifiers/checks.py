@@ -119,9 +119,9 @@ def check_group_sizes(groups: Sequence[UnitGroup], kept: Mapping[str, int]) -> N
 def describe_weights(model: nn.Module) -> str:
     """Return a digest of the decoder layers' linears that tells one dense model from another: sums, dtypes, shapes."""
     digest = hashlib.sha256()
-    names = list_linears(find_family(model))
+    family = find_family(model)
     for _, layer in find_decoder_layers(model):
-        for name in names:
+        for name in list_linears(family, layer):
             weight = find_linear(layer, name).weight.detach()
             values = [weight.sum(dtype=torch.float64).item(), weight.abs().sum(dtype=torch.float64).item()]
             digest.update(repr((name, str(weight.dtype), tuple(weight.shape), values)).encode())

@@ -24,9 +24,10 @@ from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_calibration, check_order, check_weights
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
 from struprune_plugin.solve import Elimination, eliminate_units, expand_units, order_units
-from struprune_plugin.statistics import Moments, append_bias
-from struprune_plugin.surgery import check_sliceable, read_weight
+from struprune_plugin.statistics import Moments
+from struprune_plugin.surgery import check_sliceable, read_consumer, read_weight, sum_rows
 from struprune_plugin.topology import (
+    Family,
     UnitGroup,
     count_prunable_parameters,
     find_decoder_layers,
@@ -88,7 +89,7 @@ class StructuredModifier(Modifier):
     allocation: str = "uniform"
 
     _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
-    _query_key: tuple[str, str] = PrivateAttr(default=("", ""))
+    _query_key: tuple[str, ...] = PrivateAttr(default=())  # W_Q and W_K, where ADMM may move them
     _snip: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # by group name, from the dense model
     _observer: LayerObserver | None = PrivateAttr(default=None)
     _stages: dict[str, dict[str, float]] = PrivateAttr(default_factory=dict)
@@ -144,12 +145,8 @@ class StructuredModifier(Modifier):
         check_order(self)
         check_weights(model)
         family = find_family(model)
-        self._query_key = (family.query, family.key)
-        activation = getattr(model.config, "activation_function", "relu")
-        if (self.restoration == "admm" or self.importance == "closed_form") and activation != "relu":
-            raise ValueError(
-                f"restoration: admm and closed_form must have a ReLU, got {activation!r}. Use least_squares and obs."
-            )
+        if self.restoration == "admm" or self.importance == "closed_form":
+            self._check_admm(model, family)
         if self.allocation == "global_threshold" and self.importance != "closed_form":
             raise ValueError(
                 f"importance: must be closed_form for allocation: global_threshold (Algorithm 1), got {self.importance!r}."
@@ -167,6 +164,30 @@ class StructuredModifier(Modifier):
                 f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={sparsity}, "
                 f"got {self.max_sparsity}. Lower sparsity, raise max_sparsity or prune more kinds of units."
             )
+
+    def _check_admm(self, model: nn.Module, family: Family) -> None:
+        """Refuse what Algorithm 4's sub-steps are not derived for.
+
+        :raises ValueError: another FFN than ReLU's or SiLU's gated one; rotary attention without a way round it
+        """
+        config: Any = model.config
+        names = ("activation_function", "hidden_activation", "hidden_act")
+        activation = next(getattr(config, name) for name in names if getattr(config, name, None))
+        gated = sum(map(len, family.ffn_producers.values())) == 2
+        if self.prune_ffn and activation != ("silu" if gated else "relu"):
+            raise ValueError(
+                "restoration: admm and closed_form must have a ReLU or a SiLU-gated FFN, got "
+                f"{'gated ' if gated else ''}{activation!r}. Use least_squares and obs."
+            )
+        if not family.rotary:
+            self._query_key = tuple(list(family.attention_producers)[:2])
+        elif self.importance == "closed_form" and self.attention_unit != "none":
+            raise ValueError(
+                "importance: closed_form must have attention without rotary positions, got "
+                f"{getattr(config, 'model_type', '')!r}. Set attention_unit: none, or use obs."
+            )
+        elif self.attention_unit != "none":
+            logger.info("rotary attention is re-solved by least squares, the FFN by ADMM")
 
     def count_calibration(self, model: nn.Module, loader: Iterable | None, groups: list[UnitGroup]) -> tuple[int, int]:
         """Return (sequences, tokens) of the calibration data, checked against the largest solve.
@@ -267,7 +288,8 @@ class StructuredModifier(Modifier):
             scores = elimination.increase.new_full((group.num_units,), torch.inf)
             scores[elimination.order] = elimination.increase
             return elimination.order, scores
-        weight, _ = read_weight(find_linear(layer, group.consumer))
+        dense = read_consumer(layer, group)
+        weight = dense[:, :-1]
         columns = expand_units(torch.arange(group.num_units, device=weight.device), group.columns_per_unit)
         unit_columns = columns.view(group.num_units, -1)
         if self.importance == "wanda":
@@ -280,11 +302,10 @@ class StructuredModifier(Modifier):
             scores = self._score_closed_form(layer, group, score_wanda(moments, weight, unit_columns))
         elif self.importance == "l0":
             assert self.sparsity is not None
-            dense = append_bias(*read_weight(find_linear(layer, group.consumer)))
             scores = score_l0(damped, dense, unit_columns, retention=1 - self.sparsity)
         else:
             rows = [
-                read_weight(find_linear(layer, name))[0].abs().view(group.num_units, -1).sum(1, dtype=torch.float64)
+                sum_rows(group, name, read_weight(find_linear(layer, name))[0].abs().sum(1, dtype=torch.float64))
                 for name in group.producers
             ]
             scores = score_magnitude(weight, unit_columns, rows)

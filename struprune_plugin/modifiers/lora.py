@@ -218,8 +218,8 @@ def match_linears(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
         ``re:<pattern>`` on full names
     :raises ValueError: a target matches nothing
     """
-    linears = list_linears(find_family(model))
-    names = [f"{layer}.{linear}" for layer, _ in find_decoder_layers(model) for linear in linears]
+    family = find_family(model)
+    names = [f"{name}.{linear}" for name, layer in find_decoder_layers(model) for linear in list_linears(family, layer)]
     if targets is None:
         return names
     matches = {
@@ -228,7 +228,7 @@ def match_linears(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
     }
     for target, found in matches.items():
         if not found:
-            leaves = ", ".join(linear.split(".")[-1] for linear in linears)
+            leaves = ", ".join(dict.fromkeys(name.split(".")[-1] for name in names))
             raise ValueError(
                 f"LoRARecoveryModifier: targets must match linears of the decoder layers, got {target!r} that matches none "
                 f"({len(names)} candidates, the first is {names[0]!r}). Use {leaves}, or re:<pattern> on full names."

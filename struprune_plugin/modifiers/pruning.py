@@ -21,8 +21,8 @@ from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens,
 from struprune_plugin.modifiers.checks import check_alone, check_group_sizes, describe_weights, list_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
 from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights
-from struprune_plugin.statistics import Moments, append_bias, measure_error, with_bias_index
-from struprune_plugin.surgery import read_weight, set_weight, slice_group
+from struprune_plugin.statistics import Moments, measure_error, with_bias_index
+from struprune_plugin.surgery import read_consumer, set_weight, slice_group
 from struprune_plugin.topology import (
     UnitGroup,
     count_prunable_parameters,
@@ -262,7 +262,7 @@ class StruPruneModifier(StructuredModifier):
         assert self._plan is not None
         num_keep = self._plan.kept[group.name]
         consumer = find_linear(layer, group.consumer)
-        dense = append_bias(*read_weight(consumer))
+        dense = read_consumer(layer, group)
         self._changed = self._changed or num_keep < group.num_units
         with self.stage("select and solve"):
             damped = damp_moments(moments, dense, self.damping, consumer.bias is not None)
@@ -276,7 +276,7 @@ class StruPruneModifier(StructuredModifier):
             energy = max(float(moments.target_energy), 1e-300)
             errors = [measure_error(moments, w, columns) / energy for w in (deleted, weight)]  # deletion, least squares
         admm = None
-        if self._changed and self.restoration == "admm":
+        if self._changed and self.restoration == "admm" and (group.kind == "ffn" or self._query_key):
             weight, admm = self._run_admm(layer, group, keep, weight)
             errors.append(admm["error_after"])
         elif self._changed:

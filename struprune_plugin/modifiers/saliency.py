@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.importance import score_snip
 from struprune_plugin.solve import expand_units
+from struprune_plugin.surgery import sum_rows
 from struprune_plugin.topology import UnitGroup, find_linear
 
 
@@ -102,7 +103,7 @@ def _add_batch(
 
 
 def _score(group: UnitGroup, sums: dict[tuple[str, str], Tensor]) -> Tensor:
-    consumer = sums[group.name, group.consumer]
+    consumer = group.to_unit_order(sums[group.name, group.consumer])
     units = torch.arange(group.num_units, device=consumer.device)
-    producers = [sums[group.name, name].view(group.num_units, -1).sum(1) for name in group.producers]
+    producers = [sum_rows(group, name, sums[group.name, name]) for name in group.producers]
     return score_snip(consumer, expand_units(units, group.columns_per_unit).view(group.num_units, -1), producers)

@@ -1,0 +1,231 @@
+"""Decoder models with layers of different sizes. This file travels with every pruned checkpoint and needs transformers alone.
+
+``StruPruneLlamaForCausalLM`` and the like are made, when first asked for, from transformers' own classes of the same name
+without the prefix. Their configuration is the dense model's, with three additions: every layer's sizes in transformers'
+``per_layer_config`` (under the family's own names, and ``value_head_dim``), and ``layout``, which says what the layers'
+linears are called and what their rows and columns hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PREFIX = "StruPrune"
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith(PREFIX) and hasattr(transformers, name.removeprefix(PREFIX)):
+        return derive_class(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def derive_class(name: str) -> Any:
+    """Make the class of that name from the stock class without the prefix: a configuration or a model."""
+    stock = getattr(transformers, name.removeprefix(PREFIX))
+    if issubclass(stock, transformers.PreTrainedConfig):
+        members = {
+            "__annotations__": {"layout": dict | None, "value_head_dim": int | None},
+            "layout": None,
+            "value_head_dim": None,
+            "model_type": f"struprune_{stock.model_type}",
+            # these read the one head count that a stock model has; the dense configuration has passed them
+            "validate_architecture": lambda self: None,
+            "validate_rope": lambda self: None,
+        }
+        return strict(type(name, (stock,), {**members, "__module__": __name__}))
+
+    def __init__(self: Any, config: Any) -> None:
+        dense = make_dense_config(config)
+        super(made, self).__init__(dense)
+        copy_settings(dense, config)
+        fit_layers(self, dense, config)
+
+    members = {"__init__": __init__, "config_class": derive_class(PREFIX + stock.config_class.__name__)}
+    made = type(name, (stock,), {**members, "__module__": __name__})
+    for known, own in ((stock.__name__, name), (stock.config_class.model_type, made.config_class.model_type)):
+        conversions = get_checkpoint_conversion_mapping(known)  # names of weights on disk, by class or by type
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
+    return made
+
+
+def make_dense_config(config: Any) -> Any:
+    """Return the stock configuration of the dense model that a pruned one was made from."""
+    values = config.to_dict()
+    dropped = ("per_layer_config", "layout", "value_head_dim", "model_type", "auto_map", "architectures")
+    stock = next(c for c in type(config).__mro__ if not c.__name__.startswith(PREFIX))
+    dense = stock(**{name: value for name, value in values.items() if name not in dropped})
+    copy_settings(config, dense)
+    return dense
+
+
+def copy_settings(old: Any, new: Any) -> None:
+    """Give a configuration what another one holds beside its fields."""
+    new.dtype, new._name_or_path = old.dtype, old._name_or_path
+    new._attn_implementation = old._attn_implementation
+    new._experts_implementation = old._experts_implementation
+
+
+def fit_layers(model: Any, dense: Any, config: Any) -> None:
+    """Give every layer of a dense model, fresh or on the meta device, the sizes that the configuration says."""
+    layout = config.layout
+    path = layout["layers"]
+    if not hasattr(model, path.split(".")[0]):  # the model without its head
+        path = path.removeprefix(f"{model.base_model_prefix}.")
+    for layer, sizes in zip(model.get_submodule(path), config.per_layer_config, strict=True):
+        attention = adopt_attention(layer.get_submodule(layout["attention"]), layout)
+        heads = sizes.num_attention_heads
+        value_heads = heads // getattr(attention, "num_key_value_groups", 1)
+        attention.value_head_dim = sizes.value_head_dim
+        for name, count in (("num_heads", heads), ("num_key_value_heads", value_heads)):
+            if hasattr(attention, name):
+                setattr(attention, name, count)
+        rows = {
+            "query": heads * attention.wide,
+            "key": value_heads * attention.wide,
+            "value": value_heads * sizes.value_head_dim,
+            "ffn": getattr(sizes, layout["width_key"]),
+        }
+        columns = {"attention": heads * sizes.value_head_dim, "ffn": rows["ffn"]}
+        linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+        for name, parts in layout["rows"].items():
+            if name in linears:
+                _resize(linears[name], out_features=sum(rows[part] for part in parts))
+        for name, part in layout["columns"].items():
+            if name in linears:
+                _resize(linears[name], in_features=columns[part])
+    share_config(model, dense, config)
+
+
+def share_config(model: Any, old: Any, new: Any) -> None:
+    """Point all modules at another configuration but rotary embeddings, which read the dense model's head size."""
+    for module in model.modules():
+        if getattr(module, "config", None) is old and not hasattr(module, "inv_freq"):
+            module.config = new
+
+
+def _resize(linear: nn.Linear, out_features: int | None = None, in_features: int | None = None) -> None:
+    rows, columns = out_features or linear.out_features, in_features or linear.in_features
+    if (rows, columns) == (linear.out_features, linear.in_features):
+        return
+    linear.out_features, linear.in_features = rows, columns
+    linear.weight = nn.Parameter(linear.weight.new_empty(rows, columns))
+    nn.init.normal_(linear.weight, std=0.02)
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias.new_zeros(rows))
+
+
+def adopt_attention(attention: Any, layout: dict[str, Any]) -> Any:
+    """Let a stock attention module take values of any width; its function stays the same."""
+    if not isinstance(attention, StruPruneAttention):
+        attention.wide = getattr(attention, "head_dim", None) or attention.head_size
+        attention.value_head_dim = attention.wide
+        attention.__class__ = _derive_attention(type(attention))
+        prefix = f"{layout['attention']}."
+        attention.rows = {n.removeprefix(prefix): p for n, p in layout["rows"].items() if n.startswith(prefix)}
+        attention.output = next(n for n, part in layout["columns"].items() if part == "attention").removeprefix(prefix)
+        attention.interleaved = layout["interleaved"]
+    return attention
+
+
+@cache
+def _derive_attention(stock: type) -> type:
+    return type(PREFIX + stock.__name__, (StruPruneAttention, stock), {"__module__": __name__})
+
+
+class StruPruneAttention:
+    """Attention whose values may be narrower than its queries and keys; mixed in before a stock attention class.
+
+    :ivar wide: width of queries and keys of one head
+    :ivar value_head_dim: width of its values
+    :ivar rows: what the rows of the linears that make them hold, by linear
+    :ivar output: name of the output projection
+    :ivar interleaved: whether a fused projection's rows come head by head
+    """
+
+    wide: int
+    value_head_dim: int
+    rows: dict[str, tuple[str, ...]]
+    output: str
+    interleaved: bool
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        fused = len(self.rows) == 1 and not self.interleaved  # stock code cuts those by the config's head count
+        if self.value_head_dim == self.wide and not fused:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        return self._attend(hidden_states, *args, **kwargs)
+
+    def _attend(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        layer_past: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        stock = sys.modules[type(self).__mro__[2].__module__]
+        query, key, value = self._project(hidden_states)
+        for norm in ("norm", "layernorm"):
+            if hasattr(self, f"q_{norm}"):
+                query, key = getattr(self, f"q_{norm}")(query), getattr(self, f"k_{norm}")(key)
+        if position_embeddings is not None:
+            width = position_embeddings[0].shape[-1]  # some families rotate the first channels only
+            rotated = stock.apply_rotary_pos_emb(query[..., :width], key[..., :width], *position_embeddings)
+            query = torch.cat([rotated[0], query[..., width:]], -1)
+            key = torch.cat([rotated[1], key[..., width:]], -1)
+        cache = layer_past if past_key_values is None else past_key_values
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        kind = self.config._attn_implementation
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(kind, stock.eager_attention_forward)
+        if kind != "eager" and self.value_head_dim < self.wide:
+            # fused kernels want one width for all three; the cache holds the narrow values
+            value = nn.functional.pad(value, (0, self.wide - self.value_head_dim))
+        dropout = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
+        if getattr(self, "attn_logit_softcapping", None) is not None:
+            kwargs["softcap"] = self.attn_logit_softcapping
+        window = (
+            self.sliding_window if hasattr(self, "sliding_window") else getattr(self.config, "sliding_window", None)
+        )
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=window,
+            **kwargs,
+        )
+        output = output[..., : self.value_head_dim].flatten(-2)
+        return getattr(self, self.output)(output), weights
+
+    def _project(self: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Return queries, keys and values, each of shape [batch, heads, tokens, width]."""
+        repeats = getattr(self, "num_key_value_groups", 1)
+        widths = {"query": self.wide, "key": self.wide, "value": self.value_head_dim}
+        repeated = {"query": repeats, "key": 1, "value": 1}
+        found = {}
+        for name, parts in self.rows.items():
+            rows = getattr(self, name)(hidden)
+            shares = [repeated[part] * widths[part] for part in parts]
+            if self.interleaved:
+                rows = rows.unflatten(-1, (-1, sum(shares)))
+            else:
+                shares = [share * rows.shape[-1] // sum(shares) for share in shares]
+            for part, piece in zip(parts, rows.split(shares, -1), strict=True):
+                found[part] = piece.reshape(*hidden.shape[:-1], -1, widths[part]).transpose(1, 2)
+        return [found[part] for part in ("query", "key", "value")]

@@ -241,15 +241,51 @@ def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) ->
     return kept
 
 
-def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float) -> None:
+def round_uniform_counts(
+    groups: Sequence[GroupSize], sparsity: float, allowed: Callable[[str, int], bool]
+) -> list[int]:
+    """Round one sparsity to kept counts that are the same for all groups of a kind.
+
+    The kind with the larger units comes first; what it keeps too much or too little the other makes up for.
+
+    :param groups: those of one kind equally large
+    :param sparsity: of all groups' parameters
+    :param allowed: whether a kind may keep that many units
+    :return: kept units of each group
+    """
+    kept: dict[str, int] = {}
+    carry = 0.0  # parameters kept beyond the ideal so far
+    for kind in sorted({group.kind for group in groups}, key=lambda kind: -_count_step(groups, kind)):
+        members = [group for group in groups if group.kind == kind]
+        first, cost = members[0], sum(group.unit_cost for group in members)
+        wanted = (1 - sparsity) * cost * first.num_units - carry
+        step = first.step if sparsity else first.num_units
+        counts = [n for n in (*range(step, first.num_units, step), first.num_units) if allowed(kind, n)]
+        kept[kind] = min(counts, key=lambda n: abs(n * cost - wanted))
+        carry = kept[kind] * cost - wanted
+    return [kept[group.kind] for group in groups]
+
+
+def _count_step(groups: Sequence[GroupSize], kind: str) -> int:
+    """Return the parameters in one step of all groups of a kind together."""
+    return sum(group.step * group.unit_cost for group in groups if group.kind == kind)
+
+
+def measure_uniform_slack(groups: Sequence[GroupSize]) -> int:
+    """Return the parameters by which counts that are equal in all layers may miss a budget: one step of the finest kind."""
+    return min(_count_step(groups, group.kind) for group in groups)
+
+
+def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float, slack: int | None = None) -> None:
     """Refuse kept counts that miss the budget by a step of the largest kind or more.
 
     :param share: wanted sparsity over all groups' parameters, from :func:`find_group_sparsity`
+    :param slack: parameters by which they may miss it, in place of that step
     :raises ValueError: the same, with the figure; bounds or a coarse multiple are why
     """
     total = sum(group.num_parameters for group in groups)
     removed = sum((group.num_units - count) * group.unit_cost for group, count in zip(groups, kept, strict=True))
-    allowed = max(group.step * group.unit_cost for group in groups)
+    allowed = slack or max(group.step * group.unit_cost for group in groups)
     if abs(removed - share * total) > allowed:
         raise ValueError(
             f"channel_multiple: must let the modules remove {share * total:,.0f} parameters to within {allowed:,}, got "

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 import yaml
@@ -17,9 +17,10 @@ from loguru import logger
 from transformers import AutoTokenizer, set_seed
 
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.entrypoint import check_checkpoint, check_output, load_recipe, oneshot
+from struprune_plugin.entrypoint import check_checkpoint, check_output, load_recipe, oneshot, write_folder
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
+from struprune_plugin.export.forms import Form, convert_folder
 from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.report import (
     format_bytes,
@@ -125,6 +126,21 @@ def _make_parser() -> argparse.ArgumentParser:
     score.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     _add_device(score)
     score.set_defaults(run=_eval)
+
+    convert = commands.add_parser(
+        "convert",
+        help="write a pruned folder in a form that stock classes load",
+        description="Write a pruned folder in another form: the same function, other shapes. uniform-padded: all layers padded "
+        "with zeros to the largest, stock classes load it. masked: the dense model's shapes, zeros where units went. "
+        "block_configs: every layer's own FFN width in the schema of Nemotron NAS models (LLaMA only).",
+    )
+    convert.add_argument("path", metavar="OUT", type=Path, help="a pruned folder")
+    convert.add_argument("--to", required=True, choices=get_args(Form), help="form to write")
+    convert.add_argument(
+        "--output", required=True, metavar="DIR", type=Path, help="folder to write; whole or not at all"
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace DIR if it is not empty")
+    convert.set_defaults(run=_convert)
 
     inspect = commands.add_parser(
         "inspect",
@@ -270,6 +286,13 @@ def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
         for path, score in scores.items()
     ]
     return format_table(["model", *columns], rows)
+
+
+def _convert(args: argparse.Namespace) -> None:
+    _quiet(verbose=False)
+    with write_folder(args.output, args.overwrite) as partial:
+        convert_folder(args.path, args.to, partial)
+    print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights)")
 
 
 def _inspect(args: argparse.Namespace) -> None:

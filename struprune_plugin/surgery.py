@@ -41,6 +41,24 @@ def slice_group(
     update_counts(layer, group, len(keep))
 
 
+def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
+    """Undo the shapes of :func:`slice_group`: put the units that went back, as zeros; the layer's function stays.
+
+    :param group: as it was before the units went
+    :param keep: sorted units that are still there, shape [kept], int64
+    """
+    for name in group.producers:
+        producer = find_linear(layer, name)
+        rows, total = group.find_kept_rows(name, keep), len(group.find_row_owners(name))
+        weight = producer.weight.new_zeros(total, producer.in_features).index_copy(0, rows, producer.weight.detach())
+        bias = None
+        if producer.bias is not None:
+            bias = producer.bias.new_zeros(total).index_copy(0, rows, producer.bias.detach())
+        _set_parameters(producer, weight, bias)
+    mask_group(layer, group, keep, read_consumer(layer, group))
+    update_counts(layer, group.resize(len(keep)), group.num_units)
+
+
 def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
     """Give a dense layer the function that :func:`slice_group` gives it, by zero columns instead of fewer.
 

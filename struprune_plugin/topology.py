@@ -98,6 +98,13 @@ class UnitGroup:
         stays[keep.cpu()] = stays[-1] = True
         return stays[owners].nonzero().flatten()
 
+    def resize(self, num_units: int) -> UnitGroup:
+        """Return the description of the same module with another number of units, the same in every block."""
+        part_rows: Mapping[Part, int] = self.part_rows
+        if self.kind == "vo":
+            part_rows = {**part_rows, "value": num_units // self.num_blocks}
+        return replace(self, num_units=num_units, part_rows=part_rows)
+
     def to_unit_order(self, columns: Tensor) -> Tensor:
         """Bring consumer columns (the last dimension) from the module's order to unit order."""
         if self.repeats == 1:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from conftest import run_oneshot
 from families import MODEL_TYPES, make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticCache
 
 from eval.equivalence import mask_dense
 from struprune_plugin import read_manifest
 from struprune_plugin.data import DEMO_MODEL
 from struprune_plugin.export import adopt_attention, adopt_config
+from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.modeling_struprune import StruPruneAttention
 from struprune_plugin.surgery import mask_group, slice_group
 from struprune_plugin.topology import (
@@ -183,6 +184,76 @@ def test_experts_are_left_whole():
     groups = find_groups(make_model("qwen3_moe"), "vo")
     assert [group.name.split("layers.")[1] for group in groups if group.kind == "ffn"] == ["0.mlp.down_proj"]
     assert sum(group.kind == "vo" for group in groups) == 3
+
+
+STOCK_HEADS = {"llama", "mistral", "qwen2", "qwen3", "gemma", "qwen3_moe", "gemma2", "gemma3_text", "phi3"}
+
+
+@pytest.mark.parametrize("unit", ["head", "none"])
+def test_uniform_output_is_a_stock_model(dense, unit, tmp_path):
+    stock = type(load(dense))
+    free = dense.name.rstrip("0123456789").rstrip("_") in STOCK_HEADS or "qwen" in dense.name
+    options = {"sparsity": 0.2, "attention_unit": unit, "output": "uniform", "output_dir": str(tmp_path / "out")}
+    if unit == "head" and not free:
+        with pytest.raises(ValueError, match="output: uniform must have all heads"):
+            run_oneshot(str(dense), **options)
+        return
+    if unit == "none" and "moe" in dense.name:
+        options["sparsity"] = 0.05  # one layer of three has an FFN
+    pruned = run_oneshot(str(dense), **options)
+    again = load(tmp_path / "out")
+    assert type(again) is type(pruned) is stock
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not list((tmp_path / "out").glob("*.py"))
+    torch.testing.assert_close(again(PROMPTS).logits, pruned(PROMPTS).logits, rtol=0, atol=2e-5)
+    before, after = count_prunable_parameters(load(dense)), count_prunable_parameters(again)
+    finest = {}
+    for group in find_groups(load(dense), unit):
+        finest[group.kind] = finest.get(group.kind, 0) + group.unit_cost
+    assert abs(before - after - options["sparsity"] * before) <= min(finest.values())
+    assert len(
+        {measure_layer(check_model_type(again.config.model_type), x) for _, x in find_decoder_layers(again)}
+    ) == (2 if "moe" in dense.name else 1)
+
+
+@pytest.mark.parametrize("form", ["uniform-padded", "masked", "block_configs"])
+def test_converted_forms_keep_the_function_and_load_by_stock_classes(saved, form, tmp_path):
+    folder, _, out = saved
+    pruned, stock = load(out), type(load(folder))
+    if form == "block_configs" and stock.__name__ != "LlamaForCausalLM":
+        with pytest.raises(ValueError, match="block_configs: the model must be a llama"):
+            convert_folder(out, form, tmp_path)
+        return
+    convert_folder(out, form, tmp_path)
+    again = load(tmp_path, trust_remote_code=True)
+    if form == "block_configs":
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["architectures"] == ["DeciLMForCausalLM"]
+        widths = [block["ffn"]["intermediate_size"] for block in config["block_configs"]]
+        assert widths == [x.mlp.down_proj.in_features for x in pruned.model.layers]
+    else:
+        assert type(again) is stock
+    torch.testing.assert_close(again(PROMPTS).logits, pruned(PROMPTS).logits, **CLOSE)
+    dense_size, size = load(folder).num_parameters(), again.num_parameters()
+    assert size == dense_size if form == "masked" else pruned.num_parameters() <= size <= dense_size
+    assert AutoTokenizer.from_pretrained(tmp_path)("a")
+
+
+def test_masked_form_refuses_a_model_pruned_twice(saved, tmp_path):
+    _, _, out = saved
+    unit = read_manifest(out)["settings"]["attention_unit"]
+    run_oneshot(str(out), sparsity=0.2, attention_unit=unit, output_dir=str(tmp_path / "again"))
+    with pytest.raises(ValueError, match="masked must start from a model that was pruned in one run"):
+        convert_folder(tmp_path / "again", "masked", tmp_path / "masked")
+    convert_folder(tmp_path / "again", "uniform-padded", tmp_path / "padded")
+    logits = [load(tmp_path / name)(PROMPTS).logits for name in ("again", "padded")]
+    torch.testing.assert_close(*logits, **CLOSE)
+
+
+def test_base_model_loads_without_its_head(saved):
+    hidden = AutoModel.from_pretrained(saved[2]).eval()(PROMPTS).last_hidden_state
+    expected = load(saved[2]).base_model(PROMPTS).last_hidden_state
+    assert torch.equal(hidden, expected)
 
 
 def test_stock_transformers_loads_with_trust_and_without_the_plugin(tmp_path):

@@ -22,7 +22,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import; the rest ma
     "admm_attention": ({"solve", "statistics"}, {"torch"}),
     "topology": (set(), {"torch", "compressed_tensors"}),
     "surgery": ({"solve", "statistics", "topology"}, {"torch", "compressed_tensors"}),
-    "export": ({"topology"}, {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru"}),
+    "export": ({"surgery", "topology"}, {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru"}),
     "data": (set(), {"torch", "transformers", "datasets"}),
     "evaluation": (set(), {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
@@ -79,9 +79,10 @@ def test_numeric_rooms_hold_no_modules_and_no_io(room):
     assert not re.search(r"nn\.Module|print\(|open\(|logg", text)
 
 
-def test_modelling_file_is_self_contained():
-    """It travels with every checkpoint."""
-    imports = read_imports(PACKAGE / "export" / "modeling_struprune.py")
+@pytest.mark.parametrize("file", sorted((PACKAGE / "export").glob("modeling_*.py")), ids=lambda f: f.stem)
+def test_modelling_files_are_self_contained(file):
+    """They travel with checkpoints."""
+    imports = read_imports(file)
     assert {name.split(".")[0] for name in imports} <= STANDARD | {"torch", "transformers", "huggingface_hub"}
 
 

@@ -1,12 +1,23 @@
 """From a model sliced in memory to a checkpoint that loads: per-layer config, modelling code, manifest."""
 
-from struprune_plugin.export.convert import adopt_attention, adopt_config, register_auto_classes, wrap_save
+from struprune_plugin.export.convert import (
+    adopt_attention,
+    adopt_config,
+    adopt_stock,
+    can_hold_heads,
+    make_uniform_config,
+    register_auto_classes,
+    wrap_save,
+)
 from struprune_plugin.export.manifest import MANIFEST_NAME, read_manifest, write_manifest
 
 __all__ = [
     "MANIFEST_NAME",
     "adopt_attention",
     "adopt_config",
+    "adopt_stock",
+    "can_hold_heads",
+    "make_uniform_config",
     "read_manifest",
     "register_auto_classes",
     "wrap_save",

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import transformers
 from compressed_tensors.offload.module import unwrap_offload_forward
+from huggingface_hub.errors import StrictDataclassError
 from loguru import logger
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.topology import (
@@ -24,18 +25,25 @@ from struprune_plugin.topology import (
 )
 
 
+def _list_stock_configs() -> list[type[PreTrainedConfig]]:
+    return [CONFIG_MAPPING[model_type] for family in FAMILIES for model_type in family.model_types]
+
+
 def register_auto_classes() -> None:
     """Make transformers load pruned checkpoints without a trust flag, and save their modelling file with them."""
-    for family in FAMILIES:
-        for model_type in family.model_types:
-            stock = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
-            config = modeling.derive_class(modeling.PREFIX + stock.__name__)
-            AutoConfig.register(config.model_type, config, exist_ok=True)
-            config.register_for_auto_class("AutoConfig")
-            for auto in (AutoModel, AutoModelForCausalLM):
-                model = modeling.derive_class(modeling.PREFIX + auto._model_mapping[stock].__name__)
-                auto.register(config, model, exist_ok=True)
-                model.register_for_auto_class(auto.__name__)
+    for stock in _list_stock_configs():
+        config = modeling.derive_class(modeling.PREFIX + stock.__name__)
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        config.register_for_auto_class("AutoConfig")
+        for auto in (AutoModel, AutoModelForCausalLM):
+            model = modeling.derive_class(modeling.PREFIX + auto._model_mapping[stock].__name__)
+            auto.register(config, model, exist_ok=True)
+            model.register_for_auto_class(auto.__name__)
+
+
+def list_architectures() -> list[str]:
+    """Return the class names of all pruned causal language models, as checkpoints name them."""
+    return [modeling.PREFIX + AutoModelForCausalLM._model_mapping[stock].__name__ for stock in _list_stock_configs()]
 
 
 def describe_layout(family: Family) -> dict[str, Any]:
@@ -89,6 +97,59 @@ def adopt_config(model: PreTrainedModel) -> None:
         with _keep_offload(model):
             model.__class__ = modeling.derive_class(modeling.PREFIX + name)
     config.architectures = [type(model).__name__]
+
+
+def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Turn a model whose layers are all of the sizes that a stock configuration says into the stock class."""
+    old, family = model.config, find_family(model)
+    for _, layer in find_decoder_layers(model):
+        attention: Any = layer.get_submodule(family.attention)
+        if isinstance(attention, modeling.StruPruneAttention):
+            with _keep_offload(layer.get_submodule(family.attention)):
+                modeling.release_attention(attention)
+    modeling.copy_settings(old, config)
+    modeling.share_config(model, old, config)
+    with _keep_offload(model):
+        model.__class__ = next(c for c in type(model).__mro__ if not c.__name__.startswith(modeling.PREFIX))
+    config.architectures = [type(model).__name__]
+
+
+def make_uniform_config(model: PreTrainedModel, num_key_value_heads: int, width: int) -> PreTrainedConfig:
+    """Return the stock configuration of a model whose layers all have these sizes.
+
+    :param width: FFN channels; 0 leaves them as they are
+    :raises ValueError: the stock class cannot have that many heads
+    """
+    family, config = find_family(model), model.config
+    if type(config).__name__.startswith(modeling.PREFIX):
+        config = modeling.make_dense_config(config)
+    values = config.to_dict()
+    sizes = measure_layer(family, find_decoder_layers(model)[0][1])
+    num_heads = num_key_value_heads * sizes.num_heads // sizes.num_key_value_heads
+    if num_heads != config.num_attention_heads:
+        if not family.free_heads:
+            raise ValueError(
+                f"{type(config).__name__}: the stock class must have heads of hidden_size / num_attention_heads channels, "
+                f"got {num_heads} heads of {sizes.head_dim}. Keep all heads, or the per-layer form."
+            )
+        values.update(num_attention_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=sizes.head_dim)
+    if width:
+        values[family.width_key] = width
+    for name in ("model_type", "architectures", "transformers_version"):
+        values.pop(name, None)
+    try:
+        return type(config)(**values)
+    except StrictDataclassError as error:
+        raise ValueError(f"{type(config).__name__}: {num_heads} heads are refused: {error}") from None
+
+
+def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
+    """Tell whether a model's stock class can be configured with that many value heads in every layer."""
+    try:
+        make_uniform_config(model, num_key_value_heads, 0)
+    except ValueError:
+        return False
+    return True
 
 
 def _make_pruned_config(old: PreTrainedConfig, family: Family) -> PreTrainedConfig:

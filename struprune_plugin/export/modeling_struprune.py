@@ -139,6 +139,14 @@ def adopt_attention(attention: Any, layout: dict[str, Any]) -> Any:
     return attention
 
 
+def release_attention(attention: Any) -> None:
+    """Give an attention module, with values of full width, its stock class back."""
+    assert attention.value_head_dim == attention.wide
+    attention.__class__ = type(attention).__mro__[2]
+    for name in ("wide", "value_head_dim", "rows", "output", "interleaved"):
+        delattr(attention, name)
+
+
 @cache
 def _derive_attention(stock: type) -> type:
     return type(PREFIX + stock.__name__, (StruPruneAttention, stock), {"__module__": __name__})
@@ -210,7 +218,7 @@ class StruPruneAttention:
             sliding_window=window,
             **kwargs,
         )
-        output = output[..., : self.value_head_dim].flatten(-2)
+        output = output.reshape(*hidden_states.shape[:-1], -1, value.shape[-1])[..., : self.value_head_dim].flatten(-2)
         return getattr(self, self.output)(output), weights
 
     def _project(self: Any, hidden: torch.Tensor) -> list[torch.Tensor]:

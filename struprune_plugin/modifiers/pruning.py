@@ -13,8 +13,23 @@ from pydantic import PrivateAttr, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation import check_budget, find_group_sparsity, round_kept_counts
-from struprune_plugin.export import adopt_attention, adopt_config, read_manifest, wrap_save, write_manifest
+from struprune_plugin.allocation import (
+    check_budget,
+    find_group_sparsity,
+    measure_uniform_slack,
+    round_kept_counts,
+    round_uniform_counts,
+)
+from struprune_plugin.export import (
+    adopt_attention,
+    adopt_config,
+    adopt_stock,
+    can_hold_heads,
+    make_uniform_config,
+    read_manifest,
+    wrap_save,
+    write_manifest,
+)
 from struprune_plugin.modifiers.admm import run_admm
 from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
 from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
@@ -27,7 +42,10 @@ from struprune_plugin.topology import (
     UnitGroup,
     count_prunable_parameters,
     find_decoder_layers,
+    find_family,
+    find_groups,
     find_linear,
+    measure_layer,
 )
 
 
@@ -47,6 +65,8 @@ class StruPruneModifier(StructuredModifier):
     :param target: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
         ``local`` (the module's own output on the pruned path's inputs)
+    :param output: ``per_layer`` (every layer its own size; our modelling file travels with the checkpoint) or ``uniform``
+        (all layers the same size, with uniform allocation; stock classes load it)
     :param replay: a ``struprune.json`` whose kept units and settings to repeat on the same calibration data
 
     Example recipe::
@@ -59,6 +79,7 @@ class StruPruneModifier(StructuredModifier):
 
     allocation: Literal["uniform", "softmax", "softmax_inverse", "global_threshold"] = "uniform"
     target: Literal["residual", "block", "local"] = "residual"
+    output: Literal["per_layer", "uniform"] = "per_layer"
     replay: str | None = None
 
     _num_prunable: int = PrivateAttr(default=0)
@@ -101,13 +122,15 @@ class StruPruneModifier(StructuredModifier):
         self.sparsity = sparsity
         self._groups = self.find_groups(model)
         self._check_stages()
+        if self.output == "uniform":
+            self._check_uniform(model)
         self.check_model(model, self._groups, sparsity)
         num_sequences, num_tokens = self.count_calibration(model, state.data.calib, self._groups)
         self._calibration = {"num_sequences": num_sequences, "num_tokens": num_tokens}
         self._weights_digest = describe_weights(model)
         self._num_prunable = count_prunable_parameters(model)
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets")}
-        self._plan = self._make_early_plan()
+        self._plan = self._make_early_plan(model)
         if self._plan is not None:
             check_group_sizes(self._groups, self._plan.kept)
         return True
@@ -157,7 +180,12 @@ class StruPruneModifier(StructuredModifier):
             self.clean_up()
             return True  # an aborted run that the host winds down: nothing to export
         self._observer = None
-        adopt_config(state.model)
+        if self.output == "uniform":
+            kept = {record["kind"]: record["kept"] for record in self._records}
+            sizes = measure_layer(find_family(state.model), find_decoder_layers(state.model)[0][1])
+            adopt_stock(state.model, make_uniform_config(state.model, sizes.num_key_value_heads, kept.get("ffn", 0)))
+        else:
+            adopt_config(state.model)
         manifest = self._make_manifest(state.model)
         wrap_save(state.model, lambda folder: write_manifest(manifest, folder))
         budget = manifest["budget"]
@@ -200,7 +228,33 @@ class StruPruneModifier(StructuredModifier):
                 f"recipe: must hold one StruPruneModifier, got {names}. Prune the saved output again in a run of its own."
             )
 
-    def _make_early_plan(self) -> Plan | None:
+    def _check_uniform(self, model: PreTrainedModel) -> None:
+        """Refuse what no stock class could load.
+
+        :raises ValueError: the same
+        """
+        family = find_family(model)
+        problem = ""
+        if self.allocation != "uniform" or self._stage_before is not None:
+            problem = "uniform allocation, got one that gives layers different sizes. Set allocation: uniform"
+        elif self.attention_unit == "vo":
+            problem = (
+                "values as wide as queries and keys, which stock classes demand, got attention_unit: vo. "
+                "Set attention_unit: head or none"
+            )
+        elif self.attention_unit == "head" and not family.free_heads:
+            problem = (
+                f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
+                "attention_unit: head. Set attention_unit: none"
+            )
+        elif len({(group.kind, group.num_units) for group in self._groups}) != len({g.kind for g in self._groups}):
+            problem = "a dense model, got layers of different sizes"
+        elif len(self._groups) != len(find_groups(model, self.attention_unit, self.prune_ffn)):
+            problem = "all layers, got targets or ignore that leave some out. Leave them at their defaults"
+        if problem:
+            raise ValueError(f"output: uniform must have {problem}.")
+
+    def _make_early_plan(self, model: PreTrainedModel) -> Plan | None:
         """Return the kept counts where they need no calibration data: replayed, or uniform."""
         assert self.sparsity is not None
         if self.replay:
@@ -209,8 +263,16 @@ class StruPruneModifier(StructuredModifier):
             return None
         sizes = self.measure_groups(self._groups)
         share = find_group_sparsity(sizes, self._num_prunable, self.sparsity)
-        counts = round_kept_counts(sizes, [share] * len(sizes))
-        check_budget(sizes, counts, share)
+        if self.output == "uniform":
+
+            def allowed(kind: str, count: int) -> bool:
+                return kind == "ffn" or can_hold_heads(model, count)
+
+            counts = round_uniform_counts(sizes, share, allowed)
+            check_budget(sizes, counts, share, measure_uniform_slack(sizes))
+        else:
+            counts = round_kept_counts(sizes, [share] * len(sizes))
+            check_budget(sizes, counts, share)
         return Plan({size.name: n for size, n in zip(sizes, counts, strict=True)}, {"method": "uniform"})
 
     def _make_late_plan(self, state: State) -> Plan:

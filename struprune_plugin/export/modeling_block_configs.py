@@ -1,0 +1,56 @@
+"""A LLaMA with an FFN width of its own in every layer, in the ``block_configs`` schema of the Nemotron NAS models.
+
+vLLM reads such checkpoints by its own class of the same name (architecture ``DeciLMForCausalLM``); this file travels with
+them for transformers, and gives vLLM the configuration. It needs transformers alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class Block(dict):
+    """A JSON object whose values are attributes too, as readers of the schema expect."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _open(value: Any) -> Any:
+    return Block({k: _open(v) for k, v in value.items()}) if isinstance(value, dict) else value
+
+
+@strict
+class DeciLMConfig(LlamaConfig):
+    model_type = "nemotron-nas"
+
+    block_configs: list | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.block_configs = [_open(block) for block in self.block_configs or []]
+
+
+class DeciLMForCausalLM(LlamaForCausalLM):
+    config_class = DeciLMConfig
+
+    def __init__(self, config: DeciLMConfig):
+        super().__init__(config)
+        for layer, block in zip(self.model.layers, config.block_configs, strict=True):
+            width, mlp = block.ffn.intermediate_size, layer.mlp
+            for linear, rows, columns in (
+                (mlp.gate_proj, width, config.hidden_size),
+                (mlp.up_proj, width, config.hidden_size),
+                (mlp.down_proj, config.hidden_size, width),
+            ):
+                linear.out_features, linear.in_features = rows, columns
+                linear.weight = nn.Parameter(linear.weight.new_empty(rows, columns).normal_(std=0.02))
+                if linear.bias is not None:
+                    linear.bias = nn.Parameter(linear.bias.new_zeros(rows))

@@ -8,8 +8,11 @@ from struprune_plugin.allocation import (
     allocate_global_threshold,
     allocate_softmax,
     allocate_softmax_inverse,
+    check_budget,
     find_group_sparsity,
+    measure_uniform_slack,
     round_kept_counts,
+    round_uniform_counts,
     search_temperature,
     spread_sparsity,
 )
@@ -52,6 +55,24 @@ def test_round_kept_counts_zero_sparsity_keeps_all_whatever_the_multiple():
 def test_round_kept_counts_ties_keep_earlier_layers_larger():
     groups = [GroupSize(str(i), "attention", 4, 10, 1) for i in range(4)]
     assert round_kept_counts(groups, [0.375] * 4) == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.3, 0.45])
+def test_round_uniform_counts_are_equal_allowed_and_close(sparsity):
+    groups = make_groups()
+    kept = round_uniform_counts(groups, sparsity, lambda kind, count: kind == "ffn" or count in (2, 4, 8))
+    assert len(set(kept[::2])) == len(set(kept[1::2])) == 1
+    assert kept[0] in (2, 4, 8)
+    total = sum(g.num_parameters for g in groups)
+    assert abs(count_removed(groups, kept) - sparsity * total) <= measure_uniform_slack(groups) == 4 * 129
+    check_budget(groups, kept, sparsity, measure_uniform_slack(groups))
+
+
+def test_check_budget_refuses_what_misses_the_slack():
+    groups = make_groups()
+    kept = [g.num_units for g in groups]
+    with pytest.raises(ValueError, match="channel_multiple"):
+        check_budget(groups, kept, 0.1, slack=10)
 
 
 def test_find_group_sparsity_makes_up_for_what_is_not_pruned():

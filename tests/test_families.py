@@ -191,14 +191,13 @@ STOCK_HEADS = {"llama", "mistral", "qwen2", "qwen3", "gemma", "qwen3_moe", "gemm
 
 @pytest.mark.parametrize("unit", ["head", "none"])
 def test_uniform_output_is_a_stock_model(dense, unit, tmp_path):
-    stock = type(load(dense))
-    free = dense.name.rstrip("0123456789").rstrip("_") in STOCK_HEADS or "qwen" in dense.name
+    stock, model_type = type(load(dense)), load(dense).config.model_type
     options = {"sparsity": 0.2, "attention_unit": unit, "output": "uniform", "output_dir": str(tmp_path / "out")}
-    if unit == "head" and not free:
+    if unit == "head" and model_type not in STOCK_HEADS:
         with pytest.raises(ValueError, match="output: uniform must have all heads"):
             run_oneshot(str(dense), **options)
         return
-    if unit == "none" and "moe" in dense.name:
+    if unit == "none" and model_type == "qwen3_moe":
         options["sparsity"] = 0.05  # one layer of three has an FFN
     pruned = run_oneshot(str(dense), **options)
     again = load(tmp_path / "out")
@@ -211,9 +210,8 @@ def test_uniform_output_is_a_stock_model(dense, unit, tmp_path):
     for group in find_groups(load(dense), unit):
         finest[group.kind] = finest.get(group.kind, 0) + group.unit_cost
     assert abs(before - after - options["sparsity"] * before) <= min(finest.values())
-    assert len(
-        {measure_layer(check_model_type(again.config.model_type), x) for _, x in find_decoder_layers(again)}
-    ) == (2 if "moe" in dense.name else 1)
+    sizes = {measure_layer(check_model_type(model_type), layer) for _, layer in find_decoder_layers(again)}
+    assert len(sizes) == (2 if model_type == "qwen3_moe" else 1)
 
 
 @pytest.mark.parametrize("form", ["uniform-padded", "masked", "block_configs"])

@@ -254,15 +254,23 @@ def round_uniform_counts(
     :return: kept units of each group
     """
     kept: dict[str, int] = {}
-    carry = 0.0  # parameters kept beyond the ideal so far
+    left = sparsity * sum(group.num_parameters for group in groups)  # parameters still to remove
+    rest = list(groups)
     for kind in sorted({group.kind for group in groups}, key=lambda kind: -_count_step(groups, kind)):
         members = [group for group in groups if group.kind == kind]
+        rest = [group for group in rest if group.kind != kind]
+        removable = sum(group.max_removable for group in rest)
         first, cost = members[0], sum(group.unit_cost for group in members)
-        wanted = (1 - sparsity) * cost * first.num_units - carry
+        ideal = left * cost * first.num_units / (cost * first.num_units + sum(group.num_parameters for group in rest))
         step = first.step if sparsity else first.num_units
         counts = [n for n in (*range(step, first.num_units, step), first.num_units) if allowed(kind, n)]
-        kept[kind] = min(counts, key=lambda n: abs(n * cost - wanted))
-        carry = kept[kind] * cost - wanted
+        removed = {n: (first.num_units - n) * cost for n in counts}
+
+        def miss(n: int, removed: dict[int, int] = removed, removable: int = removable, left: float = left) -> float:
+            return max(removed[n] - left, left - removed[n] - removable, 0)  # what the other kinds cannot make up for
+
+        kept[kind] = min(counts, key=lambda n: (miss(n), abs(removed[n] - ideal)))
+        left -= removed[kept[kind]]
     return [kept[group.kind] for group in groups]
 
 

@@ -93,7 +93,7 @@ class Workload:
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what :func:`read_workload` reads."""
-    parser.add_argument("--model", required=True, help="a folder, or a hub name")
+    parser.add_argument("--model", help="a folder, or a hub name")
     parser.add_argument(
         "--data",
         type=Path,
@@ -109,6 +109,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_workload(args: argparse.Namespace) -> Workload:
     """Return the workload of a command line: local texts, or the paper's (128 windows of 2048 C4 tokens)."""
+    if args.model is None:
+        raise SystemExit("--model: must be a model folder or a hub name, got none.")
     options = {"recovery_samples": args.recovery_samples, "stride": args.stride}
     if args.data is None:
         return Workload(

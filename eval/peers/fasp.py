@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eval.peers import PeerResult
+from eval.peers.calibration import record_calls
 from struprune_plugin.allocation import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.evaluation import load_checkpoint
 from struprune_plugin.modifiers.capture import LayerCall, accumulate_tokens, capture_streams, make_group_moments
 from struprune_plugin.solve import damp_moments, keep_last, solve_kept_weights
 from struprune_plugin.statistics import Moments, append_bias
@@ -41,16 +41,14 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
     :param sparsity: of the parameters of all decoder linears, in [0, 1)
     :param damping: ridge, relative to the mean diagonal of the Gram matrix
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
+    model, _ = load_checkpoint(folder)
     start = time.perf_counter()
     groups = find_groups(model, "vo")
     sizes = [GroupSize(g.name, g.kind, g.num_units, g.unit_cost, 1) for g in groups]
     num_prunable = count_prunable_parameters(model)
     share = find_group_sparsity(sizes, num_prunable, sparsity)
     kept = dict(zip([g.name for g in groups], round_kept_counts(sizes, [share] * len(sizes)), strict=True))
-    calls = _record_first_layer(model, windows, batch_size)
+    calls = record_calls(model, windows, batch_size)
     hidden = [call.hidden for call in calls]
     for name, layer in find_decoder_layers(model):
         for group in groups:
@@ -60,28 +58,6 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
         hidden = [call.repeat(layer, states).cpu() for call, states in zip(calls, hidden, strict=True)]
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
     return PeerResult(model, removed / num_prunable, time.perf_counter() - start, _NOTE)
-
-
-class _Stop(Exception):
-    """Ends a forward pass that has shown what it should."""
-
-
-def _record_first_layer(model: PreTrainedModel, windows: Tensor, batch_size: int) -> list[LayerCall]:
-    """Return the calls that the first decoder layer gets; the layers after it get the same arguments."""
-    calls: list[LayerCall] = []
-
-    def see(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        calls.append(LayerCall.record(args, kwargs, calls[-1] if calls else None))
-        raise _Stop
-
-    handle = find_decoder_layers(model)[0][1].register_forward_pre_hook(see, with_kwargs=True)
-    for batch in windows.split(batch_size):
-        try:
-            model(input_ids=batch.to(model.device), use_cache=False)
-        except _Stop:
-            continue
-    handle.remove()
-    return calls
 
 
 def _gather_moments(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import make_dataset
+from conftest import ROOT, make_dataset
 from llmcompressor.modifiers import Modifier
 from transformers import AutoTokenizer, OPTForCausalLM
 
@@ -16,6 +16,7 @@ from eval import methods, paper_sizes, paper_tables, rows
 from eval.peers.fasp import prune_fasp
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
+from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.topology import count_prunable_parameters
 
 LOCAL = {  # file of a data folder -> what stands in for it
@@ -64,6 +65,23 @@ def test_a_name_means_one_row():
     for chosen in (*methods.SETS.values(), paper_tables.MAIN, paper_tables.METHODS):
         for name, row in chosen.items():
             assert seen.setdefault(name, row) == row, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("closed_form", "Closed form (Algorithm 1)"),
+        ("asymptotic", "Asymptotics (Algorithm 2)"),
+        ("asymptotic_distribute", "Asymptotics (Algorithm 3)"),
+        ("snip", "SNIP (w/ correction)"),
+        ("l0", "L0 (w/ correction)"),
+        ("magnitude", "Magnitude (w/ correction)"),
+    ],
+)
+def test_the_papers_recipes_are_its_rows(recipe, name):
+    (modifier,) = load_recipe(ROOT / "recipes" / f"paper_{recipe}.yaml").modifiers
+    row = methods.SETS["paper"][name]
+    assert modifier.dump_fields() == StruPruneModifier(sparsity=0.2, **row.fields).dump_fields()
 
 
 def test_the_papers_figures_have_rows():

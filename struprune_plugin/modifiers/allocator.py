@@ -73,7 +73,6 @@ class SparsityAllocatorModifier(StructuredModifier):
     _scores: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _importance: dict[str, float] = PrivateAttr(default_factory=dict)
     _curves: dict[str, Tensor] = PrivateAttr(default_factory=dict)
-    _nested: bool = PrivateAttr(default=False)
     _started: float = PrivateAttr(default=0.0)
     _seconds: float = PrivateAttr(default=0.0)
     _plan: Plan | None = PrivateAttr(default=None)
@@ -134,7 +133,7 @@ class SparsityAllocatorModifier(StructuredModifier):
 
         :param snip: gradient scores by group name, where measured already
         """
-        self._nested, self._snip = True, snip
+        self._snip = snip
         self.run_alone(state, pipeline_options, propagate_error=False)
         assert self._plan is not None
         return self._plan

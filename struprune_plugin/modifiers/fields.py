@@ -97,6 +97,7 @@ class StructuredModifier(Modifier):
     _query_key: tuple[str, str] = PrivateAttr(default=("", ""))
     _snip: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # by group name, from the dense model
     _observer: LayerObserver | None = PrivateAttr(default=None)
+    _nested: bool = PrivateAttr(default=False)  # in a session inside another modifier's
     _stages: dict[str, dict[str, float]] = PrivateAttr(default_factory=dict)
 
     @field_validator("sparsity")
@@ -148,7 +149,8 @@ class StructuredModifier(Modifier):
         :raises ValueError: the violated contract
         """
         check_order(self)
-        check_weights(model)
+        if not self._nested:  # else checked before; a later quantiser's parameters, not yet set, are no weights
+            check_weights(model)
         family = find_family(model)
         self._query_key = (family.query, family.key)
         activation = getattr(model.config, "activation_function", "relu")
@@ -219,6 +221,7 @@ class StructuredModifier(Modifier):
 
         :param propagate_error: whether a layer sees the outputs of the changed layers before it, or of the dense ones
         """
+        self._nested = True
         calibration = state.data.calib
         options = DatasetArguments(**pipeline_options, propagate_error=propagate_error)
         with self._clean_on_error(), create_session() as session:

@@ -7,6 +7,7 @@ change or ``.data =`` would be lost.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from struprune_plugin.solve import expand_units
 from struprune_plugin.statistics import append_bias
-from struprune_plugin.topology import UnitGroup, find_linear, update_counts
+from struprune_plugin.topology import UnitGroup, find_family, find_linear, list_linears, read_counts, update_counts
 
 
 def slice_group(
@@ -102,6 +103,40 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
     if hasattr(linear, "quantization_scheme"):  # a quantiser later in the recipe has sized its parameters already
         assert linear.quantization_status <= QuantizationStatus.INITIALIZED  # type: ignore[operator]
         initialize_module_for_quantization(linear, force_zero_point=hasattr(linear, "weight_zero_point"))
+
+
+@dataclass(frozen=True)
+class LayerCopy:
+    """What :func:`slice_group` changes of a decoder layer, on the host.
+
+    :param linears: (weight, bias) by name
+    :param counts: sizes that the attention module keeps in attributes, by name
+    :param attention: its name within the layer
+    """
+
+    linears: dict[str, tuple[Tensor, Tensor | None]]
+    counts: dict[str, int]
+    attention: str
+
+
+def copy_layer(model: nn.Module, layer: nn.Module) -> LayerCopy:
+    """Take down all linears of a decoder layer, and the sizes that its attention module keeps in attributes."""
+
+    def hold(tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", copy=True)
+
+    family = find_family(model)
+    linears = {name: read_weight(find_linear(layer, name)) for name in list_linears(family, layer)}
+    held = {name: (hold(weight), None if bias is None else hold(bias)) for name, (weight, bias) in linears.items()}
+    return LayerCopy(held, read_counts(layer.get_submodule(family.attention)), family.attention)
+
+
+def restore_layer(layer: nn.Module, copy: LayerCopy) -> None:
+    """Undo :func:`slice_group` and :func:`set_weight`, to the bit."""
+    for name, (weight, bias) in copy.linears.items():
+        _set_parameters(find_linear(layer, name), weight, bias)
+    for name, count in copy.counts.items():
+        setattr(layer.get_submodule(copy.attention), name, count)
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:

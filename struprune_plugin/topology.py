@@ -326,9 +326,15 @@ def update_counts(layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
     if group.kind == "vo":
         attention.value_head_dim = num_keep // group.num_blocks
         return
-    for name in ("num_heads", "num_key_value_heads"):
-        if hasattr(attention, name):
-            setattr(attention, name, getattr(attention, name) * num_keep // group.num_units)
+    for name, count in read_counts(attention).items():
+        if name != "value_head_dim":
+            setattr(attention, name, count * num_keep // group.num_units)
+
+
+def read_counts(attention: nn.Module) -> dict[str, int]:
+    """Return the sizes that an attention module keeps in attributes and that slicing changes, by name."""
+    names = ("num_heads", "num_key_value_heads", "value_head_dim")
+    return {name: getattr(attention, name) for name in names if hasattr(attention, name)}
 
 
 def find_groups(

@@ -1,9 +1,9 @@
 """OSSCAR for OPT: greedy removal of heads and FFN channels, then swaps, each judged by the re-solved error.
 
 Source: Meng et al. 2024, "OSSCAR: One-Shot Structured Pruning in Vision and Language Models with Combinatorial
-Optimization" (ICML), written from the paper. Per consuming linear, from the first layer to the last, with P the inputs on
-the pruned path and Y the dense model's outputs, it looks for the set S of kept units with the least
-``min_W ||Y - W P_S||^2``.
+Optimization" (ICML), written anew from the paper, with the settings of the authors' program. Per consuming linear, from
+the first layer to the last, with P the inputs on the pruned path and Y the dense model's outputs, it looks for the set S
+of kept units with the least ``min_W ||Y - W P_S||^2``.
 
 Legend as in ``struprune_plugin.solve``: H gram [n + 1, n + 1], C cross [d, n + 1], the bias last; and
     A  [n + 1, n + 1]  (H_SS)^-1, zero where an input is not in S (or the bias)

@@ -1,9 +1,9 @@
 """SliceGPT for OPT: rotate the residual stream to its principal components and cut the smallest ones off.
 
-Source: Ashkboos et al. 2024, "SliceGPT: Compress Large Language Models by Deleting Rows and Columns" (ICLR), written from
-the paper. As in it: layer norms become norms without parameters, each cut has a basis of its own, the residual additions
-get shortcut matrices between the bases, cuts go from the first to the last and see what the cuts before them left,
-and the last FFN's output, which feeds the head, keeps the full width.
+Source: Ashkboos et al. 2024, "SliceGPT: Compress Large Language Models by Deleting Rows and Columns" (ICLR), written anew
+from the paper, with the settings of the authors' program. As there, layer norms become norms without parameters, each cut
+has a basis of its own, the residual additions get shortcut matrices between the bases, cuts go from the first to the last
+and see what the cuts before them left, and the last FFN's output, which feeds the head, keeps the full width.
 
 Legend:
     X [tokens, d]  residual stream that enters a norm, its mean over channels gone

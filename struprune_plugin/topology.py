@@ -142,13 +142,17 @@ def list_linears(family: Family) -> tuple[str, ...]:
 
 
 def count_prunable_parameters(model: nn.Module) -> int:
-    """Count the parameters, biases too, of all linears of the decoder layers: the base of every ``sparsity``."""
+    """Count the parameters, biases too, of all linears of the decoder layers: the base of every ``sparsity``.
+
+    What a quantiser later in the recipe has added to them does not count.
+    """
     names = list_linears(find_family(model))
     return sum(
         parameter.numel()
         for _, layer in find_decoder_layers(model)
         for name in names
-        for parameter in layer.get_submodule(name).parameters(recurse=False)
+        for parameter_name, parameter in layer.get_submodule(name).named_parameters(recurse=False)
+        if parameter_name in ("weight", "bias")
     )
 
 

@@ -79,6 +79,19 @@ def opt(tmp_path_factory) -> Path:
     return save_opt(tmp_path_factory.mktemp("opt"))
 
 
+def save_wide_opt(folder: Path) -> Path:
+    return save_opt(folder, hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
+
+
+WIDE_MODELS = {"opt": save_wide_opt}  # family -> a tiny model whose widths a quantiser's groups of 32 divide
+
+
+@pytest.fixture(scope="session", params=WIDE_MODELS)
+def wide(request, tmp_path_factory) -> Path:
+    """A saved tiny model, in every family, wide enough for the quantisation recipes."""
+    return WIDE_MODELS[request.param](tmp_path_factory.mktemp(f"wide_{request.param}"))
+
+
 def save_opt(folder: Path, **changes) -> Path:
     make_opt(**changes).save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)

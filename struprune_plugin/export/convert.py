@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune_opt as opt
+from struprune_plugin.export.recipe import tidy_recipe
 from struprune_plugin.topology import find_decoder_layers
 
 _CLASSES = {  # stock class name -> the class that takes layers of any size
@@ -97,6 +98,7 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
                 inner(save_directory, *args, **kwargs)
         finally:
             model.config._name_or_path = name
+        tidy_recipe(save_directory)
         after(str(save_directory))
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # the host wraps only what lacks this mark

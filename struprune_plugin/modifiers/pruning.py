@@ -18,8 +18,9 @@ from struprune_plugin.export import adopt_attention, adopt_config, read_manifest
 from struprune_plugin.modifiers.admm import run_admm
 from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
 from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
-from struprune_plugin.modifiers.checks import check_alone, check_group_sizes, describe_weights, list_modifiers
+from struprune_plugin.modifiers.checks import check_alone, count_parameters, describe_weights, list_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
+from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights
 from struprune_plugin.statistics import Moments, append_bias, measure_error, with_bias_index
 from struprune_plugin.surgery import read_weight, set_weight, slice_group
@@ -109,7 +110,7 @@ class StruPruneModifier(StructuredModifier):
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets")}
         self._plan = self._make_early_plan()
         if self._plan is not None:
-            check_group_sizes(self._groups, self._plan.kept)
+            check_widths(self._groups, self._plan.kept, self._roundings)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -119,7 +120,7 @@ class StruPruneModifier(StructuredModifier):
         if self._plan is None:
             with self.stage("allocate"):
                 self._plan = self._make_late_plan(state)
-            check_group_sizes(self._groups, self._plan.kept)
+            check_widths(self._groups, self._plan.kept, self._roundings)
         adopt_attention(state.model)
         self._observer = LayerObserver(self.target)
         self._fingerprint = hashlib.sha256()
@@ -220,7 +221,9 @@ class StruPruneModifier(StructuredModifier):
             return self._stage_before.plan
         logger.info(f"allocation pass ({self.allocation}) over the dense model")
         shared = {name: value for name, value in self.dump_fields().items() if name in StructuredModifier.model_fields}
-        return SparsityAllocatorModifier(**shared).run_nested(state, self._pipeline_options, self._snip)
+        return SparsityAllocatorModifier(**shared).run_nested(
+            state, self._pipeline_options, self._snip, self._roundings
+        )
 
     def _read_replay(self, path: str) -> Plan:
         """Take the kept units of a manifest, and make the saved recipe independent of that file."""
@@ -342,7 +345,7 @@ class StruPruneModifier(StructuredModifier):
 
     def _make_manifest(self, model: PreTrainedModel) -> dict[str, Any]:
         assert self._plan is not None
-        after = model.num_parameters()
+        after = count_parameters(model)
         removed = sum((r["num_units"] - r["kept"]) * r["unit_cost"] for r in self._records)
         stages = [
             {"name": name, "seconds": round(values["seconds"], 3), "peak_bytes": int(values["peak_bytes"])}
@@ -364,6 +367,7 @@ class StruPruneModifier(StructuredModifier):
                 "asked_sparsity": self.sparsity,
                 "removed_parameters": removed,
                 "met_sparsity": removed / self._num_prunable,
+                "rounding": describe_roundings(self._groups, self._roundings),
             },
             "allocation": self._plan.record,
             "memory_measure": "accelerator bytes allocated"

@@ -124,7 +124,7 @@ def _pin_no_memory_without_an_accelerator() -> Iterator[None]:
 def _carry_manifest(source: str, folder: Path) -> None:
     """Let the manifest of a pruned folder follow into the folder made from it, which has the same kept units."""
     manifest = Path(source) / MANIFEST_NAME
-    if manifest.is_file() and not (folder / MANIFEST_NAME).exists():
+    if source and manifest.is_file() and not (folder / MANIFEST_NAME).exists():
         shutil.copyfile(manifest, folder / MANIFEST_NAME)
 
 

@@ -16,7 +16,7 @@ from llmcompressor.modifiers.factory import ModifierFactory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, cli, read_manifest
 from struprune_plugin.data import DEMO_MODEL
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import load_checkpoint, run_tasks
@@ -172,6 +172,14 @@ assert "struprune_plugin" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=ROOT, timeout=300)
     ours = AutoModelForCausalLM.from_pretrained(out)(torch.arange(4, 30)[None]).logits
     assert torch.equal(torch.load(tmp_path / "logits.pt"), ours)
+
+
+def test_eval_counts_the_parameters_that_are_left_not_packed_ones(compressed, tmp_path):
+    _, _, out = compressed
+    options = ["--window", "32", "--max-tokens", "256", "--no-dense", "--json", str(tmp_path / "scores.json")]
+    assert cli.main(["eval", str(out), *options]) == 0
+    (scores,) = json.loads((tmp_path / "scores.json").read_text())["scores"].values()
+    assert scores["parameters"] == read_manifest(out)["model"]["parameters_after"]
 
 
 @pytest.mark.parametrize("name", ["SparseGPTModifier", "WandaPruningModifier"])

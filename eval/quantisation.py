@@ -1,0 +1,167 @@
+"""Perplexity and bytes of a model dense, pruned, quantised, and pruned and quantised in one recipe.
+
+    python -m eval.quantisation --model ../shared/testbed/opt-lab --data ../shared/testbed/data \
+        --sparsity 0.2,0.3 --output results/quantisation-opt-lab
+
+The recipes are the shipped ones; the quantised row leaves out their pruning stage, the pruned row their quantiser. The last
+columns say what share of the two single increases of perplexity, added up, the combination shows: above 1.2 the two harm
+each other. Finished rows are read back, not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from loguru import logger
+from transformers import AutoTokenizer
+
+from eval.methods import TEXTS, score_folder
+from struprune_plugin import oneshot, read_manifest
+from struprune_plugin.data import make_calibration_dataset
+from struprune_plugin.export import MANIFEST_NAME
+from struprune_plugin.report import format_table, measure_weight_bytes
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+QUANTISERS = {"W8A8": "struprune_w8a8.yaml", "W4A16": "struprune_w4a16_gptq.yaml"}
+ALLOWED = 1.2  # times the sum of the parts
+
+
+def make_recipe(quantiser: str | None, sparsity: float) -> str:
+    """Return the text of a shipped recipe at one sparsity, without its pruning stage at 0, without its quantiser at None."""
+    content = yaml.safe_load((RECIPES / QUANTISERS[quantiser or "W8A8"]).read_text(encoding="utf-8"))
+    content["pruning_stage"]["pruning_modifiers"]["StruPruneModifier"]["sparsity"] = sparsity
+    for stage, unwanted in (("pruning_stage", sparsity == 0), ("quantisation_stage", quantiser is None)):
+        if unwanted:
+            del content[stage]
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def compress_and_score(args: argparse.Namespace, quantiser: str | None, sparsity: float) -> dict[str, Any]:
+    """Run one recipe into a scratch folder; return perplexities, what is gone, bytes and seconds."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    dataset = make_calibration_dataset(args.data / "books_calibration.jsonl", tokenizer, args.num_samples, args.window)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out"
+        start = time.perf_counter()
+        oneshot(
+            model=args.model,
+            recipe=make_recipe(quantiser, sparsity),
+            output_dir=out,
+            dataset=dataset,
+            batch_size=8,
+            num_calibration_samples=args.num_samples,
+            shuffle_calibration_samples=False,
+        )
+        seconds = time.perf_counter() - start
+        pruned = read_manifest(out)["budget"] if (out / MANIFEST_NAME).exists() else {"met_sparsity": 0.0}
+        return {"removed": pruned["met_sparsity"], "seconds": seconds, **score(str(out), args)}
+
+
+def score(folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return perplexities, bytes on disk and the seconds that scoring took."""
+    start = time.perf_counter()
+    perplexity = score_folder(folder, args)
+    return {
+        "perplexity": perplexity,
+        "bytes": measure_weight_bytes(folder),
+        "score_seconds": time.perf_counter() - start,
+    }
+
+
+def name_row(quantiser: str | None, sparsity: float) -> str:
+    parts = [f"pruned {sparsity:.0%}"] * (sparsity > 0) + [quantiser] * (quantiser is not None)
+    return " + ".join(map(str, parts)) or "dense"
+
+
+def compare_with_parts(rows: dict[str, Any], quantiser: str, sparsity: float, text: str) -> float:
+    """Return the combination's increase of perplexity over dense, as a share of the two single increases added up."""
+    dense = rows["dense"]["perplexity"][text]
+    both, *parts = (
+        rows[name_row(q, s)]["perplexity"][text] - dense
+        for q, s in ((quantiser, sparsity), (quantiser, 0.0), (None, sparsity))
+    )
+    return both / sum(parts) if sum(parts) > 0 else float("nan")
+
+
+def make_table(rows: dict[str, Any], sparsities: list[float]) -> str:
+    header = ["", *TEXTS, "removed", "weights on disk", "seconds", *(f"of the sum, {name}" for name in TEXTS)]
+    combined = {name_row(q, s): (q, s) for q in QUANTISERS for s in sparsities}
+    table = []
+    for name, row in rows.items():
+        shares = ["", ""]
+        if name in combined:
+            found = [compare_with_parts(rows, *combined[name], text) for text in TEXTS]
+            shares = [f"{share:.2f}{'' if share <= ALLOWED else ' (!)'}" for share in found]
+        table.append(
+            [
+                name,
+                *(f"{row['perplexity'][text]:.2f}" for text in TEXTS),
+                f"{row['removed']:.2%}",
+                f"{row['bytes']:,} ({row['bytes'] / rows['dense']['bytes']:.1%})",
+                f"{row['seconds']:.1f} + {row['score_seconds']:.1f}",
+                *shares,
+            ]
+        )
+    return format_table(header, table)
+
+
+def open_rows(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stored, or a fresh store; refuse one that was made with other settings."""
+    stored = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": {}}
+    if stored["settings"] != settings:
+        raise SystemExit(f"{file}: made with {stored['settings']}, not {settings}. Choose another --output.")
+    return stored
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--sparsity", default="0.2,0.3")
+    parser.add_argument("--num-samples", type=int, default=64)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--stride", type=int, help="the window itself if unset")
+    parser.add_argument("--max-tokens", type=int, default=60_000)
+    parser.add_argument("--output", type=Path, required=True, help="folder for quantisation.json and quantisation.md")
+    args = parser.parse_args()
+    logger.remove()
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    file = args.output / "quantisation.json"
+    names = ("num_samples", "window", "stride", "max_tokens")
+    settings = {"model": Path(args.model).name, **{name: getattr(args, name) for name in names}}
+    stored = open_rows(file, {**settings, "version": version("struprune-plugin")})
+    rows: dict[str, Any] = stored["rows"]
+    sparsities = [float(part) for part in args.sparsity.split(",")]
+    for sparsity in (0.0, *sparsities):
+        for quantiser in (None, *QUANTISERS):
+            name = name_row(quantiser, sparsity)
+            if name in rows:
+                continue
+            if name == "dense":
+                rows[name] = {"removed": 0.0, "seconds": 0.0, **score(args.model, args)}
+            else:
+                rows[name] = compress_and_score(args, quantiser, sparsity)
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps(stored, indent=1))
+            partial.replace(file)
+            print(name, {text: round(value, 2) for text, value in rows[name]["perplexity"].items()}, flush=True)
+
+    text = make_table(rows, sparsities)
+    (args.output / "quantisation.md").write_text(f"# {settings['model']}\n\n```\n{text}\n```\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -167,7 +167,7 @@ def run_rows(
     ledger: Ledger, work: Workload, rows: Mapping[str, Row], sparsities: Iterable[float]
 ) -> dict[str, dict[str, Any]]:
     """Finish the dense row and every row that is here at every sparsity; return them by ``<sparsity> | <name>``."""
-    finished = {"dense": ledger.finish("dense", {}, lambda: _score_dense(work))}
+    finished = {"dense": ledger.finish("dense", {}, lambda: score_dense(work))}
     for sparsity in sparsities:
         for name, row in rows.items():
             if not row.is_here:
@@ -233,7 +233,8 @@ def _run_stage(model: str, modifier: StruPruneModifier | LoRARecoveryModifier, d
     return time.perf_counter() - start
 
 
-def _score_dense(work: Workload) -> dict[str, Any]:
+def score_dense(work: Workload) -> dict[str, Any]:
+    """Return the row of the model as it is."""
     model, tokenizer = load_checkpoint(work.model)
     size = measure_weight_bytes(work.model) or None
     return {"perplexity": score_model(model, tokenizer, work), "removed": 0.0, "bytes": size, "seconds": 0.0}

@@ -298,7 +298,7 @@ def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float,
         raise ValueError(
             f"channel_multiple: must let the modules remove {share * total:,.0f} parameters to within {allowed:,}, got "
             f"{removed:,} with widths that are multiples of {max(group.step for group in groups)}. "
-            "Lower channel_multiple or change sparsity."
+            "Lower channel_multiple (or a later quantiser's group size) or change sparsity."
         )
 
 

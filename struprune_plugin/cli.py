@@ -22,6 +22,7 @@ from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder
 from struprune_plugin.modifiers import StruPruneModifier
+from struprune_plugin.modifiers.checks import count_parameters
 from struprune_plugin.report import (
     format_bytes,
     format_table,
@@ -245,7 +246,7 @@ def _eval(args: argparse.Namespace) -> None:
     scores: dict[str, dict[str, Any]] = {}
     for path in args.paths if args.no_dense else _add_dense(args.paths):
         model, tokenizer = load_checkpoint(path, args.dtype)
-        score = scores[path] = {"parameters": model.num_parameters(), "bytes": measure_weight_bytes(path)}
+        score = scores[path] = {"parameters": 0, "bytes": measure_weight_bytes(path)}
         if texts is not None:
             tokens = tokenize_texts(tokenizer, texts, args.max_tokens)
             positions = getattr(model.config, "max_position_embeddings", args.window)
@@ -257,6 +258,7 @@ def _eval(args: argparse.Namespace) -> None:
             score.update(
                 {f"{task} {name.split(',')[0]}": v for task, row in results.items() for name, v in row.items()}
             )
+        score["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
     print(_format_scores(scores))
     if args.json:
         settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}

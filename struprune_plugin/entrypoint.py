@@ -10,15 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from compressed_tensors.utils import patch_attr
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers import Modifier
+from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
 from pydantic import ValidationError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
+from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.topology import check_model_type
 
@@ -49,17 +54,25 @@ def oneshot(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loaded = load_recipe(recipe)
     _check_arguments(model, loaded, kwargs)
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel):
+        config = model.config
+    else:
         model = os.fspath(model)
-        check_checkpoint(model, kwargs.get("trust_remote_code_model", False), kwargs.get("model_revision", "main"))
+        trust = kwargs.get("trust_remote_code_model", False)
+        config = check_checkpoint(model, trust, kwargs.get("model_revision", "main"))
+    check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
     if output_dir is not None:
         check_output(Path(output_dir), overwrite)
     kwargs = _make_dataset(model, kwargs)
     try:
-        if output_dir is None:
-            return host_oneshot(model=model, recipe=loaded, **kwargs)
-        with write_folder(Path(output_dir), overwrite) as partial:
-            return host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
+        with _pin_no_memory_without_an_accelerator():
+            if output_dir is None:
+                return host_oneshot(model=model, recipe=loaded, **kwargs)
+            with write_folder(Path(output_dir), overwrite) as partial:
+                compressed = host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
+                tidy_recipe(partial)
+                _carry_manifest(model if isinstance(model, str) else config._name_or_path, partial)
+                return compressed
     except BaseException:
         for modifier in loaded.modifiers:
             if isinstance(modifier, StructuredModifier):
@@ -89,6 +102,30 @@ def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> N
             f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
             "calibration pass of its own. Leave it out."
         )
+
+
+def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
+    """Tell whether a pruned model's layers have other head counts than its configuration as a whole."""
+    layers = getattr(config, "per_layer_config", None) or []
+    stated = vars(config).get("num_attention_heads")
+    return any(layer.num_attention_heads != stated for layer in layers)
+
+
+@contextmanager
+def _pin_no_memory_without_an_accelerator() -> Iterator[None]:
+    """Let AWQ run on a CPU alone: the host pins its inputs, for faster copies to a device, and fails where none is."""
+    if torch.accelerator.is_available():
+        yield
+        return
+    with patch_attr(IntermediatesCache, "pin_memory", lambda *args: None):
+        yield
+
+
+def _carry_manifest(source: str, folder: Path) -> None:
+    """Let the manifest of a pruned folder follow into the folder made from it, which has the same kept units."""
+    manifest = Path(source) / MANIFEST_NAME
+    if source and manifest.is_file() and not (folder / MANIFEST_NAME).exists():
+        shutil.copyfile(manifest, folder / MANIFEST_NAME)
 
 
 def _make_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -211,8 +248,8 @@ def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any])
             fields[field] = value
 
 
-def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> None:
-    """Refuse, from its configuration alone, a checkpoint that cannot be pruned.
+def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
+    """Return the configuration of a checkpoint; refuse, from it alone, one that cannot be pruned.
 
     :raises ValueError: nothing to load there; an unsupported architecture; quantised weights
     """
@@ -232,6 +269,7 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
             f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
             "Prune the full-precision checkpoint and quantise afterwards."
         )
+    return config
 
 
 def check_output(folder: Path, overwrite: bool) -> None:

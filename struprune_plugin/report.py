@@ -81,6 +81,7 @@ def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = Non
             "allocation",
             allocation["method"] + (f", T = {allocation['temperature']:g}" if "temperature" in allocation else ""),
         ],
+        *(["widths", _describe_rounding(entry)] for entry in budget.get("rounding", [])),
         ["calibration", f"{calibration['num_sequences']} sequences, {calibration['num_tokens']:,} tokens"],
     ]
     rows += [
@@ -96,3 +97,9 @@ def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = Non
         rows.insert(2, ["weights on disk", format_bytes(measure_weight_bytes(folder))])
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _describe_rounding(entry: dict[str, Any]) -> str:
+    """Return one line of the manifest's rounding of kept widths."""
+    because = ", ".join(entry["because"])
+    return f"{entry['kind']} in multiples of {entry['width_multiple']} ({because}), {len(entry['modules'])} modules"

@@ -277,14 +277,15 @@ def has_ffn(family: Family, layer: nn.Module) -> bool:
 def count_prunable_parameters(model: nn.Module) -> int:
     """Count the parameters, biases too, of all linears of the decoder layers: the base of every ``sparsity``.
 
-    Experts of a mixture are not counted: they hold no units.
+    Experts of a mixture are not counted, they hold no units; nor is what a quantiser later in the recipe has added.
     """
     family = find_family(model)
     return sum(
         parameter.numel()
         for _, layer in find_decoder_layers(model)
         for name in list_linears(family, layer)
-        for parameter in layer.get_submodule(name).parameters(recurse=False)
+        for parameter_name, parameter in layer.get_submodule(name).named_parameters(recurse=False)
+        if parameter_name in ("weight", "bias")
     )
 
 

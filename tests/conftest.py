@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from families import make_model
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from struprune_plugin import StruPruneModifier, oneshot
@@ -79,8 +80,34 @@ def opt(tmp_path_factory) -> Path:
     return save_opt(tmp_path_factory.mktemp("opt"))
 
 
+def save_wide_opt(folder: Path) -> Path:
+    return save_opt(folder, hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
+
+
+def save_wide_llama(folder: Path) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return save_model(make_model("llama", **sizes), folder)
+
+
+WIDE_MODELS = {
+    "opt": save_wide_opt,
+    "llama": save_wide_llama,
+}  # family -> a tiny model whose widths a quantiser's groups of 32 divide
+
+
+@pytest.fixture(scope="session", params=WIDE_MODELS)
+def wide(request, tmp_path_factory) -> Path:
+    """A saved tiny model, in every family, wide enough for the quantisation recipes."""
+    return WIDE_MODELS[request.param](tmp_path_factory.mktemp(f"wide_{request.param}"))
+
+
 def save_opt(folder: Path, **changes) -> Path:
-    make_opt(**changes).save_pretrained(folder)
+    return save_model(make_opt(**changes), folder)
+
+
+def save_model(model, folder: Path) -> Path:
+    """Save a tiny model with the demo's tokenizer."""
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
     return folder
 

@@ -86,7 +86,7 @@ def broken_model(tmp_path, name, value=float("inf")):
         ({}, "sparsity must be given where no SparsityAllocatorModifier stage comes before"),
         ({"sparsity": 0.9, "attention_unit": "none"}, r"removable .* Lower sparsity to at most 0\.\d+"),
         ({"sparsity": 0.3, "targets": ["re:.*nothing"]}, "'re:.*nothing' must match"),
-        ({"sparsity": 0.3, "channel_multiple": 64}, "channel_multiple must be at most the width 40, got 64"),
+        ({"sparsity": 0.3, "channel_multiple": 64}, r"at most the width 40, got 64 \(channel_multiple: 64\)"),
         (
             {"sparsity": 0.3, "dataset": make_dataset(2, 16)},
             r"fc2: calibration must have at least 41 tokens .* got 32 in 2",
@@ -118,14 +118,14 @@ def broken_model(tmp_path, name, value=float("inf")):
                         config_groups={
                             "group": {
                                 "targets": ["Linear"],
-                                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8},
+                                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
                             }
                         },
                         ignore=["lm_head"],
                     ),
                 ]
             },
-            "multiple of the quantiser's group size 8, got .* Set channel_multiple: 8",
+            r"at most the width 40, got 64 \(QuantizationModifier: weights in groups of 64\)",
         ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3)] * 2, "pipeline": "sequential"},

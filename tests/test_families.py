@@ -7,13 +7,12 @@ import sys
 
 import pytest
 import torch
-from conftest import run_oneshot
+from conftest import run_oneshot, save_model
 from families import MODEL_TYPES, make_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticCache
 
 from eval.equivalence import mask_dense
 from struprune_plugin import read_manifest
-from struprune_plugin.data import DEMO_MODEL
 from struprune_plugin.export import adopt_attention, adopt_config
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.modeling_struprune import StruPruneAttention
@@ -32,10 +31,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.fixture(scope="module", params=MODEL_TYPES)
 def dense(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    make_model(request.param).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
-    return folder
+    return save_model(make_model(request.param), tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module", params=["head", "vo"])
@@ -259,8 +255,7 @@ def test_stock_transformers_loads_with_trust_and_without_the_plugin(tmp_path):
     expected = {}
     for model_type in MODEL_TYPES:
         folder, out = tmp_path / model_type / "dense", tmp_path / model_type / "out"
-        make_model(model_type).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
+        save_model(make_model(model_type), folder)
         run_oneshot(str(folder), sparsity=0.2, output_dir=str(out))
         config = json.loads((out / "config.json").read_text())
         assert config["auto_map"]["AutoModelForCausalLM"].startswith("modeling_struprune.StruPrune")

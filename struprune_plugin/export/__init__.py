@@ -10,6 +10,7 @@ from struprune_plugin.export.convert import (
     wrap_save,
 )
 from struprune_plugin.export.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from struprune_plugin.export.recipe import tidy_recipe
 
 __all__ = [
     "MANIFEST_NAME",
@@ -20,6 +21,7 @@ __all__ = [
     "make_uniform_config",
     "read_manifest",
     "register_auto_classes",
+    "tidy_recipe",
     "wrap_save",
     "write_manifest",
 ]

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from struprune_plugin.export import modeling_struprune as modeling
+from struprune_plugin.export.recipe import tidy_recipe
 from struprune_plugin.topology import (
     FAMILIES,
     Family,
@@ -183,6 +184,7 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
                 inner(save_directory, *args, **kwargs)
         finally:
             model.config._name_or_path = name
+        tidy_recipe(save_directory)
         after(str(save_directory))
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # the host wraps only what lacks this mark

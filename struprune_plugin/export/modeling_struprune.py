@@ -168,7 +168,11 @@ class StruPruneAttention:
     output: str
     interleaved: bool
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        if past_key_values is not None:  # named, because quantisers of the cache look for it in the signature
+            kwargs["past_key_values"] = past_key_values
         fused = len(self.rows) == 1 and not self.interleaved  # stock code cuts those by the config's head count
         if self.value_head_dim == self.wide and not fused:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]

@@ -25,6 +25,7 @@ from struprune_plugin.importance import measure_attention_importance, measure_ml
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.widths import Rounding
 from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
 from struprune_plugin.statistics import Moments
 from struprune_plugin.surgery import read_consumer, read_weight
@@ -128,12 +129,19 @@ class SparsityAllocatorModifier(StructuredModifier):
         self._plan = self._make_plan(state.model)
         self._seconds = time.perf_counter() - self._started
 
-    def run_nested(self, state: State, pipeline_options: dict[str, Any], snip: dict[str, Tensor]) -> Plan:
+    def run_nested(
+        self,
+        state: State,
+        pipeline_options: dict[str, Any],
+        snip: dict[str, Tensor],
+        roundings: dict[str, Rounding],
+    ) -> Plan:
         """Make the plan in a session of its own, inside another modifier's: one more pass over the data.
 
         :param snip: gradient scores by group name, where measured already
+        :param roundings: by group name; the session of its own does not see the recipe's later modifiers
         """
-        self._snip = snip
+        self._snip, self._roundings = snip, roundings
         self.run_alone(state, pipeline_options, propagate_error=False)
         assert self._plan is not None
         return self._plan

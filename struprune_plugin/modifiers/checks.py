@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from compressed_tensors.quantization import QuantizationMetadata
 from llmcompressor.core import active_session
 from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
 from llmcompressor.modifiers.quantization import QuantizationMixin
+from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
 from torch import nn
+from transformers import PretrainedConfig
 
-from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_family, find_linear, list_linears
+from struprune_plugin.topology import find_decoder_layers, find_family, find_linear, list_linears
+
+QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
+_FINAL = {  # what works on the final weights -> its name in messages
+    QuantizationMixin: "quantiser",
+    AWQModifier: "quantiser and its smoothing",
+    SmoothQuantModifier: "quantiser and its smoothing",
+    SparsityModifierBase: "sparsity modifier",
+}
 
 
 def list_modifiers() -> list[Modifier]:
@@ -19,18 +31,50 @@ def list_modifiers() -> list[Modifier]:
     return active_session().lifecycle.recipe.modifiers
 
 
-def check_order(modifier: Modifier) -> None:
-    """Refuse a quantiser that comes before a modifier of ours in the recipe.
+def list_later_modifiers(modifier: Modifier) -> list[Modifier]:
+    """Return the modifiers that follow one of ours in the recipe."""
+    modifiers = list_modifiers()
+    return modifiers[next(i for i, other in enumerate(modifiers) if other is modifier) + 1 :]
 
-    :raises ValueError: the same
+
+def check_order(modifier: Modifier) -> None:
+    """Refuse what works on the final weights and yet comes before a modifier of ours, which changes them.
+
+    :raises ValueError: a quantiser, a smoothing before one, or a sparsity modifier (its zeros would not stay) comes first
     """
     for other in list_modifiers():
         if other is modifier:
             return
-        if isinstance(other, QuantizationMixin):
+        for kind, name in _FINAL.items():
+            if isinstance(other, kind):
+                raise ValueError(
+                    f"recipe: {type(modifier).__name__} must come before every {name}, got {type(other).__name__} first. "
+                    "Move it up."
+                )
+
+
+def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modifier], heads_differ: bool) -> None:
+    """Refuse quantised key-value caches where the host cannot size their scales.
+
+    It reads one head count for all layers from the model's configuration, again when the checkpoint is loaded.
+
+    :param modifiers: those that run on the pruned model
+    :param heads_differ: whether layers have, or will have, head counts of their own
+    :raises ValueError: the same
+    """
+    for modifier in modifiers:
+        if not isinstance(modifier, QuantizationMixin) or modifier.resolved_config.kv_cache_scheme is None:
+            continue
+        where = f"{type(modifier).__name__}: kv_cache_scheme"
+        if not hasattr(type(config), "num_key_value_heads") and "num_key_value_heads" not in vars(config):
             raise ValueError(
-                f"recipe: {type(modifier).__name__} must come before every quantiser, got {type(other).__name__} first. "
-                "Move it up."
+                f"{where} must be left out, the host cannot quantise the cache of {config.model_type!r}, whose configuration "
+                "has no num_key_value_heads. Quantise weights and activations only."
+            )
+        if heads_differ:
+            raise ValueError(
+                f"{where} must be left out where heads are pruned: every layer has a head count of its own, and the host "
+                "reads one for all, so that the output would not load. Use attention_unit: vo or none."
             )
 
 
@@ -59,6 +103,8 @@ def check_weights(model: nn.Module) -> None:
         )
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if name in QUANTISER_PARAMETERS:  # of a quantiser later in the recipe: no values yet
+                continue
             if not torch.isfinite(parameter.detach()).all():
                 raise ValueError(
                     f"{module_name}.{name}: must be finite, got NaN or Inf. Repair or reload the checkpoint."
@@ -92,28 +138,10 @@ def check_calibration(loader: Iterable | None, num_needed: int, where: str, max_
     return num_sequences, num_tokens
 
 
-def check_group_sizes(groups: Sequence[UnitGroup], kept: Mapping[str, int]) -> None:
-    """Refuse widths that a quantiser later in the recipe cannot cut into its groups.
-
-    :param kept: units to keep, by group name
-    :raises ValueError: a width that is no multiple of the group size
-    """
-    sizes = [
-        scheme.weights.group_size
-        for modifier in list_modifiers()
-        if isinstance(modifier, QuantizationMixin)
-        for scheme in modifier.resolved_config.config_groups.values()
-        if scheme.weights is not None and (scheme.weights.group_size or 0) > 1
-    ]
-    for size in sorted(set(sizes)):
-        for group in groups:
-            width = kept[group.name] * group.columns_per_unit
-            if width % size:
-                remedy = f"channel_multiple: {size}" if group.kind == "ffn" else "attention_unit: none"
-                raise ValueError(
-                    f"{group.name}: the kept width must be a multiple of the quantiser's group size {size}, got {width}. "
-                    f"Set {remedy} in the pruning stage."
-                )
+def count_parameters(model: nn.Module) -> int:
+    """Count a model's parameters, tied ones once, without what a quantiser later in the recipe has added."""
+    named = model.named_parameters()
+    return sum(p.numel() for name, p in named if name.rpartition(".")[2] not in QUANTISER_PARAMETERS)
 
 
 def describe_weights(model: nn.Module) -> str:

@@ -24,8 +24,15 @@ from struprune_plugin.allocation import MAX_SPARSITY, GroupSize, find_group_spar
 from struprune_plugin.importance import score_l0, score_magnitude, score_wanda, score_wanda_l2
 from struprune_plugin.modifiers.admm import ADMMSettings, score_by_admm
 from struprune_plugin.modifiers.capture import LayerObserver
-from struprune_plugin.modifiers.checks import check_calibration, check_order, check_weights
+from struprune_plugin.modifiers.checks import (
+    check_cache_quantisation,
+    check_calibration,
+    check_order,
+    check_weights,
+    list_later_modifiers,
+)
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
+from struprune_plugin.modifiers.widths import Rounding, find_roundings
 from struprune_plugin.solve import Elimination, eliminate_units, expand_units, order_units
 from struprune_plugin.statistics import Moments
 from struprune_plugin.surgery import check_sliceable, read_consumer, read_weight, sum_rows
@@ -50,7 +57,8 @@ class StructuredModifier(Modifier):
     :param ignore: the same, for modules to leave alone
     :param attention_unit: ``head``; ``vo`` (value channels, the same number from every head); ``none``
     :param prune_ffn: whether to prune FFN channels
-    :param channel_multiple: kept FFN widths are whole multiples of this
+    :param channel_multiple: kept FFN widths are whole multiples of this, and of what later quantisers and sparsity
+        modifiers ask
     :param importance: how units are ranked, see method.md section 3
     :param restoration: ``least_squares`` re-solves the consumers, ``admm`` then the producers too, ``none`` deletes only
     :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix
@@ -95,6 +103,7 @@ class StructuredModifier(Modifier):
     allocation: str = "uniform"
 
     _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
+    _roundings: dict[str, Rounding] = PrivateAttr(default_factory=dict)  # by group name
     _query_key: tuple[str, ...] = PrivateAttr(default=())  # W_Q and W_K, where ADMM may move them
     _snip: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # by group name, from the dense model
     _observer: LayerObserver | None = PrivateAttr(default=None)
@@ -139,7 +148,7 @@ class StructuredModifier(Modifier):
                 kind=group.module_kind,
                 num_units=group.num_units,
                 unit_cost=group.unit_cost,
-                step=group.num_blocks if group.kind != "ffn" else self.channel_multiple,
+                step=self._roundings[group.name].step,
             )
             for group in groups
         ]
@@ -150,8 +159,11 @@ class StructuredModifier(Modifier):
         :raises ValueError: the violated contract
         """
         check_order(self)
-        if not self._nested:  # else checked before; a later quantiser's parameters, not yet set, are no weights
+        if not self._nested:
             check_weights(model)
+        later = list_later_modifiers(self)
+        check_cache_quantisation(model.config, later, self.attention_unit == "head")
+        self._roundings = self._roundings or find_roundings(model, groups, later, self.channel_multiple)
         family = find_family(model)
         if self.restoration == "admm" or self.importance == "closed_form":
             self._check_admm(model, family)
@@ -161,10 +173,11 @@ class StructuredModifier(Modifier):
             )
         for group in groups:
             check_sliceable(model.get_submodule(group.layer_name), group)
-            if group.kind == "ffn" and self.channel_multiple > group.num_units:
+            rounding = self._roundings[group.name]
+            if rounding.step > group.num_units:
                 raise ValueError(
-                    f"{group.name}: channel_multiple must be at most the width {group.num_units}, "
-                    f"got {self.channel_multiple}. Lower it."
+                    f"{group.name}: the multiple of kept widths must be at most the width {group.num_columns}, got "
+                    f"{rounding.width} ({', '.join(rounding.because)}). Choose a smaller multiple or group size."
                 )
         share = find_group_sparsity(self.measure_groups(groups), count_prunable_parameters(model), sparsity)
         if self.allocation.startswith("softmax") and share > self.max_sparsity:

@@ -33,8 +33,9 @@ from struprune_plugin.export import (
 from struprune_plugin.modifiers.admm import run_admm
 from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
 from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
-from struprune_plugin.modifiers.checks import check_alone, check_group_sizes, describe_weights, list_modifiers
+from struprune_plugin.modifiers.checks import check_alone, count_parameters, describe_weights, list_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
+from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights
 from struprune_plugin.statistics import Moments, measure_error, with_bias_index
 from struprune_plugin.surgery import LayerCopy, copy_layer, read_consumer, restore_layer, set_weight, slice_group
@@ -143,7 +144,7 @@ class StruPruneModifier(StructuredModifier):
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets")}
         self._plan = self._make_early_plan(model)
         if self._plan is not None:
-            check_group_sizes(self._groups, self._plan.kept)
+            check_widths(self._groups, self._plan.kept, self._roundings)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -152,7 +153,7 @@ class StruPruneModifier(StructuredModifier):
         self.measure_saliency(state.model, state.data.calib)
         if self._plan is None:
             self._plan = self._make_late_plan(state)
-            check_group_sizes(self._groups, self._plan.kept)
+            check_widths(self._groups, self._plan.kept, self._roundings)
         adopt_attention(state.model)
         self._observer = LayerObserver(self.target)
         self._fingerprint = hashlib.sha256()
@@ -308,7 +309,7 @@ class StruPruneModifier(StructuredModifier):
         shared = {name: value for name, value in self.dump_fields().items() if name in StructuredModifier.model_fields}
         with self.stage("allocate"):
             allocator = SparsityAllocatorModifier(**shared | {"search": "moments"})
-            plan = allocator.run_nested(state, self._pipeline_options, self._snip)
+            plan = allocator.run_nested(state, self._pipeline_options, self._snip, self._roundings)
         if self.search == "moments":
             return plan
         with self.stage("search"):
@@ -339,7 +340,7 @@ class StruPruneModifier(StructuredModifier):
         """Prune after a plan in a session of its own, a layer at a time, giving each layer its weights back once the next
         has seen its outputs; return the squared error summed over groups."""
         rehearsal = StruPruneModifier(**self.dump_fields())
-        rehearsal._rehearsed, rehearsal._snip = plan, self._snip
+        rehearsal._rehearsed, rehearsal._snip, rehearsal._roundings = plan, self._snip, self._roundings
         rehearsal.run_alone(state, self._pipeline_options, propagate_error=True)
         return sum(record["error_after"] * record["target_energy"] for record in rehearsal._records)
 
@@ -476,7 +477,7 @@ class StruPruneModifier(StructuredModifier):
 
     def _make_manifest(self, model: PreTrainedModel) -> dict[str, Any]:
         assert self._plan is not None
-        after = model.num_parameters()
+        after = count_parameters(model)
         removed = sum((r["num_units"] - r["kept"]) * r["unit_cost"] for r in self._records)
         stages = [
             {"name": name, "seconds": round(values["seconds"], 3), "peak_bytes": int(values["peak_bytes"])}
@@ -498,6 +499,7 @@ class StruPruneModifier(StructuredModifier):
                 "asked_sparsity": self.sparsity,
                 "removed_parameters": removed,
                 "met_sparsity": removed / self._num_prunable,
+                "rounding": describe_roundings(self._groups, self._roundings),
             },
             "allocation": self._plan.record,
             "memory_measure": "accelerator bytes allocated"

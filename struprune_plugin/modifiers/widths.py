@@ -1,0 +1,155 @@
+"""What the quantisers and sparsity modifiers that follow in a recipe ask of the widths that pruning leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
+from compressed_tensors.utils import is_match, match_targets
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
+from llmcompressor.modifiers.quantization import QuantizationMixin
+from torch import nn
+
+from struprune_plugin.topology import UnitGroup
+
+_GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+
+
+@dataclass(frozen=True)
+class WidthDemand:
+    """What one modifier asks of the inputs and outputs of a linear.
+
+    :param inputs: the number of input columns must be a multiple of this
+    :param outputs: the same for output rows
+    :param because: for messages and the manifest
+    """
+
+    inputs: int
+    outputs: int
+    because: str
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the kept units of one group are rounded to.
+
+    :param step: kept units are whole multiples of this; 1 where nothing is asked
+    :param width: the same, in input columns of the consuming linear
+    :param because: who asks, in the order of the recipe
+    """
+
+    step: int = 1
+    width: int = 1
+    because: tuple[str, ...] = ()
+
+
+def find_roundings(
+    model: nn.Module, groups: Sequence[UnitGroup], later: Sequence[Modifier], channel_multiple: int
+) -> dict[str, Rounding]:
+    """Return, by group name, the multiple that suits every modifier that follows, and the recipe's own.
+
+    A quantiser's groups and blocks must divide the inputs of the linears that consume pruned units, N:M sparsity too; the
+    host sees only the unpruned shapes before it starts, and fails late on the pruned ones.
+
+    :param later: the modifiers that follow in the recipe
+    :param channel_multiple: asked by the recipe for FFN widths
+    """
+    return {group.name: _round_group(model, group, later, channel_multiple) for group in groups}
+
+
+def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings: Mapping[str, Rounding]) -> None:
+    """Refuse kept widths that a modifier later in the recipe cannot cut into its groups.
+
+    Plans are rounded, so this finds widths that were not the plan's to choose: all units kept, or a replay.
+
+    :param kept: units to keep, by group name
+    :raises ValueError: a width that is no multiple of what is asked
+    """
+    for group in groups:
+        rounding = roundings[group.name]
+        width = kept[group.name] * group.columns_per_unit
+        if rounding.because and kept[group.name] % rounding.step:
+            raise ValueError(
+                f"{group.name}: the kept width must be a multiple of {rounding.width} ({', '.join(rounding.because)}), got "
+                f"{width} of {group.num_columns}. Choose a group size that divides it, or add this linear to that "
+                "modifier's ignore list."
+            )
+
+
+def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[dict[str, Any]]:
+    """Return, for the manifest, the multiples that widths were rounded to, and why; alike modules in one entry."""
+    entries: dict[tuple[str, Rounding], dict[str, Any]] = {}
+    for group in groups:
+        rounding = roundings[group.name]
+        if rounding.because:
+            entry = {"kind": group.kind, "width_multiple": rounding.width, "because": list(rounding.because)}
+            entries.setdefault((group.kind, rounding), {**entry, "modules": []})["modules"].append(group.name)
+    return list(entries.values())
+
+
+def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], channel_multiple: int) -> Rounding:
+    wanted = [(group.num_blocks, 1, "")]  # multiple of a width, width of a unit, who asks
+    if group.kind == "ffn" and channel_multiple > 1:
+        wanted.append((channel_multiple, 1, f"channel_multiple: {channel_multiple}"))
+    for modifier in later:
+        for demand in list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
+            wanted.append((demand.inputs, group.columns_per_unit, demand.because))
+        for name in group.producers:
+            rows = int((group.find_row_owners(name) == 0).sum())
+            for demand in list_demands(modifier, model, f"{group.layer_name}.{name}"):
+                wanted.append((demand.outputs, rows, demand.because))
+    step = math.lcm(*(multiple // math.gcd(multiple, width) for multiple, width, _ in wanted))
+    because = tuple(dict.fromkeys(why for multiple, _, why in wanted if why and multiple > 1))
+    return Rounding(step, step * group.columns_per_unit, because)
+
+
+def list_demands(modifier: Modifier, model: nn.Module, name: str) -> Iterator[WidthDemand]:
+    """Give what a modifier of the host asks of the shape of one linear, by its full name."""
+    linear = model.get_submodule(name)
+    who = type(modifier).__name__
+    if isinstance(modifier, QuantizationMixin):
+        for scheme in modifier.resolved_config.config_groups.values():
+            if is_match(name, linear, scheme.targets, modifier.ignore):
+                yield from _list_scheme_demands(scheme, who)
+    elif isinstance(modifier, SparsityModifierBase):
+        multiple = modifier._prune_m or 1
+        if multiple > 1 and _is_sparsified(modifier, model, name):
+            yield WidthDemand(multiple, 1, f"{who}: {modifier.mask_structure} sparsity")
+
+
+def _list_scheme_demands(scheme: QuantizationScheme, who: str) -> Iterator[WidthDemand]:
+    weights = scheme.weights
+    if weights is not None and weights.strategy == QuantizationStrategy.BLOCK and weights.block_structure:
+        rows, columns = weights.block_structure
+        yield WidthDemand(columns, rows, f"{who}: weights in blocks of {rows} x {columns}")
+    parts = {"weights": weights, "input activations": scheme.input_activations}
+    for what, args in parts.items():
+        if size := _read_group_size(args):
+            yield WidthDemand(size, 1, f"{who}: {what} in groups of {size}")
+    if size := _read_group_size(scheme.output_activations):
+        yield WidthDemand(1, size, f"{who}: output activations in groups of {size}")
+
+
+def _read_group_size(args: QuantizationArgs | None) -> int | None:
+    grouped = args is not None and args.strategy in _GROUPED and (args.group_size or 0) > 1
+    return args.group_size if args is not None and grouped else None
+
+
+def _is_sparsified(modifier: SparsityModifierBase, model: nn.Module, name: str) -> bool:
+    """Tell whether the host's sparsity modifiers touch a linear: it, or a module that holds it, is a target.
+
+    They compare ``ignore`` with the target's name, a dot and the rest, as here.
+    """
+    parts = name.split(".")
+    targets = [modifier.targets] if isinstance(modifier.targets, str) else modifier.targets
+    for end in range(1, len(parts) + 1):
+        holder, rest = ".".join(parts[:end]), ".".join(parts[end:])
+        if match_targets(holder, model.get_submodule(holder), targets) and not match_targets(
+            f"{holder}.{rest}", model.get_submodule(name), modifier.ignore
+        ):
+            return True
+    return False

@@ -3,15 +3,17 @@
     python -m eval.quantisation --model ../shared/testbed/opt-lab --data ../shared/testbed/data \
         --sparsity 0.2,0.3 --output results/quantisation-opt-lab
 
-The recipes are the shipped ones; the quantised row leaves out their pruning stage, the pruned row their quantiser. The last
-columns say what share of the two single increases of perplexity, added up, the combination shows: above 1.2 the two harm
-each other. Finished rows are read back, not computed again.
+The recipes are the shipped ones; the quantised row leaves out their pruning stage, the pruned row their quantiser. Where the
+quantiser's groups rounded the widths, one more row has the combination's kept units and no quantiser: the loss by rounding alone.
+The last columns say what share of the two single increases of perplexity, added up, the combination shows: above 1.2 the
+two harm each other. After the stroke, the same with that row as the pruned one. Finished rows are read back.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 import time
 import warnings
@@ -45,8 +47,17 @@ def make_recipe(quantiser: str | None, sparsity: float) -> str:
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def compress_and_score(args: argparse.Namespace, quantiser: str | None, sparsity: float) -> dict[str, Any]:
-    """Run one recipe into a scratch folder; return perplexities, what is gone, bytes and seconds."""
+def make_replay(manifest: Path) -> str:
+    """Return the text of a recipe that prunes as a manifest says, and does no more."""
+    modifier = {"StruPruneModifier": {"replay": str(manifest)}}
+    return yaml.safe_dump({"pruning_stage": {"pruning_modifiers": modifier}})
+
+
+def compress_and_score(args: argparse.Namespace, recipe: str, manifest: Path) -> dict[str, Any]:
+    """Run one recipe into a scratch folder; return perplexities, what is gone, bytes and seconds.
+
+    :param manifest: where to keep the manifest, if one is written
+    """
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     dataset = make_calibration_dataset(args.data / "books_calibration.jsonl", tokenizer, args.num_samples, args.window)
     with tempfile.TemporaryDirectory() as scratch:
@@ -54,7 +65,7 @@ def compress_and_score(args: argparse.Namespace, quantiser: str | None, sparsity
         start = time.perf_counter()
         oneshot(
             model=args.model,
-            recipe=make_recipe(quantiser, sparsity),
+            recipe=recipe,
             output_dir=out,
             dataset=dataset,
             batch_size=8,
@@ -62,8 +73,12 @@ def compress_and_score(args: argparse.Namespace, quantiser: str | None, sparsity
             shuffle_calibration_samples=False,
         )
         seconds = time.perf_counter() - start
-        pruned = read_manifest(out)["budget"] if (out / MANIFEST_NAME).exists() else {"met_sparsity": 0.0}
-        return {"removed": pruned["met_sparsity"], "seconds": seconds, **score(str(out), args)}
+        row: dict[str, Any] = {"removed": 0.0, "rounded": False, "seconds": seconds}
+        if (out / MANIFEST_NAME).exists():
+            shutil.copyfile(out / MANIFEST_NAME, manifest)
+            budget = read_manifest(out)["budget"]
+            row |= {"removed": budget["met_sparsity"], "rounded": bool(budget["rounding"])}
+        return {**row, **score(str(out), args)}
 
 
 def score(folder: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -82,14 +97,24 @@ def name_row(quantiser: str | None, sparsity: float) -> str:
     return " + ".join(map(str, parts)) or "dense"
 
 
-def compare_with_parts(rows: dict[str, Any], quantiser: str, sparsity: float, text: str) -> float:
-    """Return the combination's increase of perplexity over dense, as a share of the two single increases added up."""
+def name_rounded(quantiser: str, sparsity: float) -> str:
+    return f"{name_row(None, sparsity)}, widths for {quantiser}"
+
+
+def compare_with_parts(rows: dict[str, Any], quantiser: str, sparsity: float, text: str) -> str:
+    """Return the combination's increase of perplexity over dense, as a share of the two single increases added up.
+
+    Where widths were rounded, a second time against the row pruned to the same widths.
+    """
     dense = rows["dense"]["perplexity"][text]
-    both, *parts = (
-        rows[name_row(q, s)]["perplexity"][text] - dense
-        for q, s in ((quantiser, sparsity), (quantiser, 0.0), (None, sparsity))
-    )
-    return both / sum(parts) if sum(parts) > 0 else float("nan")
+    both, quantised = (rows[name_row(quantiser, s)]["perplexity"][text] - dense for s in (sparsity, 0.0))
+    shares = []
+    for name in (name_row(None, sparsity), name_rounded(quantiser, sparsity)):
+        if name in rows:
+            parts = quantised + rows[name]["perplexity"][text] - dense
+            share = both / parts if parts > 0 else float("nan")
+            shares.append(f"{share:.2f}{'' if share <= ALLOWED else ' (!)'}")
+    return " / ".join(shares)
 
 
 def make_table(rows: dict[str, Any], sparsities: list[float]) -> str:
@@ -99,8 +124,7 @@ def make_table(rows: dict[str, Any], sparsities: list[float]) -> str:
     for name, row in rows.items():
         shares = ["", ""]
         if name in combined:
-            found = [compare_with_parts(rows, *combined[name], text) for text in TEXTS]
-            shares = [f"{share:.2f}{'' if share <= ALLOWED else ' (!)'}" for share in found]
+            shares = [compare_with_parts(rows, *combined[name], text) for text in TEXTS]
         table.append(
             [
                 name,
@@ -144,19 +168,27 @@ def main() -> None:
     stored = open_rows(file, {**settings, "version": version("struprune-plugin")})
     rows: dict[str, Any] = stored["rows"]
     sparsities = [float(part) for part in args.sparsity.split(",")]
-    for sparsity in (0.0, *sparsities):
-        for quantiser in (None, *QUANTISERS):
-            name = name_row(quantiser, sparsity)
-            if name in rows:
-                continue
-            if name == "dense":
-                rows[name] = {"removed": 0.0, "seconds": 0.0, **score(args.model, args)}
-            else:
-                rows[name] = compress_and_score(args, quantiser, sparsity)
+
+    def finish(name: str, recipe: str | None) -> Path:
+        manifest = args.output / f"{name}.json"
+        if name not in rows:
+            dense = {"removed": 0.0, "seconds": 0.0}
+            rows[name] = compress_and_score(args, recipe, manifest) if recipe else {**dense, **score(args.model, args)}
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(stored, indent=1))
             partial.replace(file)
             print(name, {text: round(value, 2) for text, value in rows[name]["perplexity"].items()}, flush=True)
+        return manifest
+
+    finish("dense", None)
+    for sparsity in (0.0, *sparsities):
+        for quantiser in (None, *QUANTISERS):
+            if quantiser is None and sparsity == 0:
+                continue
+            name = name_row(quantiser, sparsity)
+            manifest = finish(name, make_recipe(quantiser, sparsity))
+            if quantiser and rows[name].get("rounded"):
+                finish(name_rounded(quantiser, sparsity), make_replay(manifest))
 
     text = make_table(rows, sparsities)
     (args.output / "quantisation.md").write_text(f"# {settings['model']}\n\n```\n{text}\n```\n", encoding="utf-8")

@@ -3,14 +3,16 @@
     python -m eval.quantisation --model ../shared/testbed/opt-lab --data ../shared/testbed/data \
         --sparsity 0.2,0.3 --output results/quantisation-opt-lab
 
-The recipes are the shipped ones; the quantised row leaves out their pruning stage, the pruned row their quantiser. The last
-columns say what share of the two single increases of perplexity, added up, the combination shows: above 1.2 the two harm
-each other. Finished rows are read back, not computed again.
+The recipes are the shipped ones; the quantised row leaves out their pruning stage, the pruned row their quantiser. Where the
+quantiser's groups rounded the widths, one more row has the combination's kept units and no quantiser: the loss by rounding alone.
+The last columns say what share of the two single increases of perplexity, added up, the combination shows: above 1.2 the
+two harm each other. After the stroke, the same with that row as the pruned one. Finished rows are read back.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 import time
 import warnings
@@ -45,10 +47,17 @@ def make_recipe(quantiser: str | None, sparsity: float) -> str:
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def compress_and_score(work: Workload, quantiser: str | None, sparsity: float) -> dict[str, Any]:
-    """Run one recipe into a scratch folder; return perplexities, what is gone, bytes and seconds."""
-    if quantiser is None and sparsity == 0:
-        return score_dense(work)
+def make_replay(manifest: Path) -> str:
+    """Return the text of a recipe that prunes as a manifest says, and does no more."""
+    modifier = {"StruPruneModifier": {"replay": str(manifest)}}
+    return yaml.safe_dump({"pruning_stage": {"pruning_modifiers": modifier}})
+
+
+def compress_and_score(work: Workload, recipe: str, manifest: Path) -> dict[str, Any]:
+    """Run one recipe into a scratch folder; return perplexities, what is gone, bytes and seconds.
+
+    :param manifest: where to keep the manifest, if one is written
+    """
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     dataset = make_calibration_dataset(work.calibration, tokenizer, work.num_samples, work.window)
     with tempfile.TemporaryDirectory() as scratch:
@@ -56,21 +65,20 @@ def compress_and_score(work: Workload, quantiser: str | None, sparsity: float) -
         start = time.perf_counter()
         oneshot(
             model=work.model,
-            recipe=make_recipe(quantiser, sparsity),
+            recipe=recipe,
             output_dir=out,
             dataset=dataset,
             batch_size=8,
             num_calibration_samples=work.num_samples,
             shuffle_calibration_samples=False,
         )
-        seconds = time.perf_counter() - start
-        pruned = read_manifest(out)["budget"] if (out / MANIFEST_NAME).exists() else {"met_sparsity": 0.0}
-        return {
-            "perplexity": score_model(load_checkpoint(str(out))[0], tokenizer, work),
-            "removed": pruned["met_sparsity"],
-            "bytes": measure_weight_bytes(out),
-            "seconds": seconds,
-        }
+        row: dict[str, Any] = {"removed": 0.0, "rounded": False, "seconds": time.perf_counter() - start}
+        if (out / MANIFEST_NAME).exists():
+            shutil.copyfile(out / MANIFEST_NAME, manifest)
+            budget = read_manifest(out)["budget"]
+            row |= {"removed": budget["met_sparsity"], "rounded": bool(budget["rounding"])}
+        perplexity = score_model(load_checkpoint(str(out))[0], tokenizer, work)
+        return {"perplexity": perplexity, "bytes": measure_weight_bytes(out), **row}
 
 
 def name_row(quantiser: str | None, sparsity: float) -> str:
@@ -78,14 +86,24 @@ def name_row(quantiser: str | None, sparsity: float) -> str:
     return " + ".join(map(str, parts)) or "dense"
 
 
-def compare_with_parts(rows: Mapping[str, Any], quantiser: str, sparsity: float, text: str) -> float:
-    """Return the combination's increase of perplexity over dense, as a share of the two single increases added up."""
+def name_rounded(quantiser: str, sparsity: float) -> str:
+    return f"{name_row(None, sparsity)}, widths for {quantiser}"
+
+
+def compare_with_parts(rows: Mapping[str, Any], quantiser: str, sparsity: float, text: str) -> str:
+    """Return the combination's increase of perplexity over dense, as a share of the two single increases added up.
+
+    Where widths were rounded, a second time against the row pruned to the same widths.
+    """
     dense = rows["dense"]["perplexity"][text]
-    both, *parts = (
-        rows[name_row(q, s)]["perplexity"][text] - dense
-        for q, s in ((quantiser, sparsity), (quantiser, 0.0), (None, sparsity))
-    )
-    return both / sum(parts) if sum(parts) > 0 else float("nan")
+    both, quantised = (rows[name_row(quantiser, s)]["perplexity"][text] - dense for s in (sparsity, 0.0))
+    shares = []
+    for name in (name_row(None, sparsity), name_rounded(quantiser, sparsity)):
+        if name in rows:
+            parts = quantised + rows[name]["perplexity"][text] - dense
+            share = both / parts if parts > 0 else float("nan")
+            shares.append(f"{share:.2f}{'' if share <= ALLOWED else ' (!)'}")
+    return " / ".join(shares)
 
 
 def make_table(rows: Mapping[str, Any], sparsities: Sequence[float]) -> str:
@@ -96,8 +114,7 @@ def make_table(rows: Mapping[str, Any], sparsities: Sequence[float]) -> str:
     for name, row in rows.items():
         shares = ["", ""]
         if name in combined:
-            found = [compare_with_parts(rows, *combined[name], text) for text in texts]
-            shares = [f"{share:.2f}{'' if share <= ALLOWED else ' (!)'}" for share in found]
+            shares = [compare_with_parts(rows, *combined[name], text) for text in texts]
         table.append(
             [
                 name,
@@ -122,14 +139,24 @@ def main() -> None:
     torch.manual_seed(0)
 
     work = read_workload(args)
+    args.output.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(args.output / "quantisation.json", work.describe())
     sparsities = [float(part) for part in args.sparsity.split(",")]
-    rows = {}
+    rows = {"dense": ledger.finish("dense", {}, lambda: score_dense(work))}
+
+    def finish(name: str, recipe: str) -> Path:
+        manifest = args.output / f"{name}.json"
+        rows[name] = ledger.finish(name, {"recipe": recipe}, lambda: compress_and_score(work, recipe, manifest))
+        return manifest
+
     for sparsity in (0.0, *sparsities):
         for quantiser in (None, *QUANTISERS):
+            if quantiser is None and sparsity == 0:
+                continue
             name = name_row(quantiser, sparsity)
-            how = {} if name == "dense" else {"recipe": make_recipe(quantiser, sparsity)}
-            rows[name] = ledger.finish(name, how, lambda q=quantiser, s=sparsity: compress_and_score(work, q, s))  # type: ignore[misc]
+            manifest = finish(name, make_recipe(quantiser, sparsity))
+            if quantiser and rows[name]["rounded"]:
+                finish(name_rounded(quantiser, sparsity), make_replay(manifest))
     text = make_table(rows, sparsities)
     (args.output / "quantisation.md").write_text(f"# {Path(work.model).name}\n\n```\n{text}\n```\n", encoding="utf-8")
     print(text)

@@ -22,11 +22,18 @@ from struprune_plugin.topology import find_groups, find_linear
 def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: dict) -> None:
     """Give the dense model the pruned one's weights at the manifest's indices, and zeros elsewhere."""
     settings = manifest["settings"]
+    sliced = dict(pruned.named_parameters())
+    for name, parameter in dense.named_parameters():
+        if parameter.shape == sliced[name].shape:  # norms, queries and keys: what a block's tuning may have changed
+            parameter.data.copy_(sliced[name].data)
     keep = {entry["name"]: torch.tensor(entry["keep"]) for entry in manifest["groups"]}
     fields = (settings["attention_unit"], settings["prune_ffn"], settings["targets"], settings["ignore"])
     for group in find_groups(dense, *fields):
-        source = find_linear(pruned.get_submodule(group.layer_name), group.consumer)
-        mask_group(dense.get_submodule(group.layer_name), group, keep[group.name], append_bias(*read_weight(source)))
+        source = pruned.get_submodule(group.layer_name)
+        new = {
+            name: append_bias(*read_weight(find_linear(source, name))) for name in (group.consumer, *group.producers)
+        }
+        mask_group(dense.get_submodule(group.layer_name), group, keep[group.name], new.pop(group.consumer), new)
 
 
 @torch.no_grad()

@@ -94,6 +94,14 @@ def _factorize(system: Tensor, where: str) -> Tensor:
     return factor
 
 
+def invert_gram(gram: Tensor, where: str) -> Tensor:
+    """Return the inverse of a damped Gram matrix.
+
+    :raises ValueError: it is singular; the message names ``where``
+    """
+    return torch.cholesky_inverse(_factorize(gram, where))
+
+
 def _describe_singular(where: str, condition: float, num_inputs: int) -> ValueError:
     return ValueError(
         f"{where}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, "
@@ -144,7 +152,12 @@ def expand_units(units: Tensor, width: int) -> Tensor:
 
 
 def eliminate_units(
-    damped: Moments, columns_per_unit: int, where: str, num_blocks: int = 1, num_remove: int | None = None
+    damped: Moments,
+    columns_per_unit: int,
+    where: str,
+    num_blocks: int = 1,
+    num_remove: int | None = None,
+    output_root: Tensor | None = None,
 ) -> Elimination:
     """Remove units one by one, each time the one whose removal raises the re-solved error least.
 
@@ -157,13 +170,15 @@ def eliminate_units(
     :param where: name of the linear, for the error
     :param num_blocks: equal runs of units that must keep the same number each (see :func:`order_units`)
     :param num_remove: units to remove; all where None, for curves that read off every prefix
+    :param output_root: R, to count an error e of the output as ``||R e||^2``, shape [d, d]; the identity where None. The
+        re-solved weights do not depend on it, the order does
     :return: the order, shape [num_remove]
     :raises ValueError: H is singular
     """
     num_units = (damped.gram.shape[0] - 1) // columns_per_unit
-    factor = _factorize(damped.gram, where)
-    inverse = torch.cholesky_inverse(factor)
-    weight = damped.cross @ inverse
+    inverse = invert_gram(damped.gram, where)
+    cross = damped.cross if output_root is None else output_root @ damped.cross
+    weight = cross @ inverse
     units = torch.arange(num_units, device=inverse.device)  # the original index of every unit still in memory
     alive = torch.ones(num_units, dtype=torch.bool, device=inverse.device)
     waiting = torch.ones(num_blocks, dtype=torch.bool, device=inverse.device)  # blocks yet to lose one this round
@@ -213,7 +228,87 @@ def _downdate(inverse: Tensor, weight: Tensor, unit: slice) -> None:
     inverse.diagonal()[unit] = 1
 
 
-def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:
+def swap_units(
+    damped: Moments,
+    keep: Tensor,
+    where: str,
+    num_blocks: int = 1,
+    max_swaps: int = 0,
+    output_root: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """Exchange a kept column for a removed one, each time the pair that lowers the re-solved error most, until none does.
+
+    With S kept, the sweep operator holds ``-H_SS^-1``, ``B = H_SS^-1 H_SR`` and the Schur complement s of the removed in one
+    matrix, and the weights W_S with the residual correlations r_R in another. Adding u and then dropping v changes the
+    error by ``-|r_u|^2 / s_uu + |W_v - r_u b_uv / s_uu|^2 / ((H_SS^-1)_vv + b_uv^2 / s_uu)``, exactly, for all pairs at
+    once; a swap is two rank-one updates. Source: the local search of OSSCAR (Meng et al., 2024), over single columns.
+
+    :param keep: sorted kept columns, shape [k], int64, one unit each
+    :param num_blocks: a swap stays within one of so many equal runs of columns
+    :param max_swaps: stop after so many
+    :param output_root: as in :func:`eliminate_units`
+    :return: (kept columns, sorted; swaps made)
+    """
+    size = damped.gram.shape[0] - 1
+    kept = torch.zeros(size + 1, dtype=torch.bool, device=keep.device)
+    kept[with_bias_index(keep, size)] = True
+    cross = damped.cross if output_root is None else output_root @ damped.cross
+    table, values = _sweep_all(damped.gram, cross, kept, where)
+    block = torch.arange(size, device=keep.device) // (size // num_blocks)
+    least = -1e-9 * (values[:, kept] * cross[:, kept]).sum()  # of what is explained: below it is rounding
+    swaps = 0
+    while swaps < max_swaps:
+        inside, outside = kept[:-1].nonzero().flatten(), (~kept[:-1]).nonzero().flatten()
+        if not len(inside) or not len(outside):
+            break
+        change = _find_changes(table, values, inside, outside)
+        change = change.masked_fill(block[outside][:, None] != block[inside], torch.inf)
+        best = int(change.argmin())
+        if not change.flatten()[best] < least:
+            break
+        u, v = int(outside[best // len(inside)]), int(inside[best % len(inside)])
+        _sweep(table, values, u, add=True)
+        _sweep(table, values, v, add=False)
+        kept[u], kept[v] = True, False
+        swaps += 1
+    return kept[:-1].nonzero().flatten(), swaps
+
+
+def _sweep_all(gram: Tensor, cross: Tensor, kept: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    """Return (table, values) of :func:`swap_units`, shapes [n + 1, n + 1] and [d, n + 1], with ``kept`` swept in."""
+    inverse = invert_gram(gram[kept][:, kept], where)
+    reach, weight = inverse @ gram[kept][:, ~kept], cross[:, kept] @ inverse
+    table, values = torch.empty_like(gram), torch.empty_like(cross)
+    rows, rest = kept.nonzero(), (~kept).nonzero()
+    table[rows, rows.T], table[rows, rest.T], table[rest, rows.T] = -inverse, reach, reach.T
+    table[rest, rest.T] = gram[~kept][:, ~kept] - gram[~kept][:, kept] @ reach
+    values[:, kept], values[:, ~kept] = weight, cross[:, ~kept] - weight @ gram[kept][:, ~kept]
+    return table, values
+
+
+def _find_changes(table: Tensor, values: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
+    """Return what every swap does to the error, shape [removed, kept]."""
+    schur, inverse = table.diagonal()[outside, None], -table.diagonal()[inside]
+    ratio = table[outside][:, inside] / schur
+    residual, weight = values[:, outside], values[:, inside]
+    gain = residual.square().sum(0)[:, None]
+    left = weight.square().sum(0) - 2 * ratio * (residual.T @ weight) + ratio.square() * gain
+    return left.clamp(min=0) / (inverse + ratio.square() * schur) - gain / schur
+
+
+def _sweep(table: Tensor, values: Tensor, k: int, add: bool) -> None:
+    """Take one column into the kept set, or out of it, in place."""
+    pivot, row, value = table[k, k].clone(), table[k].clone(), values[:, k].clone()
+    sign = 1 if add else -1
+    values.sub_(value[:, None] * (row / pivot))
+    table.sub_(row[:, None] * (row / pivot))
+    values[:, k], table[k], table[:, k] = sign * value / pivot, sign * row / pivot, sign * row / pivot
+    table[k, k] = -1 / pivot
+
+
+def measure_restored_curve(
+    damped: Moments, order: Tensor, columns_per_unit: int, where: str, output_root: Tensor | None = None
+) -> Tensor:
     """Return the re-solved error for every number of kept units, along one elimination order.
 
     With the inputs in the reverse of that order, one Cholesky factor L of H gives them all:
@@ -222,14 +317,17 @@ def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int
 
     :param order: units, first removed first, shape [units]
     :param where: name of the linear, for the error
+    :param output_root: as in :func:`eliminate_units`; the curve is then what exceeds the error with all units kept
     :return: damped error with k = 0 ... units kept, shape [units + 1], float64, never increasing
     """
     columns = expand_units(order.flip(0), columns_per_unit)
     bias = damped.gram.shape[0] - 1
     rows = torch.cat([columns.new_tensor([bias]), columns])
     factor = _factorize(damped.gram[rows][:, rows], where)
-    explained = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False).square().sum(1)
-    return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
+    parts = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False)
+    explained = (parts if output_root is None else parts @ output_root.T).square().sum(1)
+    energy = damped.target_energy if output_root is None else explained.sum()
+    return (energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
 
 
 def measure_deletion_curve(damped: Moments, weight: Tensor, order: Tensor, columns_per_unit: int) -> Tensor:
@@ -246,3 +344,9 @@ def measure_deletion_curve(damped: Moments, weight: Tensor, order: Tensor, colum
     quadratic = products.cumsum(0).cumsum(1).diagonal()
     linear = (weight[:, rows] * damped.cross[:, rows]).sum(0).cumsum(0)
     return (damped.target_energy - 2 * linear + quadratic)[::columns_per_unit].clamp(min=0)
+
+
+def find_root(matrix: Tensor) -> Tensor:
+    """Return the symmetric square root of a positive semidefinite matrix, shape [d, d], float64."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.T

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
 from torch import Tensor, nn
 
+from struprune_plugin.rotation import rotate_columns
 from struprune_plugin.solve import expand_units
+from struprune_plugin.statistics import append_bias
 from struprune_plugin.topology import UnitGroup, find_linear
 
 
@@ -38,11 +40,31 @@ def slice_group(
         setattr(layer.get_submodule(group.count_module), group.count_attribute, len(keep) // group.num_blocks)
 
 
-def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
+def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
+    """Rotate the values of every head in the linear that makes them and the one that reads them; the function stays.
+
+    :param group: of kind ``vo``
+    :param basis: orthogonal, rows are the new channels, shape [blocks, width, width], float64
+    """
+    producer, consumer = find_linear(layer, group.producers[0]), find_linear(layer, group.consumer)
+    rows = append_bias(*read_weight(producer))
+    columns = append_bias(*read_weight(consumer))
+    basis = basis.to(rows.device)
+    set_weight(producer, (basis @ rows.view(*basis.shape[:2], -1)).flatten(0, 1))
+    set_weight(consumer, rotate_columns(columns, basis, group.columns_per_unit))
+
+
+def mask_group(
+    layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
+) -> None:
     """Give a dense layer the function that :func:`slice_group` gives it, by zero columns instead of fewer.
 
     Parameters as in :func:`slice_group`. Shapes stay, so that masked and physical results can be compared.
     """
+    for name, new in (producers or {}).items():
+        rows = append_bias(*read_weight(find_linear(layer, name)))
+        rows[expand_units(keep.to(rows.device), len(rows) // group.num_units)] = new.to(rows)
+        set_weight(find_linear(layer, name), rows)
     consumer = find_linear(layer, group.consumer)
     masked = weight.new_zeros(weight.shape[0], group.num_columns)
     masked[:, expand_units(keep.to(weight.device), group.columns_per_unit)] = weight[:, :-1]

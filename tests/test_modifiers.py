@@ -9,10 +9,10 @@ from conftest import SHAPES, make_dataset, make_opt, run_oneshot, save_opt
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
+from eval.equivalence import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.modifiers.capture import find_tokens
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
-from struprune_plugin.surgery import mask_group
 from struprune_plugin.topology import find_groups
 
 
@@ -30,14 +30,10 @@ def assert_same_weights(first, second):
 @pytest.mark.parametrize("unit", ["head", "vo", "none"])
 def test_pruned_model_equals_the_dense_one_masked_with_the_same_indices(opt_folder, unit, tmp_path):
     out = tmp_path / "out"
-    pruned = run_oneshot(str(opt_folder), sparsity=0.3, attention_unit=unit, output_dir=str(out))
+    fields = {"sparsity": 0.3, "attention_unit": unit, "rotate_values": True, "sensitivity": "fisher"}
+    pruned = run_oneshot(str(opt_folder), **fields, allocation="error_curve", output_dir=str(out))
     masked = OPTForCausalLM.from_pretrained(opt_folder).eval()
-    entries = {entry["name"]: entry for entry in read_manifest(out)["groups"]}
-    for group in find_groups(masked, unit):
-        consumer = pruned.get_submodule(group.name)
-        bias = torch.zeros(consumer.out_features) if consumer.bias is None else consumer.bias
-        weight = torch.cat([consumer.weight, bias[:, None]], 1).detach()
-        mask_group(masked.get_submodule(group.layer_name), group, torch.tensor(entries[group.name]["keep"]), weight)
+    mask_dense(masked, pruned, read_manifest(out))
     ids = torch.randint(4, 2048, (3, 20), generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(pruned(ids).logits, masked(ids).logits, rtol=0, atol=1e-4)
 

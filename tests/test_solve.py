@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -15,6 +16,7 @@ from struprune_plugin.solve import (
     measure_restored_curve,
     order_units,
     solve_kept_weights,
+    swap_units,
 )
 from struprune_plugin.statistics import append_bias, measure_error
 
@@ -156,3 +158,45 @@ def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
     ):
         with pytest.raises(ValueError, match=r"layers\.3\.fc2: .*condition number .* got inf"):
             run()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_swap_units_never_raises_the_error_and_ends_where_no_swap_helps(seed, num_blocks):
+    _, _, damped = make_problem(n=8, d=2, seed=seed)
+    start = torch.tensor([0, 1, 4, 5])  # any start, two of each block
+    keep, swaps = swap_units(damped, start, "x", num_blocks, max_swaps=50)
+    error = _naive_restored_error(damped, keep.tolist())
+    assert error <= _naive_restored_error(damped, start.tolist()) * (1 + 1e-12)
+    assert (swaps == 0) == (keep.tolist() == start.tolist())
+    assert len(keep) == 4
+    if num_blocks == 2:
+        assert (keep < 4).sum() == 2
+    for u in set(range(8)) - set(keep.tolist()):
+        for v in keep.tolist():
+            if num_blocks == 1 or u // 4 == v // 4:
+                swapped = sorted({*keep.tolist(), u} - {v})
+                assert _naive_restored_error(damped, swapped) >= error * (1 - 1e-6)
+
+
+def _find_worst(damped, num_keep):
+    choices = itertools.combinations(range(damped.gram.shape[0] - 1), num_keep)
+    return list(max(choices, key=lambda columns: _naive_restored_error(damped, columns)))
+
+
+def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
+    _, _, damped = make_problem(n=8, d=2, seed=1)
+    start = _find_worst(damped, 4)
+    keep, swaps = swap_units(damped, torch.tensor(start), "x", max_swaps=1)
+    options = [sorted({*start, u} - {v}) for u in set(range(8)) - set(start) for v in start]
+    assert swaps == 1
+    assert keep.tolist() == min(options, key=lambda option: _naive_restored_error(damped, option))
+    assert swap_units(damped, torch.tensor(start), "x", max_swaps=0)[0].tolist() == start
+
+
+def test_swap_units_weighs_errors_of_the_output():
+    _, _, damped = make_problem(n=8, d=3, seed=3)
+    root = torch.diag(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
+    keep, _ = swap_units(damped, torch.tensor([0, 1, 2]), "x", max_swaps=50, output_root=root)
+    only = dataclasses.replace(damped, cross=damped.cross[2:])
+    assert keep.tolist() == swap_units(only, torch.tensor([0, 1, 2]), "x", max_swaps=50)[0].tolist()

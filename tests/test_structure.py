@@ -12,16 +12,17 @@ from conftest import ROOT, make_opt, run_oneshot
 from struprune_plugin import StruPruneModifier
 
 PACKAGE = ROOT / "struprune_plugin"
-NUMERIC = {"statistics", "importance", "allocation", "solve", "admm", "admm_attention"}
+NUMERIC = {"statistics", "importance", "allocation", "solve", "rotation", "admm", "admm_attention"}
 MAY_IMPORT = {  # room -> (rooms, third parties) that it may import; the rest may import anything below it
     "statistics": (set(), {"torch"}),
     "importance": ({"statistics"}, {"torch"}),
     "allocation": (set(), {"torch"}),
     "solve": ({"statistics"}, {"torch"}),
+    "rotation": ({"solve", "statistics"}, {"torch"}),
     "admm": ({"solve", "statistics"}, {"torch"}),
     "admm_attention": ({"solve", "statistics"}, {"torch"}),
     "topology": (set(), {"torch", "compressed_tensors"}),
-    "surgery": ({"solve", "topology"}, {"torch", "compressed_tensors"}),
+    "surgery": ({"rotation", "solve", "statistics", "topology"}, {"torch", "compressed_tensors"}),
     "export": ({"topology"}, {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru"}),
     "data": (set(), {"torch", "transformers", "datasets"}),
     "evaluation": (set(), {"torch", "transformers", "tqdm", "lm_eval"}),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from struprune_plugin.allocation import (
     RULES,
     GroupSize,
+    allocate_error_curves,
     allocate_global_threshold,
     check_budget,
     find_group_sparsity,
@@ -26,6 +27,7 @@ from struprune_plugin.importance import measure_attention_importance, measure_ml
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.rotation import order_directions, rotate_columns, rotate_moments
 from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
 from struprune_plugin.statistics import Moments, append_bias
 from struprune_plugin.surgery import read_weight
@@ -67,7 +69,7 @@ class SparsityAllocatorModifier(StructuredModifier):
             StruPruneModifier: {importance: obs}
     """
 
-    allocation: Literal["softmax", "softmax_inverse", "global_threshold"] = "softmax"
+    allocation: Literal["error_curve", "softmax", "softmax_inverse", "global_threshold"] = "softmax"
 
     _scores: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _importance: dict[str, float] = PrivateAttr(default_factory=dict)
@@ -114,12 +116,15 @@ class SparsityAllocatorModifier(StructuredModifier):
         self._observer = None
         self._plan = self._make_plan(state.model)
 
-    def run_nested(self, state: State, pipeline_options: dict[str, Any], snip: dict[str, Tensor]) -> Plan:
+    def run_nested(
+        self, state: State, pipeline_options: dict[str, Any], snip: dict[str, Tensor], roots: dict[str, Tensor]
+    ) -> Plan:
         """Make the plan in a session of its own, inside another modifier's: one more pass over the data.
 
         :param snip: gradient scores by group name, where measured already
+        :param roots: the same of the sensitivity
         """
-        self._nested, self._snip = True, snip
+        self._nested, self._snip, self._roots = True, snip, roots
         calibration = state.data.calib
         with create_session() as session:
             recipe = Recipe.from_modifiers([self])
@@ -147,11 +152,18 @@ class SparsityAllocatorModifier(StructuredModifier):
         consumer = find_linear(layer, group.consumer)
         weight = append_bias(*read_weight(consumer))
         damped = damp_moments(moments, weight, self.damping, consumer.bias is not None)
-        order, scores = self.rank_units(layer, group, moments, damped, group.num_units)
+        root = self._roots.get(group.name)
+        if self.rotates(group):
+            rotation = self.rank_directions(group, damped)
+            damped = rotate_moments(damped, rotation.basis, group.columns_per_unit)
+            weight = rotate_columns(weight, rotation.basis, group.columns_per_unit)
+            order, scores = order_directions(rotation)
+        else:
+            order, scores = self.rank_units(layer, group, moments, damped, group.num_units)
         if self.restoration == "none":
             curve = measure_deletion_curve(damped, weight, order, group.columns_per_unit)
         else:  # ADMM too starts from and closes with the least-squares solve
-            curve = measure_restored_curve(damped, order, group.columns_per_unit, group.name)
+            curve = measure_restored_curve(damped, order, group.columns_per_unit, group.name, root)
         self._curves[group.name] = curve.cpu()
         self._scores[group.name] = scores.cpu()
         if self.allocation != "softmax_inverse":
@@ -175,6 +187,8 @@ class SparsityAllocatorModifier(StructuredModifier):
         share = find_group_sparsity(sizes, num_prunable, self.sparsity)
         if self.allocation == "global_threshold":
             return self._make_threshold_plan(sizes, share)
+        if self.allocation == "error_curve":
+            return self._make_curve_plan(sizes, share)
         best, candidates = search_temperature(
             sizes,
             [self._importance[group.name] for group in self._groups],
@@ -209,4 +223,12 @@ class SparsityAllocatorModifier(StructuredModifier):
         check_budget(sizes, kept, share)
         retention = {s.name: min(max(float(part.mean()), 0.0), 1.0) for s, part in zip(sizes, scores, strict=True)}
         record = {"method": self.allocation, "as_printed": self.as_printed, "retention": retention}
+        return Plan({size.name: count for size, count in zip(sizes, kept, strict=True)}, record)
+
+    def _make_curve_plan(self, sizes: list[GroupSize], share: float) -> Plan:
+        curves = [self._curves[size.name] for size in sizes]
+        kept = allocate_error_curves(sizes, curves, (1 - share) * sum(size.num_parameters for size in sizes))
+        check_budget(sizes, kept, share)
+        loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
+        record = {"method": self.allocation, "error": loss, "sensitivity": self.sensitivity}
         return Plan({size.name: count for size, count in zip(sizes, kept, strict=True)}, record)

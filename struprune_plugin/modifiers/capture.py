@@ -224,6 +224,10 @@ class LayerObserver:
                 call.repeat(layer)
                 yield self._make_visit(group, take(group), call, index)
 
+    def list_block_pairs(self) -> tuple[list[LayerCall], list[Tensor]]:
+        """Return the layer's calls on the pruned path, and its dense outputs on the dense path, by batch, on the host."""
+        return self._calls, self._next_dense
+
     def finish_layer(self) -> None:
         """Forget the layer; its dense outputs become the next layer's dense inputs."""
         self._dense, self._next_dense = self._next_dense, []

@@ -23,7 +23,9 @@ from struprune_plugin.modifiers.admm import ADMMSettings, score_by_admm
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_calibration, check_order, check_weights
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
-from struprune_plugin.solve import Elimination, eliminate_units, expand_units, order_units
+from struprune_plugin.modifiers.sensitivity import measure_fisher
+from struprune_plugin.rotation import Rotation, eliminate_directions
+from struprune_plugin.solve import Elimination, eliminate_units, expand_units, find_root, order_units
 from struprune_plugin.statistics import Moments, append_bias
 from struprune_plugin.surgery import check_sliceable, read_weight
 from struprune_plugin.topology import (
@@ -53,6 +55,10 @@ class StructuredModifier(Modifier):
     :param temperature: of the softmax rules, relative to std(I) (R8); a list is searched by error (R9)
     :param rho: attention's factor in Algorithm 3; cancels under a relative temperature, kept for completeness
     :param gamma: decay of importance with depth in Algorithm 3
+    :param sensitivity: ``fisher`` weighs errors of a module's output by the Fisher information there, in ``obs`` and in
+        error curves, see :func:`~struprune_plugin.modifiers.sensitivity.measure_fisher`
+    :param sensitivity_samples: calibration sequences that measure it
+    :param rotate_values: with ``vo``, rotate every head's values first, so that few channels carry what matters
     :param max_sparsity: clip of a module's sparsity in Algorithms 2 and 3
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
     :param alpha: weight of ADMM's linear terms, above 0 (paper, Algorithm 4; method.md section 7)
@@ -86,10 +92,14 @@ class StructuredModifier(Modifier):
     admm_learning_rate: float = Field(default=0.05, gt=0, allow_inf_nan=False)
     attention_method: Literal[1, 2] = 2
     allocation: str = "uniform"
+    sensitivity: Literal["fisher", "none"] = "none"
+    sensitivity_samples: int = Field(default=16, ge=1)
+    rotate_values: bool = False
 
     _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
     _query_key: tuple[str, str] = PrivateAttr(default=("", ""))
     _snip: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # by group name, from the dense model
+    _roots: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # of the sensitivity, by group name
     _observer: LayerObserver | None = PrivateAttr(default=None)
     _stages: dict[str, dict[str, float]] = PrivateAttr(default_factory=dict)
 
@@ -187,6 +197,10 @@ class StructuredModifier(Modifier):
             check_gradient_memory(model, next(iter(loader))["input_ids"].shape)
             with self.stage("gradients"):
                 self._snip = measure_snip(model, loader, self._groups)
+        if self.sensitivity != "none" and not self._roots:
+            with self.stage("sensitivity"):
+                fisher = measure_fisher(model, loader, self._groups, self.sensitivity_samples)
+                self._roots = {name: find_root(matrix) for name, matrix in fisher.items()}
 
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Handle an event of the host; leave no hooks behind if it fails."""
@@ -252,6 +266,15 @@ class StructuredModifier(Modifier):
         stage["seconds"] += time.perf_counter() - start
         stage["peak_bytes"] = max(stage["peak_bytes"], measure_peak_bytes())
 
+    def rotates(self, group: UnitGroup) -> bool:
+        """Tell whether the values of a group are rotated before channels go."""
+        return self.rotate_values and group.kind == "vo"
+
+    def rank_directions(self, group: UnitGroup, damped: Moments) -> Rotation:
+        return eliminate_directions(
+            damped, group.num_blocks, group.columns_per_unit, group.name, self._roots.get(group.name)
+        )
+
     def rank_units(
         self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments, num_remove: int
     ) -> tuple[Tensor, Tensor]:
@@ -262,7 +285,7 @@ class StructuredModifier(Modifier):
         """
         if self.importance == "obs":
             elimination: Elimination = eliminate_units(
-                damped, group.columns_per_unit, group.name, group.num_blocks, num_remove
+                damped, group.columns_per_unit, group.name, group.num_blocks, num_remove, self._roots.get(group.name)
             )
             scores = elimination.increase.new_full((group.num_units,), torch.inf)
             scores[elimination.order] = elimination.increase

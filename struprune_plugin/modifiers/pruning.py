@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from llmcompressor.core import Event, State
 from loguru import logger
-from pydantic import PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,9 +20,11 @@ from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
 from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
 from struprune_plugin.modifiers.checks import check_alone, check_group_sizes, describe_weights, list_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
-from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights
+from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
+from struprune_plugin.rotation import Rotation, order_directions, rotate_columns, rotate_moments
+from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights, swap_units
 from struprune_plugin.statistics import Moments, append_bias, measure_error, with_bias_index
-from struprune_plugin.surgery import read_weight, set_weight, slice_group
+from struprune_plugin.surgery import read_weight, rotate_group, set_weight, slice_group
 from struprune_plugin.topology import (
     UnitGroup,
     count_prunable_parameters,
@@ -47,6 +49,11 @@ class StruPruneModifier(StructuredModifier):
     :param target: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
         ``local`` (the module's own output on the pruned path's inputs)
+    :param max_swaps: after the elimination, exchange at most so many kept units of a module for removed ones, while the
+        re-solved error falls; for units of one column that were not rotated
+    :param tuning_epochs: passes over the calibration data in which every layer, once pruned, is tuned towards the dense
+        one's output, see :func:`~struprune_plugin.modifiers.tuning.tune_layer`; 0 leaves it as solved
+    :param tuning_learning_rate: of Adam, relative to the root mean square of every parameter
     :param replay: a ``struprune.json`` whose kept units and settings to repeat on the same calibration data
 
     Example recipe::
@@ -57,9 +64,12 @@ class StruPruneModifier(StructuredModifier):
               sparsity: 0.2
     """
 
-    allocation: Literal["uniform", "softmax", "softmax_inverse", "global_threshold"] = "uniform"
+    allocation: Literal["uniform", "error_curve", "softmax", "softmax_inverse", "global_threshold"] = "uniform"
     target: Literal["residual", "block", "local"] = "residual"
     replay: str | None = None
+    max_swaps: int = Field(default=0, ge=0)
+    tuning_epochs: int = Field(default=0, ge=0)
+    tuning_learning_rate: float = Field(default=0.02, gt=0, allow_inf_nan=False)
 
     _num_prunable: int = PrivateAttr(default=0)
     _pipeline_options: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -71,6 +81,7 @@ class StruPruneModifier(StructuredModifier):
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
     _plan: Plan | None = PrivateAttr(default=None)
     _changed: bool = PrivateAttr(default=False)
+    _tuning: dict[str, Any] = PrivateAttr(default_factory=dict)  # by layer
     _records: list[dict[str, Any]] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="before")
@@ -86,6 +97,15 @@ class StruPruneModifier(StructuredModifier):
                     f"replay: {name} must be {settings[name]!r} as in {values['replay']}, got {values[name]!r}. Leave it out."
                 )
         return {**settings, **values}
+
+    @model_validator(mode="after")
+    def _check_tuning(self) -> StruPruneModifier:
+        if self.tuning_epochs and self.target == "local":
+            raise ValueError(
+                f"tuning_epochs must be 0 where target is local, got {self.tuning_epochs}: no dense path is run to learn "
+                "from. Set target: residual."
+            )
+        return self
 
     # -- lifecycle ------------------------------------------------------------------------------------------------
 
@@ -136,6 +156,8 @@ class StruPruneModifier(StructuredModifier):
                 with self.stage("statistics"):
                     moments = self._observer.collect_moments(layer, group, progress)
                 self._prune_group(layer, group, moments)
+            if self.tuning_epochs and self._changed:
+                self._tune_layer(name, layer)
             self._observer.finish_layer()
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -220,7 +242,7 @@ class StruPruneModifier(StructuredModifier):
             return self._stage_before.plan
         logger.info(f"allocation pass ({self.allocation}) over the dense model")
         shared = {name: value for name, value in self.dump_fields().items() if name in StructuredModifier.model_fields}
-        return SparsityAllocatorModifier(**shared).run_nested(state, self._pipeline_options, self._snip)
+        return SparsityAllocatorModifier(**shared).run_nested(state, self._pipeline_options, self._snip, self._roots)
 
     def _read_replay(self, path: str) -> Plan:
         """Take the kept units of a manifest, and make the saved recipe independent of that file."""
@@ -266,7 +288,14 @@ class StruPruneModifier(StructuredModifier):
         self._changed = self._changed or num_keep < group.num_units
         with self.stage("select and solve"):
             damped = damp_moments(moments, dense, self.damping, consumer.bias is not None)
-            keep, scores = self._select_units(layer, group, moments, damped, num_keep)
+            rotation = None
+            if self.rotates(group) and num_keep < group.num_units:
+                rotation = self.rank_directions(group, damped)
+                rotate_group(layer, group, rotation.basis)
+                moments, damped = (rotate_moments(m, rotation.basis, group.columns_per_unit) for m in (moments, damped))
+                dense = rotate_columns(dense, rotation.basis, group.columns_per_unit)
+            keep, scores = self._select_units(layer, group, moments, damped, num_keep, rotation)
+            keep, swaps = self._swap_units(group, damped, keep)
             columns = expand_units(keep, group.columns_per_unit)
             deleted = dense[:, with_bias_index(columns, group.num_columns)]
             weight, condition = deleted, None
@@ -295,11 +324,20 @@ class StruPruneModifier(StructuredModifier):
                 "scores": _summarize_scores(scores, keep),
                 "error_before": errors[0],
                 "error_after": errors[-1],
+                "swaps": swaps,
                 "admm": admm,
                 "condition_number": condition,
                 "keep": keep.tolist(),
             }
         )
+
+    def _tune_layer(self, name: str, layer: nn.Module) -> None:
+        """Tune a pruned layer towards the dense one's output, and add to the records of its groups."""
+        assert self._observer is not None
+        calls, wanted = self._observer.list_block_pairs()
+        settings = TuningSettings(self.tuning_epochs, self.tuning_learning_rate)
+        with self.stage("tuning"):
+            self._tuning[name] = tune_layer(layer, calls, wanted, settings, name)
 
     def _run_admm(
         self, layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor
@@ -327,16 +365,35 @@ class StruPruneModifier(StructuredModifier):
         return solved.weight, {"objective": result.objective, "error_after": error}
 
     def _select_units(
-        self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments, num_keep: int
+        self,
+        layer: nn.Module,
+        group: UnitGroup,
+        moments: Moments,
+        damped: Moments,
+        num_keep: int,
+        rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (kept units, scores); no scores where nothing had to be ranked."""
+        """Return (kept units, scores); no scores where nothing had to be ranked.
+
+        :param rotation: what the values were rotated by, which gives the order
+        """
         device = damped.gram.device
         if self._replayed:
             return torch.tensor(self._replayed["keep"][group.name], device=device), None
         if num_keep == group.num_units:
             return torch.arange(num_keep, device=device), None
-        order, scores = self.rank_units(layer, group, moments, damped, group.num_units - num_keep)
+        if rotation is not None:
+            order, scores = order_directions(rotation)
+        else:
+            order, scores = self.rank_units(layer, group, moments, damped, group.num_units - num_keep)
         return keep_last(order, group.num_units, num_keep), scores
+
+    def _swap_units(self, group: UnitGroup, damped: Moments, keep: Tensor) -> tuple[Tensor, int]:
+        """Search for better units by swaps, where one was asked for and units are single columns; also count the swaps."""
+        if not self.max_swaps or self._replayed or self.rotates(group) or group.columns_per_unit > 1:
+            return keep, 0
+        root = self._roots.get(group.name)
+        return swap_units(damped, keep, group.name, group.num_blocks, self.max_swaps, root)
 
     # -- manifest -------------------------------------------------------------------------------------------------
 
@@ -370,6 +427,7 @@ class StruPruneModifier(StructuredModifier):
             if torch.cuda.is_available()
             else "process resident bytes, sampled",
             "stages": stages,
+            "tuning": self._tuning,
             "groups": self._records,
         }
 

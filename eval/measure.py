@@ -64,6 +64,11 @@ def measure_peak_bytes(model: torch.nn.Module, run: Callable[[], object]) -> int
         base = torch.cuda.memory_allocated()
         run()
         return weights + torch.cuda.max_memory_allocated() - base
+    return weights + count_live_bytes(run)
+
+
+def count_live_bytes(run: Callable[[], object]) -> int:
+    """Return the bytes of all tensors made during one run and alive together, at their peak; on any device."""
     with _LiveBytes() as account:
         run()
-    return weights + account.peak
+    return account.peak

@@ -20,7 +20,13 @@ DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.js
 HUB_DATASETS: dict[
     str, dict[str, Any]
 ] = {  # short names of the data sets that pruning papers use -> arguments of load_dataset
-    "c4": {"path": "allenai/c4", "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}},
+    "c4": {
+        "path": "allenai/c4",
+        "data_files": {
+            "train": "en/c4-train.00000-of-01024.json.gz",
+            "validation": "en/c4-validation.00000-of-00008.json.gz",
+        },
+    },
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"},
 }
 
@@ -52,17 +58,18 @@ def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
     return texts
 
 
-def stream_texts(source: str | os.PathLike, text_column: str = "text") -> Iterable[str]:
-    """Return the texts of a local JSON-lines file or, streamed, of a hub data set's training split.
+def stream_texts(source: str | os.PathLike, text_column: str = "text", split: str = "train") -> Iterable[str]:
+    """Return the texts of a local JSON-lines file or, streamed, of one split of a hub data set.
 
     :param source: a file, ``c4``, ``wikitext2`` or any hub name
+    :param split: of a hub data set
     :raises ValueError: neither a file nor a data set that can be loaded; no such column
     """
     if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
         return read_texts(source, text_column)
     name = os.fspath(source)
     try:
-        rows = load_dataset(**HUB_DATASETS.get(name, {"path": name}), split="train", streaming=True)
+        rows = load_dataset(**HUB_DATASETS.get(name, {"path": name}), split=split, streaming=True)
         columns = next(iter(rows)).keys()
     except Exception as error:  # load_dataset raises whatever its many back ends raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

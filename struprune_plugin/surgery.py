@@ -6,7 +6,8 @@ change or ``.data =`` would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from struprune_plugin.rotation import rotate_columns
 from struprune_plugin.solve import expand_units
 from struprune_plugin.statistics import append_bias
-from struprune_plugin.topology import UnitGroup, find_linear
+from struprune_plugin.topology import UnitGroup, find_family, find_linear, list_linears
 
 
 def slice_group(
@@ -90,6 +91,38 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
     if hasattr(linear, "quantization_scheme"):  # a quantiser later in the recipe has sized its parameters already
         assert linear.quantization_status <= QuantizationStatus.INITIALIZED  # type: ignore[operator]
         initialize_module_for_quantization(linear, force_zero_point=hasattr(linear, "weight_zero_point"))
+
+
+@dataclass(frozen=True)
+class LayerCopy:
+    """What :func:`slice_group` changes of a decoder layer, on the host.
+
+    :param linears: (weight, bias) by name
+    :param counts: sizes kept in attributes, by module and attribute
+    """
+
+    linears: dict[str, tuple[Tensor, Tensor | None]]
+    counts: dict[tuple[str, str], int]
+
+
+def copy_layer(model: nn.Module, layer: nn.Module, groups: Sequence[UnitGroup]) -> LayerCopy:
+    """Take down all linears of a decoder layer, and the sizes that its groups keep in attributes."""
+
+    def hold(tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", copy=True)
+
+    linears = {name: read_weight(find_linear(layer, name)) for name in list_linears(find_family(model))}
+    held = {name: (hold(weight), None if bias is None else hold(bias)) for name, (weight, bias) in linears.items()}
+    places = [(group.count_module, group.count_attribute) for group in groups if group.count_attribute]
+    return LayerCopy(held, {(m, name): getattr(layer.get_submodule(m), name) for m, name in places})
+
+
+def restore_layer(layer: nn.Module, copy: LayerCopy) -> None:
+    """Undo :func:`slice_group` and :func:`set_weight`, to the bit."""
+    for name, (weight, bias) in copy.linears.items():
+        _set_parameters(find_linear(layer, name), weight, bias)
+    for (module, name), count in copy.counts.items():
+        setattr(layer.get_submodule(module), name, count)
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:

@@ -239,6 +239,120 @@ def test_allocator_does_not_count_padding(opt, tmp_path):
         assert second[name] == pytest.approx(value, rel=1e-3)
 
 
+FULL_SEARCH = {"sparsity": 0.3, "allocation": "softmax", "search": "full", "importance": "wanda"}
+
+
+def _measure_total_error(folder):
+    return sum(group["error_after"] * group["target_energy"] for group in read_manifest(folder)["groups"])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attention_unit": "vo"}, {"attention_unit": "head", "restoration": "admm", "target": "block"}]
+)
+def test_full_search_takes_the_temperature_of_least_error_over_whole_prunings(opt, fields, tmp_path):
+    """R9, against as many runs of their own, each with one temperature."""
+    grid = [0.3, 1.0, 8.0]
+    found = run_oneshot(str(opt), **FULL_SEARCH, **fields, temperature=grid, output_dir=str(tmp_path / "full"))
+    alone = {}
+    for value in grid:
+        out = tmp_path / f"T{value}"
+        model = run_oneshot(
+            str(opt), **FULL_SEARCH | fields | {"search": "moments"}, temperature=value, output_dir=str(out)
+        )
+        alone[value] = (_measure_total_error(out), model)
+    allocation = read_manifest(tmp_path / "full")["allocation"]
+    errors = [alone[value][0] for value in grid]
+    assert allocation["search"] == "full"
+    assert [row["temperature"] for row in allocation["searched"]] == grid
+    assert [row["error"] for row in allocation["searched"]] == pytest.approx(errors, rel=1e-6)
+    assert len(set(errors)) > 1
+    assert allocation["temperature"] == min(grid, key=lambda value: alone[value][0])
+    assert_same_weights(found, alone[allocation["temperature"]][1])
+
+
+def test_full_search_reports_the_moments_curve_too(opt, tmp_path):
+    for search in ("full", "moments"):
+        fields = FULL_SEARCH | {"search": search, "temperature": [0.3, 8.0]}
+        run_oneshot(str(opt), **fields, output_dir=str(tmp_path / search))
+    full, moments = (read_manifest(tmp_path / name) for name in ("full", "moments"))
+    by_moments = [row["error_by_moments"] for row in full["allocation"]["searched"]]
+    assert by_moments == [row["error"] for row in moments["allocation"]["searched"]]
+    assert [stage["name"] for stage in full["stages"]][:2] == ["allocate", "search"]
+
+
+@pytest.mark.parametrize("unit", ["head", "vo"])
+@pytest.mark.parametrize("restoration", ["least_squares", "admm"])
+def test_a_rehearsal_leaves_the_model_as_it_was(opt, unit, restoration, monkeypatch):
+    """Nothing but the final pruning changes the model: weights, sizes and function are dense before it."""
+    seen = []
+    search = StruPruneModifier._search_fully
+
+    def check(modifier, state, plan):
+        before, ids = weights_of(state.model), torch.arange(4, 30)[None]
+        logits = state.model(ids).logits
+        plan = search(modifier, state, plan)
+        after = weights_of(state.model)
+        seen.append(before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before))
+        seen.append(torch.equal(logits, state.model(ids).logits))
+        return plan
+
+    monkeypatch.setattr(StruPruneModifier, "_search_fully", check)
+    run_oneshot(str(opt), **FULL_SEARCH, attention_unit=unit, restoration=restoration, temperature=[0.3, 8.0])
+    assert seen == [True, True]
+
+
+def test_a_rehearsal_that_fails_gives_the_layer_back(opt, monkeypatch):
+    model = OPTForCausalLM.from_pretrained(opt)
+    before = weights_of(model)
+    finish = StruPruneModifier._prune_group
+
+    def fail(modifier, layer, group, moments):
+        finish(modifier, layer, group, moments)
+        if group.layer_index == 1 and group.kind == "ffn":
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(StruPruneModifier, "_prune_group", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        run_oneshot(model, **FULL_SEARCH, tokenizer=str(opt))
+    after = weights_of(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_full_search_quantises_later_and_replays(opt, tmp_path):
+    first = run_oneshot(str(opt), **FULL_SEARCH, temperature=[0.3, 8.0], output_dir=str(tmp_path / "out"))
+    assert_same_weights(first, run_oneshot(str(opt), replay=str(tmp_path / "out")))
+    stages = {
+        "prune_stage": {"prune_modifiers": {"StruPruneModifier": FULL_SEARCH | {"temperature": [0.3, 8.0]}}},
+        "quantise_stage": {"quantise_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "scheme": "W8A8"}}},
+    }
+    stages["quantise_stage"]["quantise_modifiers"]["QuantizationModifier"]["ignore"] = ["lm_head"]
+    run_oneshot(str(opt), recipe=yaml.safe_dump(stages), output_dir=str(tmp_path / "quantised"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised")
+    assert model(torch.arange(4, 30)[None]).logits.isfinite().all()
+
+
+def test_full_search_is_refused_where_it_means_nothing(opt):
+    with pytest.raises(ValueError, match="search must be moments for allocation: uniform"):
+        StruPruneModifier(sparsity=0.3, allocation="uniform", search="full")
+    with pytest.raises(ValueError, match="search must be moments for allocation: global_threshold"):
+        StruPruneModifier(sparsity=0.3, allocation="global_threshold", importance="closed_form", search="full")
+    with pytest.raises(ValueError, match="search must be moments in an allocator stage"):
+        SparsityAllocatorModifier(sparsity=0.3, search="full")
+    stages = [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(allocation="softmax", search="full")]
+    with pytest.raises(
+        ValueError, match="search must be moments where a SparsityAllocatorModifier stage makes the plan"
+    ):
+        run_oneshot(str(opt), recipe=stages)
+
+
+def test_an_allocator_stage_has_its_seconds_in_the_manifest(opt, tmp_path):
+    stages = [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier()]
+    run_oneshot(str(opt), recipe=stages, output_dir=str(tmp_path / "out"))
+    (stage,) = [stage for stage in read_manifest(tmp_path / "out")["stages"] if stage["name"] == "allocate"]
+    assert stage["seconds"] > 0
+    assert stage["peak_bytes"] > 0
+
+
 def test_softmax_spares_what_matters_and_gamma_decays_with_depth(opt, tmp_path):
     run_oneshot(str(opt), sparsity=0.4, allocation="softmax", temperature=0.5, output_dir=str(tmp_path / "softmax"))
     manifest = read_manifest(tmp_path / "softmax")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmcompressor.args import DatasetArguments
-from llmcompressor.core import Event, State, create_session
-from llmcompressor.pipelines import SequentialPipeline
-from llmcompressor.recipe import Recipe
+from llmcompressor.core import Event, State
 from loguru import logger
 from pydantic import PrivateAttr, model_validator
 from torch import Tensor, nn
 
 from struprune_plugin.allocation import (
     RULES,
+    Candidate,
     GroupSize,
     allocate_error_curves,
     allocate_global_threshold,
@@ -40,10 +39,12 @@ class Plan:
 
     :param kept: units by group name
     :param record: for the manifest
+    :param candidates: the temperatures searched, kept counts in the order of the groups; none without a search
     """
 
     kept: dict[str, int]
     record: dict[str, Any]
+    candidates: tuple[Candidate, ...] = ()
 
 
 class SparsityAllocatorModifier(StructuredModifier):
@@ -75,6 +76,8 @@ class SparsityAllocatorModifier(StructuredModifier):
     _importance: dict[str, float] = PrivateAttr(default_factory=dict)
     _curves: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _nested: bool = PrivateAttr(default=False)
+    _started: float = PrivateAttr(default=0.0)
+    _seconds: float = PrivateAttr(default=0.0)
     _plan: Plan | None = PrivateAttr(default=None)
 
     @property
@@ -82,10 +85,20 @@ class SparsityAllocatorModifier(StructuredModifier):
         """The plan, once the calibration pass of this stage is over."""
         return self._plan
 
+    @property
+    def measured(self) -> dict[str, float]:
+        """Seconds of the calibration pass and the peak bytes of its steps, once it is over."""
+        return {"seconds": self._seconds, "peak_bytes": max(stage["peak_bytes"] for stage in self._stages.values())}
+
     @model_validator(mode="after")
     def _check_required(self) -> SparsityAllocatorModifier:
         if self.sparsity is None:
             raise ValueError("sparsity must be given: the allocator spreads it over the layers.")
+        if self.search == "full":
+            raise ValueError(
+                "search must be moments in an allocator stage, got full, which prunes and so needs the pruning stage's fields. "
+                "Give StruPruneModifier the allocation and search: full, without an allocator stage."
+            )
         return self
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
@@ -99,6 +112,7 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
+        self._started = time.perf_counter()
         self.measure_saliency(state.model, state.data.calib)
         self._observer = LayerObserver("local", all_groups=True)
         self.watch_layers(state.model, self._observer)
@@ -115,6 +129,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         self.remove_hooks()
         self._observer = None
         self._plan = self._make_plan(state.model)
+        self._seconds = time.perf_counter() - self._started
 
     def run_nested(
         self, state: State, pipeline_options: dict[str, Any], snip: dict[str, Tensor], roots: dict[str, Tensor]
@@ -125,12 +140,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         :param roots: the same of the sensitivity
         """
         self._nested, self._snip, self._roots = True, snip, roots
-        calibration = state.data.calib
-        with create_session() as session:
-            recipe = Recipe.from_modifiers([self])
-            session.initialize(model=state.model, recipe=recipe, calib_data=calibration, copy_data=False)
-            SequentialPipeline()(state.model, calibration, DatasetArguments(**pipeline_options, propagate_error=False))
-            session.finalize()
+        self.run_alone(state, pipeline_options, propagate_error=False)
         assert self._plan is not None
         return self._plan
 
@@ -211,11 +221,13 @@ class SparsityAllocatorModifier(StructuredModifier):
         record = {
             "method": self.allocation,
             "as_printed": self.as_printed,
+            "search": "moments",
             "temperature": best.temperature,
             "searched": [{"temperature": c.temperature, "error": c.loss} for c in candidates],
             "importance": {group.name: self._importance[group.name] for group in self._groups},
         }
-        return Plan({size.name: count for size, count in zip(sizes, best.kept, strict=True)}, record)
+        kept = {size.name: count for size, count in zip(sizes, best.kept, strict=True)}
+        return Plan(kept, record, tuple(candidates))
 
     def _make_threshold_plan(self, sizes: list[GroupSize], share: float) -> Plan:
         scores = [self._scores[size.name] for size in sizes]

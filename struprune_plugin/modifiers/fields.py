@@ -10,8 +10,11 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from llmcompressor.core import Event, State
+from llmcompressor.args import DatasetArguments
+from llmcompressor.core import Event, State, create_session
 from llmcompressor.modifiers import Modifier
+from llmcompressor.pipelines import SequentialPipeline
+from llmcompressor.recipe import Recipe
 from loguru import logger
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
@@ -53,6 +56,8 @@ class StructuredModifier(Modifier):
     :param restoration: ``least_squares`` re-solves the consumers, ``admm`` then the producers too, ``none`` deletes only
     :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix
     :param temperature: of the softmax rules, relative to std(I) (R8); a list is searched by error (R9)
+    :param search: how a temperature's error is found: ``moments`` reads it off every module's error curve on the dense path,
+        ``full`` reruns the whole pruning at every temperature and gives the weights back (R9)
     :param rho: attention's factor in Algorithm 3; cancels under a relative temperature, kept for completeness
     :param gamma: decay of importance with depth in Algorithm 3
     :param sensitivity: ``fisher`` weighs errors of a module's output by the Fisher information there, in ``obs`` and in
@@ -81,6 +86,7 @@ class StructuredModifier(Modifier):
     restoration: Literal["least_squares", "admm", "none"] = "least_squares"
     damping: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
+    search: Literal["moments", "full"] = "moments"
     rho: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     gamma: float = Field(default=0.9, gt=0, le=1)
     max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
@@ -221,6 +227,19 @@ class StructuredModifier(Modifier):
         except BaseException:
             self.clean_up()
             raise
+
+    def run_alone(self, state: State, pipeline_options: dict[str, Any], propagate_error: bool) -> None:
+        """Run this modifier in a session of its own, inside another modifier's: one more pass over its data.
+
+        :param propagate_error: whether a layer sees the outputs of the changed layers before it, or of the dense ones
+        """
+        calibration = state.data.calib
+        options = DatasetArguments(**pipeline_options, propagate_error=propagate_error)
+        with self._clean_on_error(), create_session() as session:
+            recipe = Recipe.from_modifiers([self])
+            session.initialize(model=state.model, recipe=recipe, calib_data=calibration, copy_data=False)
+            SequentialPipeline()(state.model, calibration, options)
+            session.finalize()
 
     def groups_of(self, layer_name: str) -> list[UnitGroup]:
         return [group for group in self._groups if group.layer_name == layer_name]

@@ -405,6 +405,11 @@ class LoRARecoveryModifier(Modifier):
     _began: float = PrivateAttr(default=0.0)
     _record: dict[str, Any] = PrivateAttr(default_factory=dict)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the manifest tells of the training; empty before it."""
+        return self._record
+
     @model_validator(mode="after")
     def _check_fields(self) -> LoRARecoveryModifier:
         if self.start is not None or self.end is not None:

@@ -24,7 +24,15 @@ from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
 from struprune_plugin.rotation import Rotation, order_directions, rotate_columns, rotate_moments
 from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights, swap_units
 from struprune_plugin.statistics import Moments, append_bias, measure_error, with_bias_index
-from struprune_plugin.surgery import read_weight, rotate_group, set_weight, slice_group
+from struprune_plugin.surgery import (
+    LayerCopy,
+    copy_layer,
+    read_weight,
+    restore_layer,
+    rotate_group,
+    set_weight,
+    slice_group,
+)
 from struprune_plugin.topology import (
     UnitGroup,
     count_prunable_parameters,
@@ -82,6 +90,8 @@ class StruPruneModifier(StructuredModifier):
     _plan: Plan | None = PrivateAttr(default=None)
     _changed: bool = PrivateAttr(default=False)
     _tuning: dict[str, Any] = PrivateAttr(default_factory=dict)  # by layer
+    _rehearsed: Plan | None = PrivateAttr(default=None)  # of a rehearsal, which gives every layer its weights back
+    _pruned: tuple[nn.Module, LayerCopy] | None = PrivateAttr(default=None)  # a rehearsal's last layer, as it was
     _records: list[dict[str, Any]] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="before")
@@ -104,6 +114,15 @@ class StruPruneModifier(StructuredModifier):
             raise ValueError(
                 f"tuning_epochs must be 0 where target is local, got {self.tuning_epochs}: no dense path is run to learn "
                 "from. Set target: residual."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_search(self) -> StruPruneModifier:
+        if self.search == "full" and not self.allocation.startswith("softmax"):
+            raise ValueError(
+                f"search must be moments for allocation: {self.allocation}, which has no temperature, got full. "
+                "Set allocation: softmax or softmax_inverse, or leave search out."
             )
         return self
 
@@ -137,8 +156,7 @@ class StruPruneModifier(StructuredModifier):
         self._started = time.perf_counter()
         self.measure_saliency(state.model, state.data.calib)
         if self._plan is None:
-            with self.stage("allocate"):
-                self._plan = self._make_late_plan(state)
+            self._plan = self._make_late_plan(state)
             check_group_sizes(self._groups, self._plan.kept)
         adopt_attention(state.model)
         self._observer = LayerObserver(self.target)
@@ -149,8 +167,11 @@ class StruPruneModifier(StructuredModifier):
     def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:
         assert self._observer is not None
         num_layers = len(find_decoder_layers(state.model))
+        self._restore_pruned()
         for name, layer in self.find_finished_layers(state.model, modules):
             self._check_calibration_is_replayed()
+            if self._rehearsed is not None:
+                self._pruned = (layer, copy_layer(state.model, layer, self.groups_of(name)))
             for group in self.groups_of(name):
                 progress = f"({group.layer_index + 1}/{num_layers}): {group.consumer.split('.')[-1]} statistics"
                 with self.stage("statistics"):
@@ -162,6 +183,7 @@ class StruPruneModifier(StructuredModifier):
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         self.remove_hooks()
+        self._restore_pruned()
         self._stages["whole pass"] = {
             "seconds": time.perf_counter() - self._started,
             "peak_bytes": measure_peak_bytes(),
@@ -179,6 +201,8 @@ class StruPruneModifier(StructuredModifier):
             self.clean_up()
             return True  # an aborted run that the host winds down: nothing to export
         self._observer = None
+        if self._rehearsed is not None:
+            return True
         adopt_config(state.model)
         manifest = self._make_manifest(state.model)
         wrap_save(state.model, lambda folder: write_manifest(manifest, folder))
@@ -209,6 +233,11 @@ class StruPruneModifier(StructuredModifier):
                     f"StruPruneModifier: {name} must be {theirs!r} as in the SparsityAllocatorModifier stage, "
                     f"got {ours!r}. Give both stages the same value."
                 )
+        if self.search == "full":
+            raise ValueError(
+                "StruPruneModifier: search must be moments where a SparsityAllocatorModifier stage makes the plan, got full. "
+                "Leave that stage out."
+            )
         return stage.sparsity
 
     def _check_stages(self) -> None:
@@ -225,6 +254,8 @@ class StruPruneModifier(StructuredModifier):
     def _make_early_plan(self) -> Plan | None:
         """Return the kept counts where they need no calibration data: replayed, or uniform."""
         assert self.sparsity is not None
+        if self._rehearsed is not None:
+            return self._rehearsed
         if self.replay:
             return self._read_replay(self.replay)
         if self._stage_before is not None or self.allocation != "uniform":
@@ -239,10 +270,58 @@ class StruPruneModifier(StructuredModifier):
         """Return the kept counts that an allocator stage left, or those of an allocation pass of our own."""
         if self._stage_before is not None:
             assert self._stage_before.plan is not None
+            self._stages["allocate"] = self._stage_before.measured
             return self._stage_before.plan
         logger.info(f"allocation pass ({self.allocation}) over the dense model")
         shared = {name: value for name, value in self.dump_fields().items() if name in StructuredModifier.model_fields}
-        return SparsityAllocatorModifier(**shared).run_nested(state, self._pipeline_options, self._snip, self._roots)
+        with self.stage("allocate"):
+            allocator = SparsityAllocatorModifier(**shared | {"search": "moments"})
+            plan = allocator.run_nested(state, self._pipeline_options, self._snip, self._roots)
+        if self.search == "moments":
+            return plan
+        with self.stage("search"):
+            return self._search_fully(state, plan)
+
+    def _search_fully(self, state: State, plan: Plan) -> Plan:
+        """Rehearse the whole pruning at every temperature of a plan, and return the plan of least error.
+
+        ``L(T) = sum_groups ||Y - W' P||^2`` after restoration, not normalised: the very errors that the solves minimise, so
+        measured against this run's ``target`` on the pruned path's inputs. ``block`` and ``residual`` compare with the dense
+        model, ``residual`` with what a group inherits counted again; ``local`` compares with targets that the allocation
+        itself moves. Source: paper, Algorithms 2 and 3, step 5 (R9).
+        """
+        errors: dict[tuple[int, ...], float] = {}
+        for candidate in plan.candidates:
+            if candidate.kept not in errors:  # temperatures far apart may round to the same counts
+                kept = dict(zip(plan.kept, candidate.kept, strict=True))
+                errors[candidate.kept] = self._rehearse(state, Plan(kept, plan.record))
+            logger.info(f"temperature {candidate.temperature:g}: error {errors[candidate.kept]:.6g}")
+        best = min(plan.candidates, key=lambda candidate: errors[candidate.kept])
+        searched = [
+            {"temperature": c.temperature, "error": errors[c.kept], "error_by_moments": c.loss} for c in plan.candidates
+        ]
+        record = {**plan.record, "search": "full", "temperature": best.temperature, "searched": searched}
+        return Plan(dict(zip(plan.kept, best.kept, strict=True)), record, plan.candidates)
+
+    def _rehearse(self, state: State, plan: Plan) -> float:
+        """Prune after a plan in a session of its own, a layer at a time, giving each layer its weights back once the next
+        has seen its outputs; return the squared error summed over groups."""
+        rehearsal = StruPruneModifier(**self.dump_fields() | {"tuning_epochs": 0})  # a search by the solves' errors
+        rehearsal._rehearsed, rehearsal._snip, rehearsal._roots = plan, self._snip, self._roots
+        rehearsal.run_alone(state, self._pipeline_options, propagate_error=True)
+        return sum(record["error_after"] * record["target_energy"] for record in rehearsal._records)
+
+    def _restore_pruned(self) -> None:
+        """In a rehearsal, undo the last layer's pruning: the host has propagated its outputs."""
+        if self._pruned is not None:
+            layer, dense = self._pruned
+            restore_layer(layer, dense)
+            self._pruned = None
+
+    def clean_up(self) -> None:
+        """Forget a run that was aborted; a rehearsal gives back what it holds."""
+        super().clean_up()
+        self._restore_pruned()
 
     def _read_replay(self, path: str) -> Plan:
         """Take the kept units of a manifest, and make the saved recipe independent of that file."""
@@ -322,6 +401,7 @@ class StruPruneModifier(StructuredModifier):
                 "kept": num_keep,
                 "sparsity": 1 - num_keep / group.num_units,
                 "scores": _summarize_scores(scores, keep),
+                "target_energy": energy,
                 "error_before": errors[0],
                 "error_after": errors[-1],
                 "swaps": swaps,

@@ -1,0 +1,212 @@
+"""Sizes of the architectures that the paper tabulates, counted on models without weights, and what pruning one holds."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
+
+from eval.measure import count_live_bytes
+from eval.methods import DEFAULT
+from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin.topology import find_decoder_layers, find_family, find_linear
+
+# name -> (hidden size, layers, heads), the published configurations; FFN 4 d, vocabulary 50,272, 2048 positions
+OPT_SIZES: dict[str, tuple[int, int, int]] = {
+    "OPT-125M": (768, 12, 12),
+    "OPT-350M": (1024, 24, 16),
+    "OPT-1.3B": (2048, 24, 32),
+    "OPT-2.7B": (2560, 32, 32),
+    "OPT-6.7B": (4096, 32, 32),
+    "OPT-13B": (5120, 40, 40),
+    "OPT-30B": (7168, 48, 56),
+    "OPT-66B": (9216, 64, 72),
+}
+# name -> (hidden size, FFN width, layers, heads, KV heads); vocabulary 32,000
+LLAMA2_SIZES: dict[str, tuple[int, int, int, int, int]] = {
+    "LLaMA-2-7B": (4096, 11008, 32, 32, 32),
+    "LLaMA-2-13B": (5120, 13824, 40, 40, 40),
+    "LLaMA-2-70B": (8192, 28672, 80, 64, 8),
+}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of one model, biases and norms counted.
+
+    :param total: of the whole model, tied weights once
+    :param layer: of one decoder layer
+    :param ffn: of its FFN's linears
+    :param attention: of its attention's linears
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    total: int
+    layer: int
+    ffn: int
+    attention: int
+
+
+def make_opt_config(name: str, **changes: Any) -> OPTConfig:
+    """Return the configuration of a published OPT."""
+    width, layers, heads = OPT_SIZES[name]
+    odd = {"do_layer_norm_before": False, "word_embed_proj_dim": 512} if name == "OPT-350M" else {}
+    values: dict[str, Any] = {
+        "hidden_size": width,
+        "ffn_dim": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "word_embed_proj_dim": width,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+    }
+    return OPTConfig(**values | odd | changes)
+
+
+def make_llama_config(name: str) -> LlamaConfig:
+    """Return the configuration of a published LLaMA-2."""
+    width, ffn, layers, heads, kv_heads = LLAMA2_SIZES[name]
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=32000,
+        tie_word_embeddings=False,
+    )
+
+
+def count_sizes(name: str, config: PreTrainedConfig) -> ModelSize:
+    """Count a model of a configuration, built without weights."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    if config.model_type == "opt":
+        layer: Any = find_decoder_layers(model)[0][1]
+        family = find_family(model)
+        attention: tuple[str, ...] = (family.query, family.key, family.value, family.attention_output)
+        ffn: tuple[str, ...] = (*family.ffn_producers, family.ffn_output)
+    else:
+        layer = model.model.layers[0]
+        attention = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+        ffn = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+
+    def count(names: tuple[str, ...]) -> int:
+        return sum(p.numel() for linear in names for p in find_linear(layer, linear).parameters())
+
+    per_layer = sum(parameter.numel() for parameter in layer.parameters())
+    return ModelSize(
+        name,
+        config.hidden_size,
+        config.num_hidden_layers,
+        model.num_parameters(),
+        per_layer,
+        count(ffn),
+        count(attention),
+    )
+
+
+def count_all() -> list[ModelSize]:
+    """Count every OPT and LLaMA-2."""
+    configs: dict[str, PreTrainedConfig] = {name: make_opt_config(name) for name in OPT_SIZES}
+    configs |= {name: make_llama_config(name) for name in LLAMA2_SIZES}
+    return [count_sizes(name, config) for name, config in configs.items()]
+
+
+def draw_figure(sizes: list[ModelSize], file: Path) -> None:
+    """Draw depth and width against the parameters of a model, both axes logarithmic, a line a family."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for family, marker in (("OPT", "o"), ("LLaMA-2", "s")):
+        members = sorted((size for size in sizes if size.name.startswith(family)), key=lambda size: size.total)
+        totals = [size.total for size in members]
+        axes[0].plot(totals, [size.num_layers for size in members], marker=marker, label=family)
+        axes[1].plot(totals, [size.layer for size in members], marker=marker, label=family)
+    for axis, what in zip(axes, ("decoder layers", "parameters a decoder layer"), strict=True):
+        total = [min(size.total for size in sizes), max(size.total for size in sizes)]
+        start = axis.lines[0].get_ydata()[0]
+        root = [start, start * (total[1] / total[0]) ** 0.5]
+        axis.plot(total, root, linestyle=":", color="grey", label="square root of N")
+        axis.set(xscale="log", yscale="log", xlabel="parameters N", ylabel=what)
+        axis.legend()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def estimate_growth(sizes: list[ModelSize]) -> dict[str, float]:
+    """Return the exponents e of ``depth ~ N^e`` and ``width ~ N^e``, by least squares on logarithms."""
+    totals = torch.tensor([float(size.total) for size in sizes], dtype=torch.float64).log()
+    centred = totals - totals.mean()
+    parts = {"depth": [size.num_layers for size in sizes], "width": [size.layer for size in sizes]}
+    return {
+        name: float((centred * torch.tensor(values, dtype=torch.float64).log()).sum() / centred.square().sum())
+        for name, values in parts.items()
+    }
+
+
+MEMORY_LAYERS = 2  # decoder layers of the models that memory is measured on: the peak is one layer's
+
+
+def measure_pruning_memory(name: str, sparsity: float = 0.2) -> dict[str, Any]:
+    """Prune random weights of an OPT's shape with our defaults; return the bytes of one layer and of the peak.
+
+    The model has the published widths and vocabulary but two decoder layers, in bfloat16; calibration is as few sequences of
+    2048 tokens as the widest solve needs, one at a time. With an accelerator the peak is what its allocator held, everything
+    counted. Without one it is the bytes of all tensors that the run made and that were alive together, plus one layer's
+    weights: an upper bound of what an accelerator would hold, for the calibration's hidden states, which stay on the host,
+    are among them.
+    """
+    config = make_opt_config(name, num_hidden_layers=MEMORY_LAYERS, dtype="bfloat16")
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    layer = sum(p.numel() * p.element_size() for p in find_decoder_layers(model)[0][1].parameters())
+    length = config.max_position_embeddings
+    samples = config.ffn_dim // length + 1
+    ids = torch.randint(4, config.vocab_size, (samples, length))
+    dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    with tempfile.TemporaryDirectory() as scratch:
+        model.config._name_or_path = scratch
+        (Path(scratch) / "config.json").write_text(json.dumps(model.config.to_dict()))
+        modifier = StruPruneModifier(sparsity=sparsity, **DEFAULT.fields)
+
+        def run() -> None:
+            oneshot(
+                model=model,
+                recipe=modifier,
+                dataset=dataset,
+                tokenizer=str(Path(__file__).parents[1] / "struprune_plugin" / "demo" / "model"),
+                batch_size=1,
+                num_calibration_samples=samples,
+                shuffle_calibration_samples=False,
+            )
+
+        on_accelerator = torch.cuda.is_available()
+        if on_accelerator:
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = count_live_bytes(run) + layer
+    measure = (
+        "accelerator bytes allocated" if on_accelerator else "live tensors on the CPU, the host's caches among them"
+    )
+    return {"layer_bytes": layer, "peak_bytes": peak, "tokens": samples * length, "measure": measure}
+
+
+def has_room(name: str) -> bool:
+    """Tell whether the host's free memory holds a measurement: eight float64 Gram matrices of the FFN and the weights."""
+    width = 4 * OPT_SIZES[name][0]
+    return psutil.virtual_memory().available > 8 * 8 * width**2 + 4 * 50272 * OPT_SIZES[name][0] * 2

@@ -1,0 +1,272 @@
+"""The paper's tables and its figure, its own numbers beside ours.
+
+    python -m eval.paper_tables --model facebook/opt-125m --output results/paper             # C4 and WikiText-2 from the hub
+    python -m eval.paper_tables --model ../shared/testbed/opt-lab --data ../shared/testbed/data --output results/opt-lab
+
+`params` and `figure` need no model; `memory` makes random weights of the published shapes. Every table is written as
+<table>.md and <table>.json (params: ratios too). Rows that prune are kept in methods.json, which `python -m eval.methods`
+shares; what is finished is read back, not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+
+from eval.methods import ALGORITHMS, DEFAULT, OTHERS, PEERS
+from eval.paper_sizes import (
+    OPT_SIZES,
+    count_all,
+    count_sizes,
+    draw_figure,
+    estimate_growth,
+    has_room,
+    make_opt_config,
+    measure_pruning_memory,
+)
+from eval.rows import Ledger, Row, add_workload_arguments, read_workload, run_rows
+from struprune_plugin.report import format_table
+
+SPARSITIES = (0.1, 0.2, 0.3)  # of the paper's tables
+# method -> perplexity of OPT-125M on (WikiText-2, C4) at those sparsities
+PAPER_PERPLEXITY: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "sliceGPT": ((29, 34, 45), (27, 34, 40)),
+    "FASP": ((28, 30, 34), (26, 28, 37)),
+    "SNIP": ((46, 126, 439), (39, 88, 264)),
+    "SNIP (w/ correction)": ((42, 112, 386), (36, 80, 231)),
+    "L0": ((101, 315, 677), (94, 297, 634)),
+    "L0 (w/ correction)": ((93, 299, 633), (88, 281, 605)),
+    "Magnitude": ((49, 133, 2084), (45, 101, 2197)),
+    "Magnitude (w/ correction)": ((44, 125, 1997), (41, 93, 2007)),
+    "Closed form (Algorithm 1)": ((31, 51, 83), (30, 45, 87)),
+    "Asymptotics (Algorithm 2)": ((30, 46, 73), (28, 39, 57)),
+    "Asymptotics (Algorithm 3)": ((29, 59, 93), (27, 55, 98)),
+}
+# model -> (total in billions, layers, parameters a layer in millions, megabytes a layer in float16)
+PAPER_LAYERS: dict[str, tuple[float, int, float, float]] = {
+    "OPT-125M": (0.125, 12, 10.4, 20.8),
+    "OPT-350M": (0.350, 24, 14.6, 29.2),
+    "OPT-1.3B": (1.3, 24, 54.2, 108.4),
+    "OPT-2.7B": (2.7, 32, 84.4, 168.8),
+    "OPT-6.7B": (6.7, 32, 209.4, 418.8),
+    "OPT-13B": (13, 40, 325.0, 650.0),
+    "OPT-30B": (30, 48, 625.0, 1250.0),
+    "OPT-66B": (66, 64, 1031.2, 2062.4),
+}
+PAPER_MEMORY: dict[str, tuple[float, float, float]] = {  # method -> gigabytes on the three models
+    "FASP": (0.24, 0.69, 2.51),
+    "sliceGPT": (0.25, 0.71, 2.42),
+    "StruPrune (the paper's)": (0.02, 0.02, 0.10),
+}
+MEMORY_MODELS = ("OPT-125M", "OPT-350M", "OPT-1.3B")
+MAIN: dict[str, Row] = {**PEERS, **ALGORITHMS, "StruPrune, default": DEFAULT}
+METHODS: dict[str, Row] = {**OTHERS, **ALGORITHMS, "StruPrune, default": DEFAULT}
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table is written from.
+
+    :param name: of its files
+    :param notes: sentences under it
+    :param data: for the JSON file, beside header and rows
+    """
+
+    name: str
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    data: Any = None
+
+    def write(self, folder: Path) -> None:
+        """Write both files, and print the first."""
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        text = f"# {self.title}\n\n```\n{format_table(self.header, self.rows)}\n```\n\n{notes}\n"
+        (folder / f"{self.name}.md").write_text(text, encoding="utf-8")
+        (folder / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        print(text)
+
+
+def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: argparse.Namespace) -> Table:
+    """Prune and score every row at every sparsity; the paper's figures stand where it has one for that sparsity."""
+    work = read_workload(args)
+    sparsities = [float(part) for part in args.sparsity.split(",")]
+    finished = run_rows(Ledger(args.output / "methods.json", work.describe()), work, rows, sparsities)
+    here = [method for method, row in rows.items() if row.is_here]
+
+    def join(values: Sequence[str]) -> str:
+        return " / ".join(values)
+
+    def tell_paper(method: str, text: int) -> str:
+        told = dict(zip(SPARSITIES, PAPER_PERPLEXITY[method][text], strict=True)) if method in PAPER_PERPLEXITY else {}
+        return join([str(told.get(sparsity, "–")) for sparsity in sparsities])
+
+    def tell(method: str, show: Callable[[dict[str, Any]], str]) -> str:
+        return join([show(finished[f"{sparsity:g} | {method}"]) for sparsity in sparsities])
+
+    def show_text(text: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row['perplexity'][text]:.2f}"
+
+    model, dense = Path(work.model).name, finished["dense"]["perplexity"]
+    lines = [
+        [
+            method,
+            tell_paper(method, 0),
+            tell_paper(method, 1),
+            *(tell(method, show_text(text)) for text in work.texts),
+            tell(method, lambda row: f"{row['removed']:.1%}"),
+            tell(method, lambda row: f"{row['seconds']:.0f}"),
+        ]
+        for method in here
+    ]
+    blank = join(["–" for _ in sparsities])
+    lines.insert(0, ["dense", blank, blank, *(f"{dense[text]:.2f}" for text in work.texts), "", ""])
+    at = join([f"{sparsity:g}" for sparsity in sparsities])
+    header = [
+        "method",
+        "paper: WikiText-2",
+        "paper: C4",
+        *(f"{model}: {text}" for text in work.texts),
+        "removed",
+        "seconds",
+    ]
+    notes = [
+        f"Every cell: sparsity {at}. The paper's figures are for OPT-125M calibrated on C4 and are its own, not measured here.",
+        f"{model}: calibrated on {work.num_samples} windows of {work.window} tokens of {Path(work.calibration).name}, scored in "
+        f"windows of {work.window} tokens (stride {work.stride or work.window}).",
+        "removed: fraction of the parameters of the decoder layers' linears that is gone; for sliceGPT the asked number is the "
+        "fraction of embedding channels to slice, and what its shortcuts add is counted against it.",
+        *(f"{m}: not run, {row.peer.split(':')[0]} is not here." for m, row in rows.items() if m not in here),
+        *dict.fromkeys(f"{key.split(' | ')[1]}: {row['note']}." for key, row in finished.items() if row.get("note")),
+    ]
+    return Table(name, title, header, lines, notes, finished)
+
+
+def make_params_table() -> Table:
+    """Count every OPT: a layer's parameters and bytes, as counted and as the paper prints them."""
+    sizes = [count_sizes(name, make_opt_config(name)) for name in OPT_SIZES]
+    rows = []
+    for size in sizes:
+        total, layers, per_layer, megabytes = PAPER_LAYERS[size.name]
+        pairs = [(f"{total:g}B", f"{size.total:,}"), (str(layers), str(size.num_layers))]
+        averages = (f"{per_layer}M", f"{size.total / size.num_layers / 1e6:.1f}M", f"{size.layer:,}")
+        rows.append([size.name, *(part for pair in pairs for part in pair), *averages])
+        rows[-1] += [str(megabytes), f"{2 * size.layer / 1e6:.1f}"]
+    header = [
+        "model",
+        "paper: total",
+        "total",
+        "paper: layers",
+        "layers",
+        "paper: a layer",
+        "total over layers",
+        "a layer",
+    ]
+    header += ["paper: MB a layer", "MB a layer"]
+    notes = [
+        "Counted on the published configurations, biases and norms too; bytes in float16.",
+        "The paper's parameters a layer are the nominal total divided by the layers, so that a share of the embeddings is in "
+        "them (compare 'total over layers'); a decoder layer itself is smaller.",
+    ]
+    return Table("params", "Parameters of OPT models", header, rows, notes, [asdict(size) for size in sizes])
+
+
+def make_ratio_table() -> Table:
+    """Count FFN and attention of every OPT, as counted and as the paper prints them."""
+    sizes = [count_sizes(name, make_opt_config(name)) for name in OPT_SIZES]
+    rows = []
+    for size in sizes:
+        printed = [f"{factor * size.hidden_size**2:,}" for factor in (8, 4)]
+        ratio = f"{size.ffn / size.attention:.4f}"
+        rows.append([size.name, printed[0], f"{size.ffn:,}", printed[1], f"{size.attention:,}", "2.00", ratio])
+    header = ["model", "paper: FFN 8 d²", "FFN", "paper: MHA 4 d²", "MHA", "paper: ratio", "ratio"]
+    note = "The paper leaves out biases, which add 5 d to the FFN and 4 d to attention."
+    return Table("ratios", "FFN and attention of OPT models", header, rows, [note], [asdict(size) for size in sizes])
+
+
+def make_memory_table(args: argparse.Namespace) -> Table:
+    """Set the paper's gigabytes beside one layer's bytes and the measured peak of pruning a model of that width."""
+    ledger_file = args.output / "memory-rows.json"
+    finished = json.loads(ledger_file.read_text()) if ledger_file.exists() else {}
+    for name in args.memory_models.split(","):
+        if name not in finished and has_room(name):
+            finished[name] = measure_pruning_memory(name)
+            ledger_file.write_text(json.dumps(finished, indent=1))
+            print(name, finished[name], flush=True)
+    rows = [[f"paper: {method}", *map(str, figures)] for method, figures in PAPER_MEMORY.items()]
+    layers = [2 * count_sizes(name, make_opt_config(name)).layer / 1e9 for name in MEMORY_MODELS]
+    rows.append(["one decoder layer's weights, 16 bit, counted", *(f"{layer:.3f}" for layer in layers)])
+
+    def tell(name: str) -> str:
+        return f"{finished[name]['peak_bytes'] / 1e9:.3f}" if name in finished else "not measured"
+
+    rows.append(["StruPrune, default: peak while pruning, measured", *map(tell, MEMORY_MODELS)])
+    notes = [
+        "Gigabytes. The paper's figures for its own method equal the bytes of one layer's weights in float16 (its Table 1): they "
+        "count weights alone, no activations, no Gram matrices, no solver (R14).",
+        *dict.fromkeys(f"Measured as: {row['measure']}." for row in finished.values()),
+        "Measured on random weights of the published width and vocabulary with two decoder layers, in bfloat16, pruned to 20% "
+        "with one sequence of 2048 tokens at a time: "
+        + ", ".join(f"{name} on {row['tokens']:,} tokens" for name, row in finished.items())
+        + ".",
+    ]
+    return Table("memory", "Memory while pruning", ["", *MEMORY_MODELS], rows, notes, finished)
+
+
+def make_figure_table(args: argparse.Namespace) -> Table:
+    """Draw depth and width against the parameters of a model, and write the numbers."""
+    sizes = count_all()
+    draw_figure(sizes, args.output / "figure.png")
+    growth = {
+        family: estimate_growth([size for size in sizes if size.name.startswith(family)])
+        for family in ("OPT", "LLaMA-2")
+    }
+    rows = [[s.name, f"{s.total:,}", str(s.num_layers), f"{s.layer:,}", f"{s.total**0.5:,.0f}"] for s in sizes]
+    notes = ["figure.png: depth and width against N, logarithmic; dotted, a square root."]
+    notes += [
+        f"{family}: layers grow as N^{g['depth']:.2f}, parameters a layer as N^{g['width']:.2f} (fit); the paper says that "
+        "both grow as N^0.5."
+        for family, g in growth.items()
+    ]
+    header = ["model", "parameters N", "layers", "parameters a layer", "square root of N"]
+    data = {"sizes": [asdict(size) for size in sizes], "growth": growth}
+    return Table("figure", "Depth and width against parameters", header, rows, notes, data)
+
+
+TABLES: dict[str, Sequence[Callable[[argparse.Namespace], Table]]] = {
+    "params": (lambda args: make_params_table(), lambda args: make_ratio_table()),
+    "figure": (make_figure_table,),
+    "main": (lambda args: make_perplexity_table("main", "Perplexity after pruning", MAIN, args),),
+    "methods": (lambda args: make_perplexity_table("methods", "Other structured methods", METHODS, args),),
+    "memory": (make_memory_table,),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_arguments(parser)
+    parser.add_argument("--table", choices=TABLES, help="all if unset")
+    parser.add_argument("--sparsity", default=",".join(map(str, SPARSITIES)))
+    parser.add_argument("--memory-models", default=",".join(MEMORY_MODELS), help="those that memory is measured on")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the tables")
+    args = parser.parse_args()
+    logger.remove()
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name in [args.table] if args.table else TABLES:
+        for make in TABLES[name]:
+            make(args).write(args.output)
+
+
+if __name__ == "__main__":
+    main()

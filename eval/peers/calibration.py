@@ -1,0 +1,39 @@
+"""Calibration windows into the calls of a model's first decoder layer, from which a peer goes on layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from struprune_plugin.modifiers.capture import LayerCall
+from struprune_plugin.topology import find_decoder_layers
+
+
+class _FirstLayerReached(Exception):
+    """Ends a forward pass that has shown all that is wanted of it."""
+
+
+def record_calls(model: PreTrainedModel, windows: Tensor, batch_size: int = 8) -> list[LayerCall]:
+    """Return what enters the first decoder layer, batch by batch; the layers themselves are not run.
+
+    :param windows: calibration tokens, shape [windows, window], int64
+    """
+    calls: list[LayerCall] = []
+
+    def record(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        calls.append(LayerCall.record(args, kwargs, calls[-1] if calls else None))
+        raise _FirstLayerReached
+
+    _, first = find_decoder_layers(model)[0]
+    handle = first.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        for batch in windows.split(batch_size):
+            try:
+                model(input_ids=batch.to(model.device), use_cache=False)
+            except _FirstLayerReached:
+                continue
+    finally:
+        handle.remove()
+    return calls

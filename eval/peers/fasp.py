@@ -1,0 +1,92 @@
+"""FASP (Hu et al. 2025): coupled rows and columns by the Wanda score of the column, uniform over layers, one restoration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from eval.peers import PeerResult
+from eval.peers.calibration import record_calls
+from struprune_plugin.allocation import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.evaluation import load_checkpoint
+from struprune_plugin.modifiers.capture import LayerCall, accumulate_tokens, capture_streams, make_group_moments
+from struprune_plugin.solve import damp_moments, keep_last, solve_kept_weights
+from struprune_plugin.statistics import Moments, append_bias
+from struprune_plugin.surgery import mask_group, read_weight, slice_group
+from struprune_plugin.topology import (
+    UnitGroup,
+    count_prunable_parameters,
+    find_decoder_layers,
+    find_groups,
+    find_linear,
+)
+
+_NOTE = "value channels ragged over heads, kept as zeros: a deployment needs a mask"
+
+
+@torch.no_grad()
+def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0.01, batch_size: int = 8) -> PeerResult:
+    """Prune an OPT model with FASP, layer after layer on the pruned path's inputs.
+
+    Units are FFN channels (columns of ``fc2``, rows of ``fc1``) and single value channels (columns of ``out_proj``, rows of
+    ``v_proj``), those of all heads ranked together; Q and K stay whole, so that FFN and V/O give more than ``sparsity``.
+    The target of a restoration is the dense linear's own output on the inputs that it now gets. Source: FASP, sections 3.1 to
+    3.3. Differs from the source: the bias is solved along, and the ridge pulls towards the dense weights, as here everywhere.
+
+    :param folder: model folder or hub name
+    :param windows: calibration tokens, shape [windows, length], int64
+    :param sparsity: of the parameters of all decoder linears, in [0, 1)
+    :param damping: ridge, relative to the mean diagonal of the Gram matrix
+    """
+    model, _ = load_checkpoint(folder)
+    start = time.perf_counter()
+    groups = find_groups(model, "vo")
+    sizes = [GroupSize(g.name, g.kind, g.num_units, g.unit_cost, 1) for g in groups]
+    num_prunable = count_prunable_parameters(model)
+    share = find_group_sparsity(sizes, num_prunable, sparsity)
+    kept = dict(zip([g.name for g in groups], round_kept_counts(sizes, [share] * len(sizes)), strict=True))
+    calls = record_calls(model, windows, batch_size)
+    hidden = [call.hidden for call in calls]
+    for name, layer in find_decoder_layers(model):
+        for group in groups:
+            if group.layer_name == name:
+                moments = _gather_moments(layer, group, calls, hidden)
+                _prune_group(layer, group, moments, kept[group.name], damping)
+        hidden = [call.repeat(layer, states).cpu() for call, states in zip(calls, hidden, strict=True)]
+    removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
+    return PeerResult(model, removed / num_prunable, time.perf_counter() - start, _NOTE)
+
+
+def _gather_moments(
+    layer: nn.Module, group: UnitGroup, calls: Sequence[LayerCall], hidden: Sequence[Tensor]
+) -> Moments:
+    """Run the layer as it now is; return the moments of the group's consumer against its own outputs."""
+    moments = make_group_moments(layer, group)
+    with capture_streams(layer, [group]) as take:
+        for call, states in zip(calls, hidden, strict=True):
+            call.repeat(layer, states)
+            stream = take(group)
+            accumulate_tokens(moments, stream.inputs, stream.output, call.tokens, group)
+    return moments
+
+
+def _prune_group(layer: nn.Module, group: UnitGroup, moments: Moments, num_keep: int, damping: float) -> None:
+    """Rank a module's channels by ``sum_o |W_oj| * ||X_j||_2``, drop the lowest, restore the rest by least squares."""
+    consumer = find_linear(layer, group.consumer)
+    dense = append_bias(*read_weight(consumer))
+    scores = dense[:, :-1].abs().sum(0) * moments.gram.diagonal()[:-1].double().sqrt()
+    keep = keep_last(scores.argsort(stable=True), group.num_units, num_keep)
+    damped = damp_moments(moments, dense, damping, consumer.bias is not None)
+    weight = solve_kept_weights(damped, keep, group.name).weight
+    if group.kind == "ffn":
+        slice_group(layer, group, keep, weight)
+        return
+    mask_group(layer, group, keep, weight)
+    gone = torch.ones(group.num_units, dtype=torch.bool, device=keep.device).index_fill(0, keep, False)
+    for name in group.producers:
+        producer = find_linear(layer, name)
+        for parameter in producer.parameters():
+            parameter[gone] = 0

@@ -1,0 +1,284 @@
+"""Rows of a comparison: ways to make a model smaller, run on one workload, each finished row kept on disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, read_manifest
+from struprune_plugin.data import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
+from struprune_plugin.evaluation import load_checkpoint, measure_perplexity
+from struprune_plugin.report import format_table, measure_weight_bytes
+
+_C4_TEXTS, _C4_WINDOWS = 1100, 256  # of the validation file, as SparseGPT's scripts (and all who follow them) score C4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to make a model smaller: fields of our modifier, or a peer's function.
+
+    :param fields: of :class:`StruPruneModifier`; empty for its defaults
+    :param recovery: of a :class:`LoRARecoveryModifier` in a second run, on the pruned folder; none where None
+    :param peer: ``module:function`` of type ``(folder, windows, sparsity) -> PeerResult``; then there are no fields
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    recovery: Mapping[str, Any] | None = None
+    peer: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the row can be run: a peer's module may be missing."""
+        return not self.peer or find_spec(self.peer.split(":")[0]) is not None
+
+    def describe(self, sparsity: float) -> dict[str, Any]:
+        """Return everything that the row's result depends on beside the workload, defaults too, as JSON has it."""
+        if self.peer:
+            return {"peer": self.peer}
+        told: dict[str, Any] = {"fields": StruPruneModifier(sparsity=sparsity, **self.fields).dump_fields()}
+        if self.recovery is not None:
+            told["recovery"] = dict(self.recovery)
+        return json.loads(json.dumps(told))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What all rows of a table share: the model, the calibration text and the texts to score.
+
+    :param texts: name of a text -> its JSON-lines file, or ``wikitext2`` or ``c4`` on the hub
+    :param recovery: text that recovery rows are trained on, a file or a hub name
+    :param window: length of calibration samples and of scored windows, in tokens
+    :param max_tokens: scored of every text; all of it where None
+    """
+
+    model: str
+    calibration: str
+    texts: Mapping[str, str]
+    recovery: str
+    num_samples: int
+    recovery_samples: int
+    window: int
+    stride: int | None
+    max_tokens: int | None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings under which finished rows hold, without the places of files."""
+        return {
+            "model": Path(self.model).name,
+            "calibration": Path(self.calibration).name,
+            "texts": {name: Path(source).name for name, source in self.texts.items()},
+            "recovery": Path(self.recovery).name,
+            "num_samples": self.num_samples,
+            "recovery_samples": self.recovery_samples,
+            "window": self.window,
+            "stride": self.stride or self.window,
+            "max_tokens": self.max_tokens,
+            "version": version("struprune-plugin"),
+        }
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what :func:`read_workload` reads."""
+    parser.add_argument("--model", help="a folder, or a hub name")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder with books_calibration.jsonl, wikitext2_test.jsonl, books_test.jsonl and books_train.jsonl (for "
+        "recovery); C4 and WikiText-2 from the hub if unset",
+    )
+    parser.add_argument("--num-samples", type=int, help="calibration windows: 64 of local text, 128 of C4")
+    parser.add_argument("--recovery-samples", type=int, default=896, help="windows that recovery rows train on")
+    parser.add_argument("--window", type=int, help="tokens: 256 on local text, 2048 on the hub's")
+    parser.add_argument("--stride", type=int, help="the window itself if unset")
+    parser.add_argument("--max-tokens", type=int, help="scored of every text: 60,000 of local ones, all of the hub's")
+
+
+def read_workload(args: argparse.Namespace) -> Workload:
+    """Return the workload of a command line: local texts, or the paper's (128 windows of 2048 C4 tokens)."""
+    if args.model is None:
+        raise SystemExit("--model: must be a model folder or a hub name, got none.")
+    options = {"recovery_samples": args.recovery_samples, "stride": args.stride}
+    if args.data is None:
+        return Workload(
+            args.model,
+            "c4",
+            {"WikiText-2": "wikitext2", "C4": "c4"},
+            "c4",
+            num_samples=args.num_samples or 128,
+            window=args.window or 2048,
+            max_tokens=args.max_tokens,
+            **options,
+        )
+    return Workload(
+        args.model,
+        str(args.data / "books_calibration.jsonl"),
+        {"WikiText-2": str(args.data / "wikitext2_test.jsonl"), "books": str(args.data / "books_test.jsonl")},
+        str(args.data / "books_train.jsonl"),
+        num_samples=args.num_samples or 64,
+        window=args.window or 256,
+        max_tokens=args.max_tokens or 60_000,
+        **options,
+    )
+
+
+class Ledger:
+    """Finished rows in a JSON file. A row that is there, made in the same way, is not made again.
+
+    ``cpu_seconds`` of a row are the processor's for all of it, loading and scoring too: steadier than ``seconds`` where other
+    work runs beside.
+    """
+
+    def __init__(self, file: Path, settings: dict[str, Any]):
+        self.file = file
+        self.stored = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": {}}
+        if self.stored["settings"] != settings:
+            raise SystemExit(f"{file}: made with {self.stored['settings']}, not {settings}. Choose another --output.")
+
+    def finish(self, key: str, how: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return a row, from the file where it was made as ``how`` says, else made now and written."""
+        rows = self.stored["rows"]
+        if key not in rows or rows[key]["how"] != how:
+            start = time.process_time()
+            made = make()
+            rows[key] = {"how": how, **made, "cpu_seconds": time.process_time() - start}
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.file.with_suffix(".partial")
+            partial.write_text(json.dumps(self.stored, indent=1))
+            partial.replace(self.file)
+            print(key, {k: round(v, 2) for k, v in rows[key]["perplexity"].items()}, flush=True)
+        return rows[key]
+
+
+def run_rows(
+    ledger: Ledger, work: Workload, rows: Mapping[str, Row], sparsities: Iterable[float]
+) -> dict[str, dict[str, Any]]:
+    """Finish the dense row and every row that is here at every sparsity; return them by ``<sparsity> | <name>``."""
+    finished = {"dense": ledger.finish("dense", {}, lambda: _score_dense(work))}
+    for sparsity in sparsities:
+        for name, row in rows.items():
+            if not row.is_here:
+                print(f"{name}: left out, {row.peer} is not here")
+                continue
+            key = f"{sparsity:g} | {name}"
+            finished[key] = ledger.finish(key, row.describe(sparsity), lambda r=row, s=sparsity: run_row(r, s, work))  # type: ignore[misc]
+    return finished
+
+
+def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
+    """Prune by one row into a scratch folder; return perplexities, what is gone, and seconds of the method alone."""
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    dataset = make_calibration_dataset(work.calibration, tokenizer, work.num_samples, work.window)
+    if row.peer:
+        module, function = row.peer.split(":")
+        windows = torch.tensor(dataset["input_ids"])
+        result = getattr(import_module(module), function)(work.model, windows, sparsity)
+        return {
+            "perplexity": score_model(result.model, tokenizer, work),
+            "removed": result.removed,
+            "bytes": None,
+            "seconds": result.seconds,
+            "note": result.note,
+        }
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "pruned"
+        modifier = StruPruneModifier(sparsity=sparsity, **row.fields)
+        seconds = {"pruning": _run_stage(work.model, modifier, dataset, out)}
+        manifest = read_manifest(out)
+        told: dict[str, Any] = {"removed": manifest["budget"]["met_sparsity"]}
+        objectives = {g["name"]: g["admm"]["objective"] for g in manifest["groups"] if g["admm"]}
+        if objectives:
+            told["admm_objective"] = objectives
+        if row.recovery is not None:
+            dataset = make_calibration_dataset(work.recovery, tokenizer, work.recovery_samples, work.window)
+            teacher = work.model if row.recovery["distill"] == "kl" else None
+            recovery = LoRARecoveryModifier(**row.recovery, teacher=teacher)
+            pruned, out = out, Path(scratch) / "recovered"
+            seconds["recovery"] = _run_stage(str(pruned), recovery, dataset, out)
+            record = recovery.record
+            told["recovery"] = {name: record[name] for name in ("steps", "tokens_seen", "samples", "holdout", "merged")}
+        return {
+            "perplexity": score_model(load_checkpoint(str(out))[0], tokenizer, work),
+            **told,
+            "bytes": measure_weight_bytes(out),
+            "seconds": sum(seconds.values()),
+            "stage_seconds": seconds,
+        }
+
+
+def _run_stage(model: str, modifier: StruPruneModifier | LoRARecoveryModifier, dataset: Any, out: Path) -> float:
+    start = time.perf_counter()
+    oneshot(
+        model=model,
+        recipe=modifier,
+        output_dir=out,
+        dataset=dataset,
+        batch_size=8,
+        num_calibration_samples=len(dataset),
+        shuffle_calibration_samples=False,
+    )
+    return time.perf_counter() - start
+
+
+def _score_dense(work: Workload) -> dict[str, Any]:
+    model, tokenizer = load_checkpoint(work.model)
+    size = measure_weight_bytes(work.model) or None
+    return {"perplexity": score_model(model, tokenizer, work), "removed": 0.0, "bytes": size, "seconds": 0.0}
+
+
+def score_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, float]:
+    """Return perplexity on every text, in fixed windows."""
+    return {
+        name: measure_perplexity(model, read_tokens(source, tokenizer, work), work.window, work.stride)
+        for name, source in work.texts.items()
+    }
+
+
+def read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, work: Workload) -> Tensor:
+    """Return the tokens of a text to score, shape [tokens], int64.
+
+    A file's texts are tokenised one by one. The hub's are joined first, as the pruning papers do: WikiText-2's test lines
+    by blank lines; the first 1,100 texts of C4's first validation file by blanks, of which 256 windows count.
+    """
+    if source == "wikitext2":
+        return tokenize_texts(tokenizer, ["\n\n".join(stream_texts(source, split="test"))], work.max_tokens)
+    if source == "c4":
+        text = " ".join(islice(stream_texts(source, split="validation"), _C4_TEXTS))
+        return tokenize_texts(tokenizer, [text], work.max_tokens or _C4_WINDOWS * work.window)
+    return tokenize_texts(tokenizer, read_texts(source), work.max_tokens)
+
+
+def format_rows(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return one line a row: perplexities, what is gone, bytes on disk and seconds."""
+    dense = rows["dense"]
+    header = ["sparsity | method", *dense["perplexity"], "removed", "weights on disk", "seconds"]
+    table = [
+        [
+            key,
+            *(f"{value:.2f}" for value in row["perplexity"].values()),
+            f"{row['removed']:.2%}",
+            _format_size(row["bytes"], dense["bytes"]),
+            f"{row['seconds']:.1f}",
+        ]
+        for key, row in rows.items()
+    ]
+    return format_table(header, table)
+
+
+def _format_size(count: int | None, dense: int | None) -> str:
+    if count is None:
+        return "not saved"
+    return f"{count:,} ({count / dense:.1%})" if dense else f"{count:,}"

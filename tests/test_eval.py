@@ -1,0 +1,281 @@
+"""The commands under eval/: rows, peers and the paper's tables, on tiny models."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, make_dataset
+from llmcompressor.modifiers import Modifier
+from transformers import AutoTokenizer, OPTForCausalLM
+
+from eval import methods, paper_sizes, paper_tables, rows
+from eval.peers.fasp import prune_fasp
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
+from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
+from struprune_plugin.entrypoint import load_recipe
+from struprune_plugin.topology import count_prunable_parameters
+
+LOCAL = {  # file of a data folder -> what stands in for it
+    "books_calibration.jsonl": DEMO_CALIBRATION,
+    "books_train.jsonl": DEMO_CALIBRATION,
+    "wikitext2_test.jsonl": DEMO_TEST,
+    "books_test.jsonl": DEMO_TEST,
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, source in LOCAL.items():
+        shutil.copy(source, folder / name)
+    return folder
+
+
+def read_command(*words):
+    parser = argparse.ArgumentParser()
+    rows.add_workload_arguments(parser)
+    return rows.read_workload(parser.parse_args(list(map(str, words))))
+
+
+@pytest.fixture(scope="module")
+def work(opt, texts):
+    sizes = ("--num-samples", 8, "--recovery-samples", 10, "--window", 32, "--max-tokens", 320)
+    return read_command("--model", opt, "--data", texts, *sizes)
+
+
+def test_every_row_spells_every_field():
+    free = {"sparsity", "targets", "ignore", "replay"}
+    known = set(StruPruneModifier.model_fields) - set(Modifier.model_fields) - free
+    lora = set(LoRARecoveryModifier.model_fields) - set(Modifier.model_fields) - {"teacher"}
+    distilled = {name for name in lora if name.startswith("distill_")}
+    for name, row in {name: row for chosen in methods.SETS.values() for name, row in chosen.items()}.items():
+        if row is not methods.DEFAULT and not row.peer:
+            assert set(row.fields) == known, name
+        if row.recovery is not None:
+            assert set(row.recovery) >= lora - distilled, name
+            assert set(row.recovery) == lora or row.recovery["distill"] == "none", name
+
+
+def test_a_name_means_one_row():
+    seen = {}
+    for chosen in (*methods.SETS.values(), paper_tables.MAIN, paper_tables.METHODS):
+        for name, row in chosen.items():
+            assert seen.setdefault(name, row) == row, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("closed_form", "Closed form (Algorithm 1)"),
+        ("asymptotic", "Asymptotics (Algorithm 2)"),
+        ("asymptotic_distribute", "Asymptotics (Algorithm 3)"),
+        ("snip", "SNIP (w/ correction)"),
+        ("l0", "L0 (w/ correction)"),
+        ("magnitude", "Magnitude (w/ correction)"),
+    ],
+)
+def test_the_papers_recipes_are_its_rows(recipe, name):
+    (modifier,) = load_recipe(ROOT / "recipes" / f"paper_{recipe}.yaml").modifiers
+    row = methods.SETS["paper"][name]
+    assert modifier.dump_fields() == StruPruneModifier(sparsity=0.2, **row.fields).dump_fields()
+
+
+def test_the_papers_figures_have_rows():
+    assert set(paper_tables.PAPER_PERPLEXITY) <= set(paper_tables.MAIN) | set(paper_tables.METHODS)
+
+
+def test_ledger_makes_a_row_once_and_again_when_it_is_made_otherwise(tmp_path):
+    file, made = tmp_path / "rows.json", []
+
+    def make():
+        made.append(1)
+        return {"perplexity": {"a": 1.0}}
+
+    for how, count in (({"x": 1}, 1), ({"x": 1}, 1), ({"x": 2}, 2)):
+        rows.Ledger(file, {"s": 1}).finish("row", how, make)
+        assert len(made) == count
+    with pytest.raises(SystemExit, match="Choose another --output"):
+        rows.Ledger(file, {"s": 2})
+
+
+def test_run_row_prunes_and_scores_by_fields(work):
+    row = rows.run_row(methods.SETS["admm"]["FFN, obs, ADMM"], 0.3, work)
+    assert row["removed"] == pytest.approx(0.3, abs=0.005)
+    assert row["perplexity"].keys() == {"WikiText-2", "books"}
+    assert all(len(steps) == 5 for steps in row["admm_objective"].values())
+
+
+def test_run_row_recovers_after_pruning_with_more_text(work):
+    row = methods.SETS["recovery"]["obs, vo, residual, LoRA with KL, 100 steps"]
+    told = rows.run_row(dataclasses.replace(row, recovery={**row.recovery, "max_steps": 3}), 0.3, work)
+    assert told["recovery"]["steps"] == 3
+    assert told["recovery"]["samples"] == {"trained": 9, "held_out": 1}
+    assert told["stage_seconds"].keys() == {"pruning", "recovery"}
+
+
+def test_run_row_runs_a_peer(work):
+    row = rows.run_row(methods.FASP, 0.3, work)
+    assert row["removed"] == pytest.approx(0.3, abs=0.01)
+    assert "mask" in row["note"]
+
+
+def test_a_peer_that_is_not_here_is_left_out(work, tmp_path):
+    absent = {"absent": rows.Row(peer="eval.peers.no_such:prune")}
+    assert not absent["absent"].is_here
+    ledger = rows.Ledger(tmp_path / "rows.json", work.describe())
+    assert list(rows.run_rows(ledger, work, absent, [0.3])) == ["dense"]
+
+
+def test_hub_texts_are_joined_and_cut_as_the_papers_do(opt, monkeypatch):
+    def load(path, split, streaming, **_):
+        names = {"Salesforce/wikitext": ["", " = A = ", "b c"], "allenai/c4": ["one", "two"]}
+        return [{"text": f"{text} {split}" if text else ""} for text in names[path]]
+
+    monkeypatch.setattr(data, "load_dataset", load)
+    tokenizer = AutoTokenizer.from_pretrained(opt)
+    work = read_command("--model", opt)
+    assert (work.num_samples, work.window, work.texts) == (128, 2048, {"WikiText-2": "wikitext2", "C4": "c4"})
+    for source, text in (("wikitext2", "\n\n = A =  test\n\nb c test"), ("c4", "one validation two validation")):
+        assert rows.read_tokens(source, tokenizer, work).tolist() == tokenizer(text)["input_ids"]
+
+
+# -- FASP ---------------------------------------------------------------------------------------------------------
+
+
+def test_fasp_at_zero_sparsity_is_the_identity(opt_folder):
+    windows = torch.tensor(make_dataset()["input_ids"])
+    result = prune_fasp(str(opt_folder), windows, 0.0)
+    dense = OPTForCausalLM.from_pretrained(opt_folder).eval()
+    assert result.removed == 0
+    torch.testing.assert_close(result.model(windows).logits, dense(windows).logits, rtol=0, atol=2e-3)
+
+
+def test_fasp_removes_what_it_says_and_masked_channels_are_zero(opt_folder):
+    dense = OPTForCausalLM.from_pretrained(opt_folder)
+    result = prune_fasp(str(opt_folder), torch.tensor(make_dataset()["input_ids"]), 0.3)
+    gone = widths = 0
+    for layer, before in zip(result.model.model.decoder.layers, dense.model.decoder.layers, strict=True):
+        bias = before.fc1.bias is not None
+        output, value = layer.self_attn.out_proj.weight, layer.self_attn.v_proj
+        zero = (output == 0).all(0)
+        assert torch.equal(zero, (value.weight == 0).all(1))
+        assert not bias or (value.bias[zero] == 0).all()
+        assert layer.fc2.in_features == layer.fc1.out_features < 40
+        gone += int(zero.sum()) * (2 * 24 + bias) + (40 - layer.fc2.in_features) * (2 * 24 + bias)
+        widths += int(zero.sum())
+        assert torch.equal(layer.self_attn.q_proj.weight, before.self_attn.q_proj.weight)
+    assert widths > 0
+    assert result.removed == pytest.approx(gone / count_prunable_parameters(dense))
+    assert result.removed == pytest.approx(0.3, abs=0.01)
+
+
+def test_fasp_keeps_the_columns_of_highest_score_and_restores_by_ridge(opt):
+    """The first module it visits, against FASP's formulas on whole-model activations."""
+    windows = torch.tensor(make_dataset()["input_ids"])
+    dense = OPTForCausalLM.from_pretrained(opt).eval()
+    seen = {}
+    module = dense.model.decoder.layers[0].self_attn.out_proj
+    module.register_forward_hook(lambda _, args, out: seen.update(x=args[0], y=out))
+    with torch.no_grad():
+        dense(windows)
+    x, y = (seen[name].flatten(0, -2).double() for name in "xy")
+    weight = module.weight.detach().double()
+    scores = weight.abs().sum(0) * x.norm(dim=0)
+    found = prune_fasp(str(opt), windows, 0.3, damping=0.05).model.model.decoder.layers[0].self_attn.out_proj
+    keep = (found.weight != 0).any(0).nonzero().flatten()
+    assert 0 < len(keep) < 24
+    assert keep.tolist() == sorted(scores.topk(len(keep)).indices.tolist())
+    strength = 0.05 * x.square().sum(0).mean()
+    p = torch.cat([x[:, keep], torch.ones(len(x), 1)], 1)
+    ridge = torch.diag(torch.tensor([strength] * len(keep) + [0.0]))
+    right = y.T @ p + torch.cat([strength * weight[:, keep], torch.zeros(24, 1)], 1)
+    naive = right @ torch.linalg.inv(p.T @ p + ridge)
+    torch.testing.assert_close(found.weight[:, keep].double(), naive[:, :-1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.bias.double(), naive[:, -1], rtol=1e-3, atol=1e-4)
+
+
+# -- the paper's tables -------------------------------------------------------------------------------------------
+
+
+def run_tables(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["paper_tables", *map(str, words)])
+    paper_tables.main()
+
+
+def test_perplexity_tables_stand_beside_the_papers_and_resume(opt, texts, tmp_path, monkeypatch):
+    few = {name: paper_tables.MAIN[name] for name in ("FASP", "Asymptotics (Algorithm 2)", "StruPrune, default")}
+    monkeypatch.setattr(paper_tables, "MAIN", few)
+    words = ("--model", opt, "--data", texts, "--num-samples", 8, "--window", 32, "--max-tokens", 320)
+    run_tables(monkeypatch, *words, "--table", "main", "--sparsity", "0.2,0.4", "--output", tmp_path)
+    text = (tmp_path / "main.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("FASP") and "/" in line]
+    assert "30 / –" in line
+    assert "28 / –" in line
+    assert "OPT-125M" in text
+    table = json.loads((tmp_path / "main.json").read_text())
+    assert [row[0] for row in table["rows"]] == ["dense", *few]
+    assert table["data"]["0.4 | FASP"]["removed"] == pytest.approx(0.4, abs=0.01)
+
+    def fail(*_):
+        raise AssertionError("a finished row was made again")
+
+    monkeypatch.setattr(rows, "run_row", fail)
+    run_tables(monkeypatch, *words, "--table", "main", "--sparsity", "0.2,0.4", "--output", tmp_path)
+    assert (tmp_path / "main.md").read_text() == text
+    monkeypatch.setattr(sys, "argv", ["methods", *map(str, words), "--sparsity", "0.2", "--output", str(tmp_path)])
+    monkeypatch.setitem(methods.SETS, "ours", few)
+    methods.main()  # shares the finished rows
+    assert "0.2 | FASP" in (tmp_path / "methods-ours.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["OPT-125M", "OPT-350M", "OPT-66B"])
+def test_count_sizes_is_the_formula(name):
+    d, layers, _ = paper_sizes.OPT_SIZES[name]
+    size = paper_sizes.count_sizes(name, paper_sizes.make_opt_config(name))
+    assert (size.ffn, size.attention) == (8 * d**2 + 5 * d, 4 * d**2 + 4 * d)
+    assert size.layer == size.ffn + size.attention + 4 * d  # two norms
+    ends = 50272 * d + 2050 * d + 2 * d
+    if name == "OPT-350M":  # embeddings of 512 with projections in and out, no last norm
+        ends = 50272 * 512 + 2050 * d + 2 * 512 * d
+    assert size.total == layers * size.layer + ends
+
+
+def test_llama_sizes_are_the_published_ones():
+    totals = {
+        name: paper_sizes.count_sizes(name, paper_sizes.make_llama_config(name)).total
+        for name in paper_sizes.LLAMA2_SIZES
+    }
+    assert totals == {"LLaMA-2-7B": 6738415616, "LLaMA-2-13B": 13015864320, "LLaMA-2-70B": 68976648192}
+
+
+def test_params_and_figure_need_no_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(paper_sizes, "OPT_SIZES", dict(list(paper_sizes.OPT_SIZES.items())[:2]))
+    monkeypatch.setattr(paper_tables, "OPT_SIZES", paper_sizes.OPT_SIZES)
+    for name in ("params", "figure"):
+        run_tables(monkeypatch, "--table", name, "--output", tmp_path)
+    row = json.loads((tmp_path / "params.json").read_text())["rows"][0]
+    assert {"OPT-125M", "10.4M", "7,087,872", "20.8", "14.2"} <= set(row)
+    assert json.loads((tmp_path / "ratios.json").read_text())["rows"][0][1] == "4,718,592"
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="--model: must be"):
+        run_tables(monkeypatch, "--table", "main", "--output", tmp_path)
+
+
+def test_estimate_growth_finds_the_exponents():
+    sizes = [paper_sizes.ModelSize("", 0, round(n**0.5), n, round(n**0.75), 0, 0) for n in (10**4, 10**8, 10**12)]
+    assert paper_sizes.estimate_growth(sizes) == pytest.approx({"depth": 0.5, "width": 0.75})
+
+
+def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatch):
+    for module in (paper_sizes, paper_tables):
+        monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4)})
+    monkeypatch.setattr(paper_tables, "MEMORY_MODELS", ("OPT-125M",))
+    monkeypatch.setattr(paper_tables, "PAPER_MEMORY", {"FASP": (0.24,)})
+    run_tables(monkeypatch, "--table", "memory", "--memory-models", "OPT-125M", "--output", tmp_path)
+    row = json.loads((tmp_path / "memory.json").read_text())["data"]["OPT-125M"]
+    assert row["layer_bytes"] == 2 * (12 * 32**2 + 13 * 32)
+    assert row["peak_bytes"] > row["layer_bytes"] + 8 * 129**2

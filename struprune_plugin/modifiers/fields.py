@@ -15,6 +15,7 @@ from llmcompressor.core import Event, State, create_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines import SequentialPipeline
 from llmcompressor.recipe import Recipe
+from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
@@ -27,8 +28,7 @@ from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_calibration, check_order, check_weights
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
 from struprune_plugin.modifiers.sensitivity import measure_fisher
-from struprune_plugin.rotation import Rotation, eliminate_directions
-from struprune_plugin.solve import Elimination, eliminate_units, expand_units, find_root, order_units
+from struprune_plugin.solve import Elimination, eliminate_units, expand_units, find_root, order_units, weigh_outputs
 from struprune_plugin.statistics import Moments, append_bias
 from struprune_plugin.surgery import check_sliceable, read_weight
 from struprune_plugin.topology import (
@@ -62,8 +62,10 @@ class StructuredModifier(Modifier):
     :param gamma: decay of importance with depth in Algorithm 3
     :param sensitivity: ``fisher`` weighs errors of a module's output by the Fisher information there, in ``obs`` and in
         error curves, see :func:`~struprune_plugin.modifiers.sensitivity.measure_fisher`
-    :param sensitivity_samples: calibration sequences that measure it
-    :param rotate_values: with ``vo``, rotate every head's values first, so that few channels carry what matters
+    :param allocation_samples: calibration sequences for the sensitivity, and, in a pruning stage's own pass, for the
+        curves of ``error_curve``; for these at least four tokens an input of the widest module
+    :param rotate_values: rotate every head's values first, so that few channels carry what matters; for ``vo`` with
+        ``obs`` and a restoration
     :param max_sparsity: clip of a module's sparsity in Algorithms 2 and 3
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
     :param alpha: weight of ADMM's linear terms, above 0 (paper, Algorithm 4; method.md section 7)
@@ -98,9 +100,9 @@ class StructuredModifier(Modifier):
     admm_learning_rate: float = Field(default=0.05, gt=0, allow_inf_nan=False)
     attention_method: Literal[1, 2] = 2
     allocation: str = "uniform"
-    sensitivity: Literal["fisher", "none"] = "none"
-    sensitivity_samples: int = Field(default=16, ge=1)
-    rotate_values: bool = False
+    sensitivity: Literal["fisher", "none"] = "fisher"
+    allocation_samples: int = Field(default=16, ge=1)
+    rotate_values: bool = True
 
     _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
     _query_key: tuple[str, str] = PrivateAttr(default=("", ""))
@@ -203,9 +205,10 @@ class StructuredModifier(Modifier):
             check_gradient_memory(model, next(iter(loader))["input_ids"].shape)
             with self.stage("gradients"):
                 self._snip = measure_snip(model, loader, self._groups)
-        if self.sensitivity != "none" and not self._roots:
-            with self.stage("sensitivity"):
-                fisher = measure_fisher(model, loader, self._groups, self.sensitivity_samples)
+        needed = self.importance == "obs" or self.allocation == "error_curve"
+        if self.sensitivity != "none" and needed and not self._roots:
+            with self.stage("sensitivity"), DisableQuantization(model):
+                fisher = measure_fisher(model, loader, self._groups, self.allocation_samples)
                 self._roots = {name: find_root(matrix) for name, matrix in fisher.items()}
 
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -228,12 +231,15 @@ class StructuredModifier(Modifier):
             self.clean_up()
             raise
 
-    def run_alone(self, state: State, pipeline_options: dict[str, Any], propagate_error: bool) -> None:
+    def run_alone(
+        self, state: State, pipeline_options: dict[str, Any], propagate_error: bool, calibration: Any = None
+    ) -> None:
         """Run this modifier in a session of its own, inside another modifier's: one more pass over its data.
 
+        :param calibration: batches to run on; the other's where None
         :param propagate_error: whether a layer sees the outputs of the changed layers before it, or of the dense ones
         """
-        calibration = state.data.calib
+        calibration = state.data.calib if calibration is None else calibration
         options = DatasetArguments(**pipeline_options, propagate_error=propagate_error)
         with self._clean_on_error(), create_session() as session:
             recipe = Recipe.from_modifiers([self])
@@ -287,12 +293,12 @@ class StructuredModifier(Modifier):
 
     def rotates(self, group: UnitGroup) -> bool:
         """Tell whether the values of a group are rotated before channels go."""
-        return self.rotate_values and group.kind == "vo"
+        return self.rotate_values and group.kind == "vo" and self.importance == "obs" and self.restoration != "none"
 
-    def rank_directions(self, group: UnitGroup, damped: Moments) -> Rotation:
-        return eliminate_directions(
-            damped, group.num_blocks, group.columns_per_unit, group.name, self._roots.get(group.name)
-        )
+    def weigh(self, group: UnitGroup, damped: Moments, weight: Tensor) -> Moments:
+        """Return the moments that count errors by the sensitivity, or the same ones where none was measured."""
+        root = self._roots.get(group.name)
+        return damped if root is None else weigh_outputs(damped, root.to(damped.gram), weight)
 
     def rank_units(
         self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments, num_remove: int
@@ -304,7 +310,7 @@ class StructuredModifier(Modifier):
         """
         if self.importance == "obs":
             elimination: Elimination = eliminate_units(
-                damped, group.columns_per_unit, group.name, group.num_blocks, num_remove, self._roots.get(group.name)
+                damped, group.columns_per_unit, group.name, group.num_blocks, num_remove
             )
             scores = elimination.increase.new_full((group.num_units,), torch.inf)
             scores[elimination.order] = elimination.increase

@@ -21,7 +21,7 @@ from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens,
 from struprune_plugin.modifiers.checks import check_alone, check_group_sizes, describe_weights, list_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
 from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
-from struprune_plugin.rotation import Rotation, order_directions, rotate_columns, rotate_moments
+from struprune_plugin.rotation import Rotation, eliminate_directions, order_directions, rotate_columns, rotate_moments
 from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights, swap_units
 from struprune_plugin.statistics import Moments, append_bias, measure_error, with_bias_index
 from struprune_plugin.surgery import (
@@ -53,12 +53,13 @@ class StruPruneModifier(StructuredModifier):
     Fields as in :class:`StructuredModifier`, and:
 
     :param sparsity: required, unless a :class:`SparsityAllocatorModifier` stage comes before; its plan rules then
-    :param allocation: ``uniform``, or a rule of :class:`SparsityAllocatorModifier`, in an allocation pass of our own
+    :param allocation: ``uniform``, or a rule of :class:`SparsityAllocatorModifier`, in an allocation pass of our own;
+        ``error_curve`` takes ``allocation_samples`` for it
     :param target: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
         ``local`` (the module's own output on the pruned path's inputs)
     :param max_swaps: after the elimination, exchange at most so many kept units of a module for removed ones, while the
-        re-solved error falls; for units of one column that were not rotated
+        re-solved error falls; with ``obs``, for units of one column that were not rotated
     :param tuning_epochs: passes over the calibration data in which every layer, once pruned, is tuned towards the dense
         one's output, see :func:`~struprune_plugin.modifiers.tuning.tune_layer`; 0 leaves it as solved
     :param tuning_learning_rate: of Adam, relative to the root mean square of every parameter
@@ -72,10 +73,10 @@ class StruPruneModifier(StructuredModifier):
               sparsity: 0.2
     """
 
-    allocation: Literal["uniform", "error_curve", "softmax", "softmax_inverse", "global_threshold"] = "uniform"
+    allocation: Literal["uniform", "error_curve", "softmax", "softmax_inverse", "global_threshold"] = "error_curve"
     target: Literal["residual", "block", "local"] = "residual"
     replay: str | None = None
-    max_swaps: int = Field(default=0, ge=0)
+    max_swaps: int = Field(default=100, ge=0)
     tuning_epochs: int = Field(default=0, ge=0)
     tuning_learning_rate: float = Field(default=0.02, gt=0, allow_inf_nan=False)
 
@@ -367,14 +368,15 @@ class StruPruneModifier(StructuredModifier):
         self._changed = self._changed or num_keep < group.num_units
         with self.stage("select and solve"):
             damped = damp_moments(moments, dense, self.damping, consumer.bias is not None)
+            weighed = self.weigh(group, damped, dense) if self.importance == "obs" else damped
             rotation = None
             if self.rotates(group) and num_keep < group.num_units:
-                rotation = self.rank_directions(group, damped)
+                rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
                 rotate_group(layer, group, rotation.basis)
                 moments, damped = (rotate_moments(m, rotation.basis, group.columns_per_unit) for m in (moments, damped))
                 dense = rotate_columns(dense, rotation.basis, group.columns_per_unit)
-            keep, scores = self._select_units(layer, group, moments, damped, num_keep, rotation)
-            keep, swaps = self._swap_units(group, damped, keep)
+            keep, scores = self._select_units(layer, group, moments, weighed, num_keep, rotation)
+            keep, swaps = self._swap_units(group, weighed, keep)
             columns = expand_units(keep, group.columns_per_unit)
             deleted = dense[:, with_bias_index(columns, group.num_columns)]
             weight, condition = deleted, None
@@ -449,7 +451,7 @@ class StruPruneModifier(StructuredModifier):
         layer: nn.Module,
         group: UnitGroup,
         moments: Moments,
-        damped: Moments,
+        weighed: Moments,
         num_keep: int,
         rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -457,7 +459,7 @@ class StruPruneModifier(StructuredModifier):
 
         :param rotation: what the values were rotated by, which gives the order
         """
-        device = damped.gram.device
+        device = weighed.gram.device
         if self._replayed:
             return torch.tensor(self._replayed["keep"][group.name], device=device), None
         if num_keep == group.num_units:
@@ -465,15 +467,15 @@ class StruPruneModifier(StructuredModifier):
         if rotation is not None:
             order, scores = order_directions(rotation)
         else:
-            order, scores = self.rank_units(layer, group, moments, damped, group.num_units - num_keep)
+            order, scores = self.rank_units(layer, group, moments, weighed, group.num_units - num_keep)
         return keep_last(order, group.num_units, num_keep), scores
 
-    def _swap_units(self, group: UnitGroup, damped: Moments, keep: Tensor) -> tuple[Tensor, int]:
+    def _swap_units(self, group: UnitGroup, weighed: Moments, keep: Tensor) -> tuple[Tensor, int]:
         """Search for better units by swaps, where one was asked for and units are single columns; also count the swaps."""
-        if not self.max_swaps or self._replayed or self.rotates(group) or group.columns_per_unit > 1:
+        chosen = self._replayed or self.rotates(group) or self.importance != "obs"
+        if chosen or group.columns_per_unit > 1:
             return keep, 0
-        root = self._roots.get(group.name)
-        return swap_units(damped, keep, group.name, group.num_blocks, self.max_swaps, root)
+        return swap_units(weighed, keep, group.name, group.num_blocks, self.max_swaps)
 
     # -- manifest -------------------------------------------------------------------------------------------------
 

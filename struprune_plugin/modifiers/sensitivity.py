@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from struprune_plugin.modifiers.capture import LayerCall
 from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_linear
 
+_MAX_LOGITS = 1 << 26  # held at once, a quarter of a gigabyte; their gradient takes as much again, twice
+
 
 def measure_fisher(
     model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup], num_sequences: int
@@ -32,19 +34,31 @@ def measure_fisher(
     """
     sums: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
-    counted = seen = 0
+    counted = 0
     with _freeze(model), HooksMixin.disable_hooks():
-        for batch in tqdm(loader, desc="sensitivity"):
-            if seen >= num_sequences:
-                break
-            batch = {name: part[: num_sequences - seen] for name, part in batch.items() if isinstance(part, Tensor)}
-            seen += len(batch["input_ids"])
+        for batch in tqdm(_split_batches(loader, num_sequences, model.config.vocab_size), desc="sensitivity"):
             calls, gradient, num_tokens = _run_forward(model, batch, generator)
             counted += num_tokens
             for (name, layer), call in zip(reversed(find_decoder_layers(model)), reversed(calls), strict=True):
                 here = [group for group in groups if group.layer_name == name]
                 gradient = _run_backward(layer, call, here, gradient, sums)
     return {name: total / counted for name, total in sums.items()}
+
+
+def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, vocabulary: int) -> list[dict[str, Tensor]]:
+    """Return the first sequences in micro-batches whose logits, in float32, stay small."""
+    parts: list[dict[str, Tensor]] = []
+    left = num_sequences
+    for batch in loader:
+        tensors = {name: part[:left] for name, part in batch.items() if name in ("input_ids", "attention_mask")}
+        ids = tensors["input_ids"]
+        left -= len(ids)
+        size = max(1, _MAX_LOGITS // (ids.shape[1] * vocabulary))
+        splits = {name: part.split(size) for name, part in tensors.items()}
+        parts += [dict(zip(splits, values, strict=True)) for values in zip(*splits.values(), strict=True)]
+        if left <= 0:
+            break
+    return parts
 
 
 @contextmanager
@@ -98,16 +112,17 @@ def _run_backward(
     layer: nn.Module, call: LayerCall, groups: Sequence[UnitGroup], gradient: Tensor, sums: dict[str, Tensor]
 ) -> Tensor:
     """Run one layer forth and back; add ``g g^T`` at its consumers, and return the gradient at its input."""
-    outputs: list[Tensor] = []
-    handles = [
-        find_linear(layer, group.consumer).register_forward_hook(lambda _m, _a, output: outputs.append(output))
-        for group in groups
-    ]
+    outputs: dict[str, Tensor] = {}
+
+    def see(name: str) -> Any:
+        return lambda _module, _args, output: outputs.update({name: output})
+
+    handles = [find_linear(layer, group.consumer).register_forward_hook(see(group.name)) for group in groups]
     hidden = call.hidden.to(call.device).requires_grad_()
     try:
         with torch.enable_grad():
             output = call.repeat(layer, hidden)
-            below, *found = torch.autograd.grad(output, [hidden, *outputs], gradient)
+            below, *found = torch.autograd.grad(output, [hidden, *(outputs[group.name] for group in groups)], gradient)
     finally:
         for handle in handles:
             handle.remove()

@@ -30,22 +30,24 @@ _CURVES = _VO | {"allocation": "error_curve"}
 _FISHER = _CURVES | {"sensitivity": "fisher"}
 _ROTATED = _FISHER | {"rotate_values": True}
 _SWAPPED = _ROTATED | {"max_swaps": 100}
-_TUNED = _SWAPPED | {"tuning_epochs": 6}
+_DAMPED = _SWAPPED | {"damping": "auto"}
+_TUNED = _DAMPED | {"tuning_epochs": 6}
 OSSCAR = Row(peer="eval.peers.osscar:prune_osscar")
-BEST = "+ swaps (default)"  # the best rung without tuning and recovery
+BEST = "+ damping by held-out text (default)"  # the best rung without tuning and recovery
 LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
     "wanda, heads, least squares": Row(spell(importance="wanda", target="local")),
     "obs, vo, residual, uniform": Row(spell(**_VO)),
     "+ error curves": Row(spell(**_CURVES)),
     "+ Fisher sensitivity": Row(spell(**_FISHER)),
     "+ rotated values": Row(spell(**_ROTATED)),
-    BEST: Row(spell(**_SWAPPED)),
+    "+ swaps": Row(spell(**_SWAPPED)),
+    BEST: Row(spell(**_DAMPED)),
     "+ block tuning": Row(spell(**_TUNED)),
     "+ LoRA with distillation": Row(spell(**_TUNED), DISTILL),
 }
 ASIDE: dict[str, Row] = {  # measured beside the ladder
     "uniform, rotated values": Row(spell(**_VO, rotate_values=True)),
-    "default with ADMM": Row(spell(**_SWAPPED, restoration="admm")),
+    "default with ADMM": Row(spell(**_DAMPED, restoration="admm")),
 }
 PEERS: dict[str, Row] = {"FASP": FASP, "OSSCAR": OSSCAR, "SliceGPT": SLICEGPT}
 ROWS: dict[str, dict[str, Row]] = {

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from struprune_plugin.statistics import Moments, with_bias_index
+from struprune_plugin.statistics import Moments, measure_error, subtract_moments, with_bias_index
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
+DAMPING = 0.01  # where none was chosen
+_DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
 _MAX_CANDIDATES = 512  # a swap looks at so many columns on either side
 _COMPACT_AT = 15 / 16  # drop eliminated rows and columns from memory once this share of them is left
 
@@ -99,6 +101,25 @@ def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWe
         raise _describe_singular(where, condition, len(columns))
     weight = torch.cholesky_solve(damped.cross[:, rows].T, factor).T
     return SolvedWeights(weight.contiguous(), condition)
+
+
+def choose_damping(
+    moments: Moments, held: Moments, weight: Tensor, columns: Tensor, has_bias: bool, where: str
+) -> float:
+    """Return the damping whose solve on the other tokens has the least error on the held-out ones.
+
+    :param moments: of all tokens
+    :param held: of a part of them
+    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    :param columns: kept input columns, sorted, shape [k]
+    """
+    rest = subtract_moments(moments, held)
+
+    def measure(damping: float) -> float:
+        damped = damp_moments(rest, weight, damping, has_bias)
+        return measure_error(held, solve_kept_weights(damped, columns, where).weight, columns)
+
+    return min(_DAMPINGS, key=measure)
 
 
 def _factorize(system: Tensor, where: str) -> Tensor:

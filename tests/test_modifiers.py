@@ -444,7 +444,7 @@ def test_replay_on_another_model_is_refused(opt, tmp_path):
 
 def test_replay_with_a_contradicting_field_is_refused(opt, tmp_path):
     run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "first"))
-    with pytest.raises(ValueError, match=r"replay: damping must be 0\.01 as in .*got 0\.5"):
+    with pytest.raises(ValueError, match=r"replay: damping must be 'auto' as in .*got 0\.5"):
         StruPruneModifier(replay=str(tmp_path / "first"), damping=0.5)
 
 
@@ -577,3 +577,14 @@ def test_smallest_models_prune(shape, tmp_path):
             run_oneshot(str(folder), sparsity=0.2, attention_unit=unit).num_parameters()
             < make_opt(**shape).num_parameters()
         )
+
+
+def test_automatic_damping_needs_batches_to_hold_out_and_is_recorded(opt, tmp_path):
+    data = {"dataset": make_dataset(32), "num_calibration_samples": 32, "sparsity": 0.3}
+    chosen = {}
+    for name, fields in {"many": {"batch_size": 4}, "few": {"batch_size": 16}, "fixed": {"damping": 0.02}}.items():
+        run_oneshot(str(opt), **data, **fields, output_dir=str(tmp_path / name))
+        chosen[name] = [group["damping"] for group in read_manifest(tmp_path / name)["groups"]]
+    assert set(chosen["few"]) == {0.01}
+    assert set(chosen["fixed"]) == {0.02}
+    assert set(chosen["many"]) != {0.01}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from test_statistics import gather, make_case
 
 from struprune_plugin.solve import (
+    choose_damping,
     damp_moments,
     eliminate_units,
     expand_units,
@@ -209,3 +210,20 @@ def test_weigh_outputs_counts_errors_by_the_root():
     full[:, [0, 2, 5, 6]] = solved
     error = root @ (full - dense)
     assert measure_error(weighed, root @ solved, columns) == pytest.approx((error @ damped.gram * error).sum().item())
+
+
+def test_choose_damping_is_that_of_least_error_on_tokens_held_out():
+    """Few noisy tokens: the choice, read off moments, is that of naive solves scored on the held-out tokens themselves."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+    dense = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    targets = inputs @ dense[:, :-1].T + dense[:, -1] + 2 * torch.randn(24, 2, generator=generator, dtype=torch.float64)
+    columns = torch.tensor([0, 2, 3, 5])
+    errors = {}
+    for damping in (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0):
+        damped = damp_moments(gather(inputs[:16], targets[:16], 16), dense, damping)
+        weight = solve_kept_weights(damped, columns, "x").weight
+        errors[damping] = (inputs[16:, columns] @ weight[:, :-1].T + weight[:, -1] - targets[16:]).square().sum().item()
+    moments, held = gather(inputs, targets, 24), gather(inputs[16:], targets[16:], 8)
+    assert choose_damping(moments, held, dense, columns, True, "x") == min(errors, key=errors.get)
+    assert len(set(errors.values())) == 7

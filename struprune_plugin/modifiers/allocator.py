@@ -176,7 +176,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         """Keep a group's importance and error curve; its moments go."""
         consumer = find_linear(layer, group.consumer)
         weight = append_bias(*read_weight(consumer))
-        damped = damp_moments(moments, weight, self.damping, consumer.bias is not None)
+        damped = damp_moments(moments, weight, self.base_damping, consumer.bias is not None)
         weighed = self.weigh(group, damped, weight)
         if self.rotates(group):
             rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)

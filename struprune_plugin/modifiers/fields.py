@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import psutil
 import torch
@@ -28,7 +28,15 @@ from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_calibration, check_order, check_weights
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
 from struprune_plugin.modifiers.sensitivity import measure_fisher
-from struprune_plugin.solve import Elimination, eliminate_units, expand_units, find_root, order_units, weigh_outputs
+from struprune_plugin.solve import (
+    DAMPING,
+    Elimination,
+    eliminate_units,
+    expand_units,
+    find_root,
+    order_units,
+    weigh_outputs,
+)
 from struprune_plugin.statistics import Moments, append_bias
 from struprune_plugin.surgery import check_sliceable, read_weight
 from struprune_plugin.topology import (
@@ -54,7 +62,8 @@ class StructuredModifier(Modifier):
     :param channel_multiple: kept FFN widths are whole multiples of this
     :param importance: how units are ranked, see method.md section 3
     :param restoration: ``least_squares`` re-solves the consumers, ``admm`` then the producers too, ``none`` deletes only
-    :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix
+    :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix; ``auto``
+        takes 0.01, and for the least-squares solve that gives a module's weights what does best on held-out batches
     :param temperature: of the softmax rules, relative to std(I) (R8); a list is searched by error (R9)
     :param search: how a temperature's error is found: ``moments`` reads it off every module's error curve on the dense path,
         ``full`` reruns the whole pruning at every temperature and gives the weights back (R9)
@@ -86,7 +95,7 @@ class StructuredModifier(Modifier):
     channel_multiple: int = Field(default=1, ge=1)
     importance: Literal["obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form"] = "obs"
     restoration: Literal["least_squares", "admm", "none"] = "least_squares"
-    damping: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    damping: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = "auto"
     temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
     search: Literal["moments", "full"] = "moments"
     rho: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -133,6 +142,11 @@ class StructuredModifier(Modifier):
                 "start and end must be left out: structured pruning happens once, in one calibration pass."
             )
         return self
+
+    @property
+    def base_damping(self) -> float:
+        """The damping of all but the closing least-squares solve."""
+        return DAMPING if self.damping == "auto" else self.damping
 
     @property
     def temperatures(self) -> list[float]:
@@ -347,7 +361,7 @@ class StructuredModifier(Modifier):
             self.admm_inner_steps,
             self.admm_learning_rate,
             self.attention_method,
-            self.damping,
+            self.base_damping,
         )
 
     def _score_closed_form(self, layer: nn.Module, group: UnitGroup, first: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from struprune_plugin.modifiers.checks import check_alone, check_group_sizes, de
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
 from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
 from struprune_plugin.rotation import Rotation, eliminate_directions, order_directions, rotate_columns, rotate_moments
-from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights, swap_units
+from struprune_plugin.solve import choose_damping, damp_moments, expand_units, keep_last, solve_kept_weights, swap_units
 from struprune_plugin.statistics import Moments, append_bias, measure_error, with_bias_index
 from struprune_plugin.surgery import (
     LayerCopy,
@@ -160,7 +160,7 @@ class StruPruneModifier(StructuredModifier):
             self._plan = self._make_late_plan(state)
             check_group_sizes(self._groups, self._plan.kept)
         adopt_attention(state.model)
-        self._observer = LayerObserver(self.target)
+        self._observer = LayerObserver(self.target, hold_out=self.damping == "auto")
         self._fingerprint = hashlib.sha256()
         self.register_hook(state.model.get_input_embeddings(), self._see_tokens, "forward_pre", with_kwargs=True)
         self.watch_layers(state.model, self._observer)
@@ -362,25 +362,31 @@ class StruPruneModifier(StructuredModifier):
     def _prune_group(self, layer: nn.Module, group: UnitGroup, moments: Moments) -> None:
         """Select, re-solve and slice one group, and record it."""
         assert self._plan is not None
+        assert self._observer is not None
+        held = self._observer.take_held(group)
         num_keep = self._plan.kept[group.name]
         consumer = find_linear(layer, group.consumer)
         dense = append_bias(*read_weight(consumer))
         self._changed = self._changed or num_keep < group.num_units
         with self.stage("select and solve"):
-            damped = damp_moments(moments, dense, self.damping, consumer.bias is not None)
+            damped = damp_moments(moments, dense, self.base_damping, consumer.bias is not None)
             weighed = self.weigh(group, damped, dense) if self.importance == "obs" else damped
             rotation = None
             if self.rotates(group) and num_keep < group.num_units:
                 rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
                 rotate_group(layer, group, rotation.basis)
-                moments, damped = (rotate_moments(m, rotation.basis, group.columns_per_unit) for m in (moments, damped))
                 dense = rotate_columns(dense, rotation.basis, group.columns_per_unit)
+                moments, damped = (rotate_moments(m, rotation.basis, group.columns_per_unit) for m in (moments, damped))
+                held = None if held is None else rotate_moments(held, rotation.basis, group.columns_per_unit)
             keep, scores = self._select_units(layer, group, moments, weighed, num_keep, rotation)
             keep, swaps = self._swap_units(group, weighed, keep)
             columns = expand_units(keep, group.columns_per_unit)
             deleted = dense[:, with_bias_index(columns, group.num_columns)]
-            weight, condition = deleted, None
+            weight, condition, damping = deleted, None, self.base_damping
             if self.restoration != "none" and self._changed:
+                if held is not None:
+                    damping = choose_damping(moments, held, dense, columns, consumer.bias is not None, group.name)
+                    damped = damp_moments(moments, dense, damping, consumer.bias is not None)
                 solved = solve_kept_weights(damped, columns, group.name)
                 weight, condition = solved.weight, solved.condition_number
             energy = max(float(moments.target_energy), 1e-300)
@@ -407,6 +413,7 @@ class StruPruneModifier(StructuredModifier):
                 "error_before": errors[0],
                 "error_after": errors[-1],
                 "swaps": swaps,
+                "damping": damping,
                 "admm": admm,
                 "condition_number": condition,
                 "keep": keep.tolist(),
@@ -439,7 +446,7 @@ class StruPruneModifier(StructuredModifier):
             for visit in self._observer.visit_batches(layer, group, f"{group.name} closing"):
                 accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
             consumer = find_linear(layer, group.consumer)
-            damped = damp_moments(moments, result.consumer.double(), self.damping, consumer.bias is not None)
+            damped = damp_moments(moments, result.consumer.double(), self.base_damping, consumer.bias is not None)
             columns = torch.arange(len(keep) * group.columns_per_unit, device=moments.gram.device)
             solved = solve_kept_weights(damped, columns, group.name)
             set_weight(consumer, solved.weight)

@@ -14,18 +14,25 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin import read_manifest
 from struprune_plugin.report import format_table
-from struprune_plugin.surgery import mask_group, read_consumer
-from struprune_plugin.topology import find_groups
+from struprune_plugin.statistics import append_bias
+from struprune_plugin.surgery import mask_group, read_consumer, read_weight
+from struprune_plugin.topology import find_groups, find_linear
 
 
 def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: dict) -> None:
     """Give the dense model the pruned one's weights at the manifest's indices, and zeros elsewhere."""
     settings = manifest["settings"]
+    sliced = dict(pruned.named_parameters())
+    for name, parameter in dense.named_parameters():
+        if parameter.shape == sliced[name].shape:  # norms, queries and keys: what a block's tuning may have changed
+            parameter.data.copy_(sliced[name].data)
     keep = {entry["name"]: torch.tensor(entry["keep"]) for entry in manifest["groups"]}
     fields = (settings["attention_unit"], settings["prune_ffn"], settings["targets"], settings["ignore"])
-    for group, sliced in zip(find_groups(dense, *fields), find_groups(pruned, *fields), strict=True):
-        weight = read_consumer(pruned.get_submodule(group.layer_name), sliced)
-        mask_group(dense.get_submodule(group.layer_name), group, keep[group.name], weight)
+    for group, smaller in zip(find_groups(dense, *fields), find_groups(pruned, *fields), strict=True):
+        source = pruned.get_submodule(group.layer_name)
+        new = {name: append_bias(*read_weight(find_linear(source, name))) for name in group.producers}
+        layer = dense.get_submodule(group.layer_name)
+        mask_group(layer, group, keep[group.name], read_consumer(source, smaller), new)
 
 
 @torch.no_grad()

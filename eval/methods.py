@@ -41,6 +41,12 @@ _SPELLED: dict[str, Any] = {
     "admm_inner_steps": 8,
     "admm_learning_rate": 0.05,
     "attention_method": 2,
+    "sensitivity": "none",
+    "allocation_samples": 16,
+    "rotate_values": False,
+    "max_swaps": 0,
+    "tuning_epochs": 0,
+    "tuning_learning_rate": 0.02,
 }
 
 
@@ -110,7 +116,7 @@ _LORA: dict[str, Any] = {
     "seed": 0,
     "holdout_fraction": 0.1,
 }
-_KL = {
+DISTILL = {
     **_LORA,
     "learning_rate": 1e-3,
     "distill": "kl",
@@ -120,7 +126,7 @@ _KL = {
 }
 _RECOVERY: dict[str, Row] = {
     "obs, vo, residual": _OURS["obs, vo, residual"],
-    f"obs, vo, residual, LoRA with KL, {RECOVERY_STEPS} steps": Row(spell(attention_unit="vo"), _KL),
+    f"obs, vo, residual, LoRA with KL, {RECOVERY_STEPS} steps": Row(spell(attention_unit="vo"), DISTILL),
     f"obs, vo, residual, LoRA with cross entropy, {RECOVERY_STEPS} steps": Row(
         spell(attention_unit="vo"), {**_LORA, "learning_rate": 5e-4, "distill": "none"}
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -165,6 +166,75 @@ def allocate_global_threshold(groups: Sequence[GroupSize], scores: Sequence[Tens
     kept = owner[order[costs[order].cumsum(0) <= (1 - sparsity) * costs.sum()]]
     counts = torch.bincount(kept, minlength=len(groups)).tolist()
     return [1 - count / group.num_units for count, group in zip(counts, groups, strict=True)]
+
+
+def allocate_error_curves(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float) -> list[int]:
+    """Choose kept counts that minimise ``sum_g E_g(k_g)`` while ``sum_g k_g c_g <= budget``, c_g the cost of a unit.
+
+    Steps along the lower convex hulls are taken in the order of error saved a parameter; that is optimal wherever
+    they end on the budget. Where the next does not fit, what is left is filled by the best steps that do, hull or not. At
+    least one step stays in every group.
+    Source: method.md section 5, ``error_curve``.
+
+    :param curves: error with k = 0 ... num_units units kept, comparable between groups, one a group, shape [num_units + 1]
+    :param budget: parameters to keep at most
+    :return: kept units of each group, a multiple of its step or all
+    """
+    counts = [_list_counts(group) for group in groups]
+    errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
+    costs = [[k * group.unit_cost for k in ks] for group, ks in zip(groups, counts, strict=True)]
+    at = [0] * len(groups)  # the index of every group's choice among its counts
+    left = budget - sum(cost[0] for cost in costs)
+    steps = [  # along each hull, saved error a parameter falls, so that a sort over all keeps every group's own order
+        ((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i]), g, i, j)
+        for g in range(len(groups))
+        for i, j in itertools.pairwise(_find_hull(costs[g], errors[g]))
+    ]
+    for _, g, i, j in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
+        if at[g] == i and costs[g][j] - costs[g][i] <= left:
+            at[g] = j
+            left -= costs[g][j] - costs[g][i]
+    _fill_budget(costs, errors, at, left)
+    return [ks[i] for ks, i in zip(counts, at, strict=True)]
+
+
+def _list_counts(group: GroupSize) -> list[int]:
+    """Return the kept counts that a group may have, fewest first."""
+    step = min(group.step, group.num_units)
+    counts = list(range(step, group.num_units + 1, step))
+    return counts if counts[-1] == group.num_units else [*counts, group.num_units]
+
+
+def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
+    """Return the indices of the points on the lower convex hull of an error curve, up to its minimum."""
+    hull: list[int] = []
+
+    def saving(i: int, j: int) -> float:
+        return (errors[i] - errors[j]) / (costs[j] - costs[i])
+
+    for i in range(len(costs)):
+        if hull and errors[i] >= errors[hull[-1]]:
+            continue
+        while len(hull) > 1 and saving(hull[-2], hull[-1]) <= saving(hull[-1], i):
+            hull.pop()
+        hull.append(i)
+    return hull
+
+
+def _fill_budget(costs: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], at: list[int], left: float) -> None:
+    """Spend what is left on the growth of one group after the other that saves most and fits, in place."""
+    while True:
+        best = (0.0, 0, 0)
+        for g, i in enumerate(at):
+            for j in range(i + 1, len(costs[g])):
+                if costs[g][j] - costs[g][i] > left:
+                    break
+                best = max(best, (errors[g][i] - errors[g][j], -g, j))
+        saved, g, j = best
+        if saved <= 0:
+            return
+        left -= costs[-g][j] - costs[-g][at[-g]]
+        at[-g] = j
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ Every solve works on *damped* moments (:func:`damp_moments`), in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from struprune_plugin.statistics import Moments, with_bias_index
+from struprune_plugin.statistics import Moments, measure_error, subtract_moments, with_bias_index
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
+DAMPING = 0.01  # where none was chosen
+_DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
+_MAX_CANDIDATES = 512  # a swap looks at so many columns on either side
 _COMPACT_AT = 15 / 16  # drop eliminated rows and columns from memory once this share of them is left
 
 
@@ -66,6 +69,20 @@ def damp_moments(moments: Moments, weight: Tensor, damping: float, has_bias: boo
     return Moments(gram, cross, energy, moments.absolute_sum)
 
 
+def weigh_outputs(damped: Moments, root: Tensor, weight: Tensor) -> Moments:
+    """Return moments under which an error e of the output counts as ``||R e||^2``.
+
+    The re-solved weights do not depend on R (theirs are R W); which units should go, and the error of a choice, do. The
+    energy is that of the target that the given weights reproduce exactly, ``tr(R W H W^T R^T)``: the ``local`` one. For other
+    targets it is off by a constant, which changes no order.
+
+    :param root: R, shape [d, d], float64
+    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    """
+    moved = root @ weight
+    return replace(damped, cross=root @ damped.cross, target_energy=(moved @ damped.gram * moved).sum())
+
+
 def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWeights:
     """Solve ``W = C_S H_SS^-1`` on the kept inputs S and the bias, by Cholesky.
 
@@ -86,12 +103,39 @@ def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWe
     return SolvedWeights(weight.contiguous(), condition)
 
 
+def choose_damping(
+    moments: Moments, held: Moments, weight: Tensor, columns: Tensor, has_bias: bool, where: str
+) -> float:
+    """Return the damping whose solve on the other tokens has the least error on the held-out ones.
+
+    :param moments: of all tokens
+    :param held: of a part of them
+    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    :param columns: kept input columns, sorted, shape [k]
+    """
+    rest = subtract_moments(moments, held)
+
+    def measure(damping: float) -> float:
+        damped = damp_moments(rest, weight, damping, has_bias)
+        return measure_error(held, solve_kept_weights(damped, columns, where).weight, columns)
+
+    return min(_DAMPINGS, key=measure)
+
+
 def _factorize(system: Tensor, where: str) -> Tensor:
     """Return the Cholesky factor of a damped system, or raise with its name."""
     factor, info = torch.linalg.cholesky_ex(system)
     if int(info) or not factor.isfinite().all():
         raise _describe_singular(where, float("inf"), len(system) - 1)
     return factor
+
+
+def invert_gram(gram: Tensor, where: str) -> Tensor:
+    """Return the inverse of a damped Gram matrix.
+
+    :raises ValueError: it is singular; the message names ``where``
+    """
+    return torch.cholesky_inverse(_factorize(gram, where))
 
 
 def _describe_singular(where: str, condition: float, num_inputs: int) -> ValueError:
@@ -144,7 +188,11 @@ def expand_units(units: Tensor, width: int) -> Tensor:
 
 
 def eliminate_units(
-    damped: Moments, columns_per_unit: int, where: str, num_blocks: int = 1, num_remove: int | None = None
+    damped: Moments,
+    columns_per_unit: int,
+    where: str,
+    num_blocks: int = 1,
+    num_remove: int | None = None,
 ) -> Elimination:
     """Remove units one by one, each time the one whose removal raises the re-solved error least.
 
@@ -161,8 +209,7 @@ def eliminate_units(
     :raises ValueError: H is singular
     """
     num_units = (damped.gram.shape[0] - 1) // columns_per_unit
-    factor = _factorize(damped.gram, where)
-    inverse = torch.cholesky_inverse(factor)
+    inverse = invert_gram(damped.gram, where)
     weight = damped.cross @ inverse
     units = torch.arange(num_units, device=inverse.device)  # the original index of every unit still in memory
     alive = torch.ones(num_units, dtype=torch.bool, device=inverse.device)
@@ -213,6 +260,92 @@ def _downdate(inverse: Tensor, weight: Tensor, unit: slice) -> None:
     inverse.diagonal()[unit] = 1
 
 
+def swap_units(
+    damped: Moments,
+    keep: Tensor,
+    where: str,
+    num_blocks: int = 1,
+    max_swaps: int = 0,
+    output_root: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """Exchange a kept column for a removed one, each time the pair that lowers the re-solved error most, until none does.
+
+    Pairs are made of the 512 columns cheapest to drop and the 512 that gain most when added: all, in small modules.
+
+    With S kept, the sweep operator holds ``-H_SS^-1``, ``B = H_SS^-1 H_SR`` and the Schur complement s of the removed in one
+    matrix, and the weights W_S with the residual correlations r_R in another. Adding u and then dropping v changes the
+    error by ``-|r_u|^2 / s_uu + |W_v - r_u b_uv / s_uu|^2 / ((H_SS^-1)_vv + b_uv^2 / s_uu)``, exactly, for all pairs at
+    once; a swap is two rank-one updates. Source: the local search of OSSCAR (Meng et al., 2024), over single columns.
+
+    :param keep: sorted kept columns, shape [k], int64, one unit each
+    :param num_blocks: a swap stays within one of so many equal runs of columns
+    :param max_swaps: stop after so many
+    :return: (kept columns, sorted; swaps made)
+    """
+    size = damped.gram.shape[0] - 1
+    kept = torch.zeros(size + 1, dtype=torch.bool, device=keep.device)
+    kept[with_bias_index(keep, size)] = True
+    table, values = _sweep_all(damped.gram, damped.cross, kept, where)
+    block = torch.arange(size, device=keep.device) // (size // num_blocks)
+    least = -1e-9 * (values[:, kept] * damped.cross[:, kept]).sum()  # of what is explained: below it is rounding
+    swaps = 0
+    while swaps < max_swaps:
+        inside, outside = _find_candidates(table, values, kept[:-1])
+        if not len(inside) or not len(outside):
+            break
+        change = _find_changes(table, values, inside, outside)
+        change = change.masked_fill(block[outside][:, None] != block[inside], torch.inf)
+        best = int(change.argmin())
+        if not change.flatten()[best] < least:
+            break
+        u, v = int(outside[best // len(inside)]), int(inside[best % len(inside)])
+        _sweep(table, values, u, add=True)
+        _sweep(table, values, v, add=False)
+        kept[u], kept[v] = True, False
+        swaps += 1
+    return kept[:-1].nonzero().flatten(), swaps
+
+
+def _sweep_all(gram: Tensor, cross: Tensor, kept: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    """Return (table, values) of :func:`swap_units`, shapes [n + 1, n + 1] and [d, n + 1], with ``kept`` swept in."""
+    inverse = invert_gram(gram[kept][:, kept], where)
+    reach, weight = inverse @ gram[kept][:, ~kept], cross[:, kept] @ inverse
+    table, values = torch.empty_like(gram), torch.empty_like(cross)
+    rows, rest = kept.nonzero(), (~kept).nonzero()
+    table[rows, rows.T], table[rows, rest.T], table[rest, rows.T] = -inverse, reach, reach.T
+    table[rest, rest.T] = gram[~kept][:, ~kept] - gram[~kept][:, kept] @ reach
+    values[:, kept], values[:, ~kept] = weight, cross[:, ~kept] - weight @ gram[kept][:, ~kept]
+    return table, values
+
+
+def _find_candidates(table: Tensor, values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the kept columns that are cheapest to drop, and the removed ones that gain most, at most 512 of each."""
+    worth = values[:, :-1].square().sum(0) / table.diagonal()[:-1].abs()
+    inside = worth.masked_fill(~kept, torch.inf).argsort(stable=True)[: min(int(kept.sum()), _MAX_CANDIDATES)]
+    outside = worth.masked_fill(kept, -1).argsort(descending=True, stable=True)
+    return inside, outside[: min(int((~kept).sum()), _MAX_CANDIDATES)]
+
+
+def _find_changes(table: Tensor, values: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
+    """Return what every swap does to the error, shape [removed, kept]."""
+    schur, inverse = table.diagonal()[outside, None], -table.diagonal()[inside]
+    ratio = table[outside][:, inside] / schur
+    residual, weight = values[:, outside], values[:, inside]
+    gain = residual.square().sum(0)[:, None]
+    left = weight.square().sum(0) - 2 * ratio * (residual.T @ weight) + ratio.square() * gain
+    return left.clamp(min=0) / (inverse + ratio.square() * schur) - gain / schur
+
+
+def _sweep(table: Tensor, values: Tensor, k: int, add: bool) -> None:
+    """Take one column into the kept set, or out of it, in place."""
+    pivot, row, value = table[k, k].clone(), table[k].clone(), values[:, k].clone()
+    sign = 1 if add else -1
+    values.sub_(value[:, None] * (row / pivot))
+    table.sub_(row[:, None] * (row / pivot))
+    values[:, k], table[k], table[:, k] = sign * value / pivot, sign * row / pivot, sign * row / pivot
+    table[k, k] = -1 / pivot
+
+
 def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:
     """Return the re-solved error for every number of kept units, along one elimination order.
 
@@ -246,3 +379,9 @@ def measure_deletion_curve(damped: Moments, weight: Tensor, order: Tensor, colum
     quadratic = products.cumsum(0).cumsum(1).diagonal()
     linear = (weight[:, rows] * damped.cross[:, rows]).sum(0).cumsum(0)
     return (damped.target_energy - 2 * linear + quadratic)[::columns_per_unit].clamp(min=0)
+
+
+def find_root(matrix: Tensor) -> Tensor:
+    """Return the symmetric square root of a positive semidefinite matrix, shape [d, d], float64."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.T

@@ -77,6 +77,23 @@ def reorder_moments(moments: Moments, order: Tensor) -> Moments:
     )
 
 
+def copy_empty(moments: Moments) -> Moments:
+    """Return empty moments of the same sizes, dtypes and device."""
+    return Moments(
+        *(torch.zeros_like(part) for part in (moments.gram, moments.cross, moments.target_energy, moments.absolute_sum))
+    )
+
+
+def subtract_moments(moments: Moments, part: Moments) -> Moments:
+    """Return the float64 moments of the tokens that are in the first but not in the second, which are a part of them."""
+    return Moments(
+        gram=moments.gram.double() - part.gram,
+        cross=moments.cross.double() - part.cross,
+        target_energy=moments.target_energy - part.target_energy,
+        absolute_sum=moments.absolute_sum - part.absolute_sum,
+    )
+
+
 def is_finite(moments: Moments) -> bool:
     """Tell whether every calibration token was finite; the diagonal of H and tr(Y Y^T) show it."""
     return bool(moments.gram.diagonal().isfinite().all() and moments.target_energy.isfinite())

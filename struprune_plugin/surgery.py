@@ -13,8 +13,9 @@ import torch
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
 from torch import Tensor, nn
 
+from struprune_plugin.rotation import rotate_columns
 from struprune_plugin.solve import expand_units
-from struprune_plugin.statistics import append_bias
+from struprune_plugin.statistics import append_bias, with_bias_index
 from struprune_plugin.topology import UnitGroup, find_family, find_linear, list_linears, read_counts, update_counts
 
 
@@ -37,8 +38,7 @@ def slice_group(
         _set_parameters(producer, producer.weight[rows.to(producer.weight.device)], bias)
     for name, new in (producers or {}).items():
         set_weight(find_linear(layer, name), new)
-    columns = group.to_module_order(weight[:, :-1])
-    set_weight(find_linear(layer, group.consumer), torch.cat([columns, weight[:, -1:]], 1))
+    set_consumer(layer, group, weight)
     update_counts(layer, group, len(keep))
 
 
@@ -60,15 +60,36 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
     update_counts(layer, group.resize(len(keep)), group.num_units)
 
 
-def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
+def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
+    """Rotate the values of every head in the linear that makes them and the one that reads them; the function stays.
+
+    :param group: of kind ``vo``
+    :param basis: orthogonal, rows are the new channels, shape [blocks, width, width], float64
+    """
+    (name,) = group.producers
+    rows = append_bias(*read_weight(find_linear(layer, name)))
+    basis = basis.to(rows.device)
+    values = (group.find_row_owners(name) >= 0).nonzero().flatten().to(rows.device)
+    rows[values] = (basis @ rows[values].view(*basis.shape[:2], -1)).flatten(0, 1)
+    set_weight(find_linear(layer, name), rows)
+    columns = rotate_columns(read_consumer(layer, group), basis, group.columns_per_unit)
+    set_consumer(layer, group, columns)
+
+
+def mask_group(
+    layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
+) -> None:
     """Give a dense layer the function that :func:`slice_group` gives it, by zero columns instead of fewer.
 
     Parameters as in :func:`slice_group`. Shapes stay, so that masked and physical results can be compared.
     """
-    consumer = find_linear(layer, group.consumer)
-    masked = weight.new_zeros(weight.shape[0], group.num_columns)
-    masked[:, expand_units(keep.to(weight.device), group.columns_per_unit)] = weight[:, :-1]
-    _set_parameters(consumer, group.to_module_order(masked), None if consumer.bias is None else weight[:, -1])
+    for name, new in (producers or {}).items():
+        rows = append_bias(*read_weight(find_linear(layer, name)))
+        rows[group.find_kept_rows(name, keep).to(rows.device)] = new.to(rows)
+        set_weight(find_linear(layer, name), rows)
+    masked = weight.new_zeros(weight.shape[0], group.num_columns + 1)
+    masked[:, with_bias_index(expand_units(keep.to(weight.device), group.columns_per_unit), group.num_columns)] = weight
+    set_consumer(layer, group, masked)
 
 
 def read_weight(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -80,6 +101,12 @@ def read_consumer(layer: nn.Module, group: UnitGroup) -> Tensor:
     """Return the consumer's weights, columns in unit order, bias last, shape [d, n + 1], float64."""
     weight, bias = read_weight(find_linear(layer, group.consumer))
     return append_bias(group.to_unit_order(weight), bias)
+
+
+def set_consumer(layer: nn.Module, group: UnitGroup, weight: Tensor) -> None:
+    """Give the consumer new weights, of all or of the kept units, columns in unit order, bias last."""
+    columns = group.to_module_order(weight[:, :-1])
+    set_weight(find_linear(layer, group.consumer), torch.cat([columns, weight[:, -1:]], 1))
 
 
 def sum_rows(group: UnitGroup, producer: str, per_row: Tensor) -> Tensor:

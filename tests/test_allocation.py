@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 
 from struprune_plugin.allocation import (
     GroupSize,
+    allocate_error_curves,
     allocate_global_threshold,
     allocate_softmax,
     allocate_softmax_inverse,
@@ -168,3 +171,65 @@ def test_search_temperature_takes_the_least_error():
     for candidate in all_:
         assert sum(candidate.kept) == 21
         assert candidate.loss == pytest.approx(sum(float(c[k]) for c, k in zip(curves, candidate.kept, strict=True)))
+
+
+def _brute_force(groups, curves, budget):
+    choices = [sorted({*range(g.step, g.num_units + 1, g.step), g.num_units}) for g in groups]
+    fitting = (
+        ks
+        for ks in itertools.product(*choices)
+        if sum(k * g.unit_cost for k, g in zip(ks, groups, strict=True)) <= budget
+    )
+    return min(sum(float(c[k]) for c, k in zip(curves, ks, strict=True)) for ks in fitting)
+
+
+def _make_curves(groups, seed, convex):
+    torch.manual_seed(seed)
+    drops = [torch.rand(g.num_units, dtype=torch.float64) * 10 ** torch.randn(()) for g in groups]
+    drops = [d.sort(descending=True).values if convex else d for d in drops]
+    return [torch.cat([d.flip(0).cumsum(0).flip(0), torch.zeros(1, dtype=torch.float64)]) for d in drops]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("step", [1, 2])
+def test_allocate_error_curves_convex_curves_of_one_cost_equal_brute_force(seed, step):
+    groups = [GroupSize(str(i), "ffn", n, 7, step) for i, n in enumerate((6, 8, 4))]
+    curves = _make_curves(groups, seed, convex=True)
+    budget = 7 * (10 + seed % 5) + 3
+    kept = allocate_error_curves(groups, curves, budget)
+    error = sum(float(c[k]) for c, k in zip(curves, kept, strict=True))
+    assert error == pytest.approx(_brute_force(groups, curves, budget), rel=1e-12)
+    assert sum(k * 7 for k in kept) <= budget
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_allocate_error_curves_of_any_shape_is_optimal_to_within_one_step_of_the_hull(seed):
+    groups = [
+        GroupSize("a", "attention", 6, 50, 2),
+        GroupSize("b", "ffn", 9, 13, 1),
+        GroupSize("c", "ffn", 7, 13, 3),
+        GroupSize("d", "ffn", 5, 11, 8),
+    ]
+    curves = _make_curves(groups, seed, convex=False)
+    budget = 0.85 * sum(g.num_parameters for g in groups)
+    kept = allocate_error_curves(groups, curves, budget)
+    used = sum(k * g.unit_cost for k, g in zip(kept, groups, strict=True))
+    assert used <= budget
+    for group, k in zip(groups, kept, strict=True):
+        assert k == group.num_units or (k % group.step == 0 and k > 0)
+    error = sum(float(c[k]) for c, k in zip(curves, kept, strict=True))
+    # a step of the hull that does not fit is worth at most 200 parameters, all of group a but its first step
+    assert _brute_force(groups, curves, budget) <= error <= _brute_force(groups, curves, budget - 200) + 1e-12
+    for i in range(4):  # nothing that fits is left to take
+        for more in range(kept[i] + 1, groups[i].num_units + 1):
+            if (more % groups[i].step == 0 or more == groups[i].num_units) and (
+                used + (more - kept[i]) * groups[i].unit_cost <= budget
+            ):
+                assert curves[i][more] >= curves[i][kept[i]]
+
+
+def test_allocate_error_curves_gives_to_the_group_that_needs_it_whatever_its_kind():
+    groups = [GroupSize("a", "attention", 10, 10, 1), GroupSize("f", "ffn", 10, 10, 1)]
+    flat, steep = torch.linspace(1, 0, 11), torch.linspace(100, 0, 11)
+    assert allocate_error_curves(groups, [flat, steep], 110) == [1, 10]
+    assert allocate_error_curves(groups, [steep, flat], 110) == [10, 1]

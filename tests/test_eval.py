@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import shutil
 import sys
 
@@ -12,7 +14,7 @@ from conftest import ROOT, make_dataset
 from llmcompressor.modifiers import Modifier
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from eval import methods, paper_sizes, paper_tables, rows
+from eval import methods, paper_sizes, paper_tables, quality, rows
 from eval.peers.fasp import prune_fasp
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
@@ -279,3 +281,55 @@ def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatc
     row = json.loads((tmp_path / "memory.json").read_text())["data"]["OPT-125M"]
     assert row["layer_bytes"] == 2 * (12 * 32**2 + 13 * 32)
     assert row["peak_bytes"] > row["layer_bytes"] + 8 * 129**2
+
+
+def test_quality_ladder_spells_every_field_and_ends_at_the_default():
+    for name, row in {**quality.LADDER, **quality.ASIDE}.items():
+        assert set(row.fields) == set(methods.spell()), name
+    default = StruPruneModifier(sparsity=0.3).dump_fields()
+    best = quality.LADDER[quality.BEST].fields
+    assert {name: default[name] for name in best} == best
+    steps = [sum(a.fields[n] != b.fields[n] for n in a.fields) for a, b in itertools.pairwise(quality.LADDER.values())]
+    assert steps[1:] == [1, 1, 1, 1, 1, 1, 0], "each rung adds one thing; the last adds recovery"
+
+
+def test_interpolate_delta_is_linear_between_rows_and_from_the_dense_model():
+    dense = {"perplexity": {"t": 10.0}}
+    made = [{"removed": r, "perplexity": {"t": p}} for r, p in ((0.2, 12.0), (0.4, 20.0))]
+    assert [quality.interpolate_delta(made, dense, "t", r) for r in (0.1, 0.2, 0.3)] == pytest.approx([1.0, 2.0, 6.0])
+    assert math.isnan(quality.interpolate_delta(made, dense, "t", 0.5))
+
+
+def test_format_quality_compares_with_fasp_and_at_equal_parameters():
+    def row(perplexity, removed, seconds):
+        return {"perplexity": {"t": perplexity}, "removed": removed, "seconds": seconds}
+
+    rows = {
+        "dense": row(10.0, 0.0, 0.0),
+        "0.3 | FASP": row(20.0, 0.3, 2.0),
+        "0.3 | SliceGPT": row(14.0, 0.15, 1.0),
+        f"0.3 | {quality.BEST}": row(14.0, 0.3, 5.0),
+    }
+    lines = {line.split("  ")[0]: line for line in quality.format_quality(rows).splitlines()}
+    assert lines[f"0.3 | {quality.BEST}"].split()[-5:] == ["4.00", "0.40", "30.00%", "5.0", "2.5"]
+    assert lines["0.3 | SliceGPT"].split()[-1] == "2.00", "4 where the default has 2 at 15 % removed"
+    assert lines["0.3 | FASP"].split()[-1] == "2.50"
+
+
+def test_quality_runs_both_studies_and_reads_finished_rows(opt, texts, tmp_path, monkeypatch, capsys):
+    shutil.copy(DEMO_TEST, texts / "wikitext2_valid.jsonl")
+    monkeypatch.setattr(quality, "ROWS", {"ladder": {quality.BEST: quality.LADDER[quality.BEST]}})
+    monkeypatch.setattr(quality, "STUDY_TOKENS", (256, 320))
+    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.3"]
+    command = ["quality", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    quality.main()
+    assert f"0.3 | {quality.BEST}" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--study", "data"])
+    quality.main()
+    printed = capsys.readouterr().out
+    for corpus in ("books, 256", "books, 320", "WikiText-2, 256"):
+        assert f"0.3 | {corpus} tokens" in printed
+    monkeypatch.setattr(quality, "run_row", lambda *_: pytest.fail("a finished row was made again"))
+    quality.main()
+    assert {"ladder.md", "data.md", "quality.json"} <= {file.name for file in tmp_path.iterdir()}

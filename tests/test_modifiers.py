@@ -9,10 +9,10 @@ from conftest import SHAPES, make_dataset, make_opt, run_oneshot, save_opt
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
+from eval.equivalence import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.modifiers.capture import find_tokens
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
-from struprune_plugin.surgery import mask_group
 from struprune_plugin.topology import find_groups
 
 
@@ -30,14 +30,10 @@ def assert_same_weights(first, second):
 @pytest.mark.parametrize("unit", ["head", "vo", "none"])
 def test_pruned_model_equals_the_dense_one_masked_with_the_same_indices(opt_folder, unit, tmp_path):
     out = tmp_path / "out"
-    pruned = run_oneshot(str(opt_folder), sparsity=0.3, attention_unit=unit, output_dir=str(out))
+    fields = {"sparsity": 0.3, "attention_unit": unit, "rotate_values": True, "sensitivity": "fisher"}
+    pruned = run_oneshot(str(opt_folder), **fields, allocation="error_curve", output_dir=str(out))
     masked = OPTForCausalLM.from_pretrained(opt_folder).eval()
-    entries = {entry["name"]: entry for entry in read_manifest(out)["groups"]}
-    for group in find_groups(masked, unit):
-        consumer = pruned.get_submodule(group.name)
-        bias = torch.zeros(consumer.out_features) if consumer.bias is None else consumer.bias
-        weight = torch.cat([consumer.weight, bias[:, None]], 1).detach()
-        mask_group(masked.get_submodule(group.layer_name), group, torch.tensor(entries[group.name]["keep"]), weight)
+    mask_dense(masked, pruned, read_manifest(out))
     ids = torch.randint(4, 2048, (3, 20), generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(pruned(ids).logits, masked(ids).logits, rtol=0, atol=1e-4)
 
@@ -83,7 +79,7 @@ def test_last_layer_is_the_ridge_solution_for_its_target(shape, target, consumer
     """The whole chain (dense path, streams, damping, solve) against one naive solve on whole-model activations."""
     folder, out = save_opt(tmp_path / "m", **SHAPES[shape]), tmp_path / "out"
     dense = OPTForCausalLM.from_pretrained(folder).eval()
-    options = {"sparsity": 0.3, "attention_unit": unit, "target": target, "damping": 0.05}
+    options = {"sparsity": 0.3, "attention_unit": unit, "target": target, "damping": 0.05, "rotate_values": False}
     pruned = run_oneshot(str(folder), **options, output_dir=str(out)).float()
     ids = torch.tensor(make_dataset()["input_ids"])
     (keep,) = [g["keep"] for g in read_manifest(out)["groups"] if g["name"].endswith(f"layers.2.{consumer}")]
@@ -145,7 +141,8 @@ def test_batch_size_does_not_change_the_result(opt):
 @pytest.mark.parametrize("restoration", ["least_squares", "none"])
 def test_every_importance_runs_with_and_without_correction(opt, importance, restoration, tmp_path):
     out = tmp_path / "out"
-    run_oneshot(str(opt), sparsity=0.3, importance=importance, restoration=restoration, output_dir=str(out))
+    fields = {"sparsity": 0.3, "allocation": "uniform", "importance": importance, "restoration": restoration}
+    run_oneshot(str(opt), **fields, output_dir=str(out))
     manifest = read_manifest(out)
     assert abs(manifest["budget"]["met_sparsity"] - 0.3) < 0.005
     for group in manifest["groups"]:
@@ -460,7 +457,7 @@ def test_replay_on_another_model_is_refused(opt, tmp_path):
 
 def test_replay_with_a_contradicting_field_is_refused(opt, tmp_path):
     run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "first"))
-    with pytest.raises(ValueError, match=r"replay: damping must be 0\.01 as in .*got 0\.5"):
+    with pytest.raises(ValueError, match=r"replay: damping must be 'auto' as in .*got 0\.5"):
         StruPruneModifier(replay=str(tmp_path / "first"), damping=0.5)
 
 
@@ -470,6 +467,7 @@ def test_replay_with_a_contradicting_field_is_refused(opt, tmp_path):
 def test_admm_lowers_its_objective_and_the_output_is_exact(shape, unit, method, tmp_path):
     folder, out = save_opt(tmp_path / "m", **SHAPES[shape]), tmp_path / "out"
     options = {"sparsity": 0.4, "attention_unit": unit, "restoration": "admm", "attention_method": method}
+    options["allocation"] = "uniform"  # so that every module loses units
     pruned = run_oneshot(str(folder), **options, admm_steps=3, output_dir=str(out))
     ids = torch.arange(4, 30)[None]
     assert torch.equal(pruned(ids).logits, AutoModelForCausalLM.from_pretrained(out)(ids).logits)
@@ -539,7 +537,9 @@ def test_padding_tokens_do_not_count(opt, tmp_path):
     )
     plain, other = (run_oneshot(str(opt), sparsity=0.3, dataset=d, num_calibration_samples=4) for d in (short, padded))
     for name, weight in weights_of(plain).items():
-        torch.testing.assert_close(weight, weights_of(other)[name], rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            weight, weights_of(other)[name], rtol=1e-3, atol=5e-4, msg=name
+        )  # 80 tokens: badly conditioned
 
 
 def test_find_tokens_reads_padding_off_the_diagonal():
@@ -592,3 +592,14 @@ def test_smallest_models_prune(shape, tmp_path):
             run_oneshot(str(folder), sparsity=0.2, attention_unit=unit).num_parameters()
             < make_opt(**shape).num_parameters()
         )
+
+
+def test_automatic_damping_needs_batches_to_hold_out_and_is_recorded(opt, tmp_path):
+    data = {"dataset": make_dataset(32), "num_calibration_samples": 32, "sparsity": 0.3}
+    chosen = {}
+    for name, fields in {"many": {"batch_size": 4}, "few": {"batch_size": 16}, "fixed": {"damping": 0.02}}.items():
+        run_oneshot(str(opt), **data, **fields, output_dir=str(tmp_path / name))
+        chosen[name] = [group["damping"] for group in read_manifest(tmp_path / name)["groups"]]
+    assert set(chosen["few"]) == {0.01}
+    assert set(chosen["fixed"]) == {0.02}
+    assert set(chosen["many"]) != {0.01}

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from test_statistics import gather, make_case
 
 from struprune_plugin.solve import (
+    choose_damping,
     damp_moments,
     eliminate_units,
     expand_units,
@@ -15,6 +17,8 @@ from struprune_plugin.solve import (
     measure_restored_curve,
     order_units,
     solve_kept_weights,
+    swap_units,
+    weigh_outputs,
 )
 from struprune_plugin.statistics import append_bias, measure_error
 
@@ -156,3 +160,70 @@ def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
     ):
         with pytest.raises(ValueError, match=r"layers\.3\.fc2: .*condition number .* got inf"):
             run()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_swap_units_never_raises_the_error_and_ends_where_no_swap_helps(seed, num_blocks):
+    _, _, damped = make_problem(n=8, d=2, seed=seed)
+    start = torch.tensor([0, 1, 4, 5])  # any start, two of each block
+    keep, swaps = swap_units(damped, start, "x", num_blocks, max_swaps=50)
+    error = _naive_restored_error(damped, keep.tolist())
+    assert error <= _naive_restored_error(damped, start.tolist()) * (1 + 1e-12)
+    assert (swaps == 0) == (keep.tolist() == start.tolist())
+    assert len(keep) == 4
+    if num_blocks == 2:
+        assert (keep < 4).sum() == 2
+    for u in set(range(8)) - set(keep.tolist()):
+        for v in keep.tolist():
+            if num_blocks == 1 or u // 4 == v // 4:
+                swapped = sorted({*keep.tolist(), u} - {v})
+                assert _naive_restored_error(damped, swapped) >= error * (1 - 1e-6)
+
+
+def _find_worst(damped, num_keep):
+    choices = itertools.combinations(range(damped.gram.shape[0] - 1), num_keep)
+    return list(max(choices, key=lambda columns: _naive_restored_error(damped, columns)))
+
+
+def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
+    _, _, damped = make_problem(n=8, d=2, seed=1)
+    start = _find_worst(damped, 4)
+    keep, swaps = swap_units(damped, torch.tensor(start), "x", max_swaps=1)
+    options = [sorted({*start, u} - {v}) for u in set(range(8)) - set(start) for v in start]
+    assert swaps == 1
+    assert keep.tolist() == min(options, key=lambda option: _naive_restored_error(damped, option))
+    assert swap_units(damped, torch.tensor(start), "x", max_swaps=0)[0].tolist() == start
+
+
+def test_weigh_outputs_counts_errors_by_the_root():
+    moments, dense, _ = make_problem(n=6, d=3)
+    damped = damp_moments(
+        dataclasses.replace(moments, cross=dense @ moments.gram), dense, 0.01
+    )  # its own output: local
+    root = torch.randn(3, 3, dtype=torch.float64)
+    weighed = weigh_outputs(damped, root, dense)
+    columns = torch.tensor([0, 2, 5])
+    solved = solve_kept_weights(damped, columns, "x").weight
+    torch.testing.assert_close(solve_kept_weights(weighed, columns, "x").weight, root @ solved)
+    full = torch.zeros_like(dense)
+    full[:, [0, 2, 5, 6]] = solved
+    error = root @ (full - dense)
+    assert measure_error(weighed, root @ solved, columns) == pytest.approx((error @ damped.gram * error).sum().item())
+
+
+def test_choose_damping_is_that_of_least_error_on_tokens_held_out():
+    """Few noisy tokens: the choice, read off moments, is that of naive solves scored on the held-out tokens themselves."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+    dense = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    targets = inputs @ dense[:, :-1].T + dense[:, -1] + 2 * torch.randn(24, 2, generator=generator, dtype=torch.float64)
+    columns = torch.tensor([0, 2, 3, 5])
+    errors = {}
+    for damping in (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0):
+        damped = damp_moments(gather(inputs[:16], targets[:16], 16), dense, damping)
+        weight = solve_kept_weights(damped, columns, "x").weight
+        errors[damping] = (inputs[16:, columns] @ weight[:, :-1].T + weight[:, -1] - targets[16:]).square().sum().item()
+    moments, held = gather(inputs, targets, 24), gather(inputs[16:], targets[16:], 8)
+    assert choose_damping(moments, held, dense, columns, True, "x") == min(errors, key=errors.get)
+    assert len(set(errors.values())) == 7

@@ -13,16 +13,17 @@ from transformers import AutoModelForCausalLM
 from struprune_plugin import StruPruneModifier
 
 PACKAGE = ROOT / "struprune_plugin"
-NUMERIC = {"statistics", "importance", "allocation", "solve", "admm", "admm_attention"}
+NUMERIC = {"statistics", "importance", "allocation", "solve", "rotation", "admm", "admm_attention"}
 MAY_IMPORT = {  # room -> (rooms, third parties) that it may import; the rest may import anything below it
     "statistics": (set(), {"torch"}),
     "importance": ({"statistics"}, {"torch"}),
     "allocation": (set(), {"torch"}),
     "solve": ({"statistics"}, {"torch"}),
+    "rotation": ({"solve", "statistics"}, {"torch"}),
     "admm": ({"solve", "statistics"}, {"torch"}),
     "admm_attention": ({"solve", "statistics"}, {"torch"}),
     "topology": (set(), {"torch", "compressed_tensors"}),
-    "surgery": ({"solve", "statistics", "topology"}, {"torch", "compressed_tensors"}),
+    "surgery": ({"rotation", "solve", "statistics", "topology"}, {"torch", "compressed_tensors"}),
     "export": (
         {"surgery", "topology"},
         {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml"},

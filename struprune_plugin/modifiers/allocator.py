@@ -15,6 +15,7 @@ from struprune_plugin.allocation import (
     RULES,
     Candidate,
     GroupSize,
+    allocate_error_curves,
     allocate_global_threshold,
     check_budget,
     find_group_sparsity,
@@ -26,6 +27,7 @@ from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.widths import Rounding
+from struprune_plugin.rotation import eliminate_directions, order_directions, rotate_moments
 from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
 from struprune_plugin.statistics import Moments
 from struprune_plugin.surgery import read_consumer, read_weight
@@ -54,8 +56,9 @@ class SparsityAllocatorModifier(StructuredModifier):
     One decoder layer is on the device at a time; of each module only its importance and its error curve are kept.
     Fields as in :class:`StructuredModifier`; ``sparsity`` must be given.
 
-    :param allocation: ``softmax`` (Algorithm 2), ``softmax_inverse`` (Algorithm 3) or ``global_threshold`` (Algorithm 1, with
-        ``importance: closed_form``)
+    :param allocation: ``softmax`` (Algorithm 2), ``softmax_inverse`` (Algorithm 3), ``global_threshold`` (Algorithm 1, with
+        ``importance: closed_form``) or ``error_curve`` (the least sum of all modules' errors, see
+        :func:`~struprune_plugin.allocation.allocate_error_curves`)
 
     Example recipe::
 
@@ -69,7 +72,7 @@ class SparsityAllocatorModifier(StructuredModifier):
             StruPruneModifier: {importance: obs}
     """
 
-    allocation: Literal["softmax", "softmax_inverse", "global_threshold"] = "softmax"
+    allocation: Literal["error_curve", "softmax", "softmax_inverse", "global_threshold"] = "softmax"
 
     _scores: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _importance: dict[str, float] = PrivateAttr(default_factory=dict)
@@ -134,17 +137,33 @@ class SparsityAllocatorModifier(StructuredModifier):
         state: State,
         pipeline_options: dict[str, Any],
         snip: dict[str, Tensor],
+        roots: dict[str, Tensor],
         roundings: dict[str, Rounding],
     ) -> Plan:
         """Make the plan in a session of its own, inside another modifier's: one more pass over the data.
 
         :param snip: gradient scores by group name, where measured already
+        :param roots: the same of the sensitivity
         :param roundings: by group name; the session of its own does not see the recipe's later modifiers
         """
-        self._snip, self._roundings = snip, roundings
-        self.run_alone(state, pipeline_options, propagate_error=False)
+        self._snip, self._roots, self._roundings = snip, roots, roundings
+        batches = self._take_batches(state) if self.allocation == "error_curve" else None
+        self.run_alone(state, pipeline_options, propagate_error=False, calibration=batches)
         assert self._plan is not None
         return self._plan
+
+    def _take_batches(self, state: State) -> list[dict[str, Tensor]]:
+        """Return the first batches that hold ``allocation_samples`` and four tokens an input of the widest module."""
+        needed = 4 * max(group.num_columns for group in self.find_groups(state.model))
+        batches: list[dict[str, Tensor]] = []
+        sequences = tokens = 0
+        for batch in state.data.calib:
+            batches.append(batch)
+            sequences += len(batch["input_ids"])
+            tokens += int(batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel())
+            if sequences >= self.allocation_samples and tokens >= needed:
+                break
+        return batches
 
     def _check_stages(self) -> None:
         """Refuse a plan that nobody follows, or two plans.
@@ -163,12 +182,21 @@ class SparsityAllocatorModifier(StructuredModifier):
         """Keep a group's importance and error curve; its moments go."""
         consumer = find_linear(layer, group.consumer)
         weight = read_consumer(layer, group)
-        damped = damp_moments(moments, weight, self.damping, consumer.bias is not None)
-        order, scores = self.rank_units(layer, group, moments, damped, group.num_units)
+        damped = damp_moments(moments, weight, self.base_damping, consumer.bias is not None)
+        weighed = self.weigh(group, damped, weight)
+        if self.rotates(group):
+            rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
+            weighed = rotate_moments(weighed, rotation.basis, group.columns_per_unit)
+            order, scores = order_directions(rotation)
+        else:
+            ranked = weighed if self.importance == "obs" else damped
+            order, scores = self.rank_units(layer, group, moments, ranked, group.num_units)
         if self.restoration == "none":
-            curve = measure_deletion_curve(damped, weight, order, group.columns_per_unit)
+            root = self._roots.get(group.name)
+            moved = weight if root is None else root.to(weight) @ weight
+            curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
         else:  # ADMM too starts from and closes with the least-squares solve
-            curve = measure_restored_curve(damped, order, group.columns_per_unit, group.name)
+            curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
         self._curves[group.name] = curve.cpu()
         self._scores[group.name] = scores.cpu()
         if self.allocation != "softmax_inverse":
@@ -192,6 +220,8 @@ class SparsityAllocatorModifier(StructuredModifier):
         share = find_group_sparsity(sizes, num_prunable, self.sparsity)
         if self.allocation == "global_threshold":
             return self._make_threshold_plan(sizes, share)
+        if self.allocation == "error_curve":
+            return self._make_curve_plan(sizes, share)
         best, candidates = search_temperature(
             sizes,
             [self._importance[group.name] for group in self._groups],
@@ -228,4 +258,12 @@ class SparsityAllocatorModifier(StructuredModifier):
         check_budget(sizes, kept, share)
         retention = {s.name: min(max(float(part.mean()), 0.0), 1.0) for s, part in zip(sizes, scores, strict=True)}
         record = {"method": self.allocation, "as_printed": self.as_printed, "retention": retention}
+        return Plan({size.name: count for size, count in zip(sizes, kept, strict=True)}, record)
+
+    def _make_curve_plan(self, sizes: list[GroupSize], share: float) -> Plan:
+        curves = [self._curves[size.name] for size in sizes]
+        kept = allocate_error_curves(sizes, curves, (1 - share) * sum(size.num_parameters for size in sizes))
+        check_budget(sizes, kept, share)
+        loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
+        record = {"method": self.allocation, "error": loss, "sensitivity": self.sensitivity}
         return Plan({size.name: count for size, count in zip(sizes, kept, strict=True)}, record)

@@ -12,9 +12,18 @@ from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from struprune_plugin.statistics import Moments, accumulate_moments, is_finite, make_moments, reorder_moments
+from struprune_plugin.statistics import (
+    Moments,
+    accumulate_moments,
+    copy_empty,
+    is_finite,
+    make_moments,
+    reorder_moments,
+)
 from struprune_plugin.surgery import read_weight
 from struprune_plugin.topology import UnitGroup, find_linear
+
+_HOLD_EVERY = 4  # batches
 
 
 @dataclass
@@ -151,6 +160,14 @@ def find_tokens(mask: Tensor | None) -> Tensor | None:
     return None if valid.all() else valid.reshape(-1).nonzero().flatten()
 
 
+def _reorder(moments: Moments, group: UnitGroup) -> Moments:
+    """Bring the inputs of moments gathered in the module's order to unit order."""
+    if group.repeats == 1:
+        return moments
+    order = torch.arange(group.num_columns, device=moments.gram.device)
+    return reorder_moments(moments, group.to_unit_order(order))
+
+
 def make_group_moments(layer: nn.Module, group: UnitGroup) -> Moments:
     """Return empty float32 moments for a group's consumer, on the device of its weights."""
     weight, _ = read_weight(find_linear(layer, group.consumer))
@@ -200,12 +217,16 @@ class LayerObserver:
     Hidden states live on the host; a micro-batch at a time visits the device.
 
     :param target: ``residual``, ``block`` or ``local``, see method.md section 2
+    :param hold_out: gather the moments of every fourth batch once more, apart
     :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
     """
 
-    def __init__(self, target: Literal["residual", "block", "local"], all_groups: bool = False):
+    def __init__(self, target: Literal["residual", "block", "local"], all_groups: bool = False, hold_out: bool = False):
         self.target = target
         self.all_groups = all_groups
+        self.hold_out = hold_out
+        self._held: dict[str, Moments] = {}
+        self._visits: dict[str, int] = {}
         self._dense: list[Tensor] = []  # dense hidden states that enter the current layer, by batch
         self._next_dense: list[Tensor] = []
         self._calls: list[LayerCall] = []
@@ -245,10 +266,7 @@ class LayerObserver:
             moments = make_group_moments(layer, group)
             for visit in self.visit_batches(layer, group, progress):
                 self._accumulate(moments, group, visit)
-        if group.repeats == 1:
-            return moments
-        order = torch.arange(group.num_columns, device=moments.gram.device)
-        return reorder_moments(moments, group.to_unit_order(order))
+        return _reorder(moments, group)
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the layer, as it now is, on every recorded batch of the pruned path."""
@@ -257,12 +275,23 @@ class LayerObserver:
                 call.repeat(layer)
                 yield self._make_visit(group, take(group), call, index)
 
+    def take_held(self, group: UnitGroup) -> Moments | None:
+        """Return the moments of a group's held-out batches, inputs in unit order, once; None where there are none."""
+        held = self._held.pop(group.name, None)
+        return None if held is None else _reorder(held, group)
+
+    def list_block_pairs(self) -> tuple[list[LayerCall], list[Tensor]]:
+        """Return the layer's calls on the pruned path, and its dense outputs on the dense path, by batch, on the host."""
+        return self._calls, self._next_dense
+
     def finish_layer(self) -> None:
         """Forget the layer; its dense outputs become the next layer's dense inputs."""
         self._dense, self._next_dense = self._next_dense, []
         self._calls.clear()
         self._targets.clear()
         self._moments.clear()
+        self._held.clear()
+        self._visits.clear()
 
     def close(self) -> None:
         """Take the hooks off a layer whose forward pass failed."""
@@ -296,3 +325,8 @@ class LayerObserver:
 
     def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
         accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
+        visits = self._visits[group.name] = self._visits.get(group.name, 0) + 1
+        if self.hold_out and visits % _HOLD_EVERY == 0:
+            if group.name not in self._held:
+                self._held[group.name] = copy_empty(moments)
+            accumulate_tokens(self._held[group.name], visit.inputs, visit.target, visit.call.tokens, group)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import psutil
 import torch
@@ -15,6 +15,7 @@ from llmcompressor.core import Event, State, create_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines import SequentialPipeline
 from llmcompressor.recipe import Recipe
+from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
@@ -32,8 +33,17 @@ from struprune_plugin.modifiers.checks import (
     list_later_modifiers,
 )
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
+from struprune_plugin.modifiers.sensitivity import measure_fisher
 from struprune_plugin.modifiers.widths import Rounding, find_roundings
-from struprune_plugin.solve import Elimination, eliminate_units, expand_units, order_units
+from struprune_plugin.solve import (
+    DAMPING,
+    Elimination,
+    eliminate_units,
+    expand_units,
+    find_root,
+    order_units,
+    weigh_outputs,
+)
 from struprune_plugin.statistics import Moments
 from struprune_plugin.surgery import check_sliceable, read_consumer, read_weight, sum_rows
 from struprune_plugin.topology import (
@@ -61,12 +71,19 @@ class StructuredModifier(Modifier):
         modifiers ask
     :param importance: how units are ranked, see method.md section 3
     :param restoration: ``least_squares`` re-solves the consumers, ``admm`` then the producers too, ``none`` deletes only
-    :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix
+    :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix; ``auto``
+        takes 0.01, and for the least-squares solve that gives a module's weights what does best on held-out batches
     :param temperature: of the softmax rules, relative to std(I) (R8); a list is searched by error (R9)
     :param search: how a temperature's error is found: ``moments`` reads it off every module's error curve on the dense path,
         ``full`` reruns the whole pruning at every temperature and gives the weights back (R9)
     :param rho: attention's factor in Algorithm 3; cancels under a relative temperature, kept for completeness
     :param gamma: decay of importance with depth in Algorithm 3
+    :param sensitivity: ``fisher`` weighs errors of a module's output by the Fisher information there, in ``obs`` and in
+        error curves, see :func:`~struprune_plugin.modifiers.sensitivity.measure_fisher`
+    :param allocation_samples: calibration sequences for the sensitivity, and, in a pruning stage's own pass, for the
+        curves of ``error_curve``; for these at least four tokens an input of the widest module
+    :param rotate_values: rotate every head's values first, so that few channels carry what matters; for ``vo`` with
+        ``obs`` and a restoration
     :param max_sparsity: clip of a module's sparsity in Algorithms 2 and 3
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
     :param alpha: weight of ADMM's linear terms, above 0 (paper, Algorithm 4; method.md section 7)
@@ -87,7 +104,7 @@ class StructuredModifier(Modifier):
     channel_multiple: int = Field(default=1, ge=1)
     importance: Literal["obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form"] = "obs"
     restoration: Literal["least_squares", "admm", "none"] = "least_squares"
-    damping: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    damping: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = "auto"
     temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
     search: Literal["moments", "full"] = "moments"
     rho: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -101,11 +118,15 @@ class StructuredModifier(Modifier):
     admm_learning_rate: float = Field(default=0.05, gt=0, allow_inf_nan=False)
     attention_method: Literal[1, 2] = 2
     allocation: str = "uniform"
+    sensitivity: Literal["fisher", "none"] = "fisher"
+    allocation_samples: int = Field(default=16, ge=1)
+    rotate_values: bool = True
 
     _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
     _roundings: dict[str, Rounding] = PrivateAttr(default_factory=dict)  # by group name
     _query_key: tuple[str, ...] = PrivateAttr(default=())  # W_Q and W_K, where ADMM may move them
     _snip: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # by group name, from the dense model
+    _roots: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # of the sensitivity, by group name
     _observer: LayerObserver | None = PrivateAttr(default=None)
     _nested: bool = PrivateAttr(default=False)  # in a session inside another modifier's
     _stages: dict[str, dict[str, float]] = PrivateAttr(default_factory=dict)
@@ -132,6 +153,11 @@ class StructuredModifier(Modifier):
                 "start and end must be left out: structured pruning happens once, in one calibration pass."
             )
         return self
+
+    @property
+    def base_damping(self) -> float:
+        """The damping of all but the closing least-squares solve."""
+        return DAMPING if self.damping == "auto" else self.damping
 
     @property
     def temperatures(self) -> list[float]:
@@ -229,6 +255,11 @@ class StructuredModifier(Modifier):
             check_gradient_memory(model, next(iter(loader))["input_ids"].shape)
             with self.stage("gradients"):
                 self._snip = measure_snip(model, loader, self._groups)
+        needed = self.importance == "obs" or self.allocation == "error_curve"
+        if self.sensitivity != "none" and needed and not self._roots:
+            with self.stage("sensitivity"), DisableQuantization(model):
+                fisher = measure_fisher(model, loader, self._groups, self.allocation_samples)
+                self._roots = {name: find_root(matrix) for name, matrix in fisher.items()}
 
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Handle an event of the host; leave no hooks behind if it fails."""
@@ -250,13 +281,16 @@ class StructuredModifier(Modifier):
             self.clean_up()
             raise
 
-    def run_alone(self, state: State, pipeline_options: dict[str, Any], propagate_error: bool) -> None:
+    def run_alone(
+        self, state: State, pipeline_options: dict[str, Any], propagate_error: bool, calibration: Any = None
+    ) -> None:
         """Run this modifier in a session of its own, inside another modifier's: one more pass over its data.
 
+        :param calibration: batches to run on; the other's where None
         :param propagate_error: whether a layer sees the outputs of the changed layers before it, or of the dense ones
         """
         self._nested = True
-        calibration = state.data.calib
+        calibration = state.data.calib if calibration is None else calibration
         options = DatasetArguments(**pipeline_options, propagate_error=propagate_error)
         with self._clean_on_error(), create_session() as session:
             recipe = Recipe.from_modifiers([self])
@@ -308,6 +342,15 @@ class StructuredModifier(Modifier):
         stage["seconds"] += time.perf_counter() - start
         stage["peak_bytes"] = max(stage["peak_bytes"], measure_peak_bytes())
 
+    def rotates(self, group: UnitGroup) -> bool:
+        """Tell whether the values of a group are rotated before channels go."""
+        return self.rotate_values and group.kind == "vo" and self.importance == "obs" and self.restoration != "none"
+
+    def weigh(self, group: UnitGroup, damped: Moments, weight: Tensor) -> Moments:
+        """Return the moments that count errors by the sensitivity, or the same ones where none was measured."""
+        root = self._roots.get(group.name)
+        return damped if root is None else weigh_outputs(damped, root.to(damped.gram), weight)
+
     def rank_units(
         self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments, num_remove: int
     ) -> tuple[Tensor, Tensor]:
@@ -355,7 +398,7 @@ class StructuredModifier(Modifier):
             self.admm_inner_steps,
             self.admm_learning_rate,
             self.attention_method,
-            self.damping,
+            self.base_damping,
         )
 
     def _score_closed_form(self, layer: nn.Module, group: UnitGroup, first: Tensor) -> Tensor:

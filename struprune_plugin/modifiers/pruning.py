@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from llmcompressor.core import Event, State
 from loguru import logger
-from pydantic import PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,10 +35,20 @@ from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
 from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
 from struprune_plugin.modifiers.checks import check_alone, count_parameters, describe_weights, list_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
+from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
-from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights
+from struprune_plugin.rotation import Rotation, eliminate_directions, order_directions, rotate_columns, rotate_moments
+from struprune_plugin.solve import choose_damping, damp_moments, expand_units, keep_last, solve_kept_weights, swap_units
 from struprune_plugin.statistics import Moments, measure_error, with_bias_index
-from struprune_plugin.surgery import LayerCopy, copy_layer, read_consumer, restore_layer, set_weight, slice_group
+from struprune_plugin.surgery import (
+    LayerCopy,
+    copy_layer,
+    read_consumer,
+    restore_layer,
+    rotate_group,
+    set_weight,
+    slice_group,
+)
 from struprune_plugin.topology import (
     UnitGroup,
     count_prunable_parameters,
@@ -62,12 +72,18 @@ class StruPruneModifier(StructuredModifier):
     Fields as in :class:`StructuredModifier`, and:
 
     :param sparsity: required, unless a :class:`SparsityAllocatorModifier` stage comes before; its plan rules then
-    :param allocation: ``uniform``, or a rule of :class:`SparsityAllocatorModifier`, in an allocation pass of our own
+    :param allocation: ``uniform``, or a rule of :class:`SparsityAllocatorModifier`, in an allocation pass of our own;
+        ``error_curve`` takes ``allocation_samples`` for it
     :param target: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
         ``local`` (the module's own output on the pruned path's inputs)
     :param output: ``per_layer`` (every layer its own size; our modelling file travels with the checkpoint) or ``uniform``
         (all layers the same size, with uniform allocation; stock classes load it)
+    :param max_swaps: after the elimination, exchange at most so many kept units of a module for removed ones, while the
+        re-solved error falls; with ``obs``, for units of one column that were not rotated
+    :param tuning_epochs: passes over the calibration data in which every layer, once pruned, is tuned towards the dense
+        one's output, see :func:`~struprune_plugin.modifiers.tuning.tune_layer`; 0 leaves it as solved
+    :param tuning_learning_rate: of Adam, relative to the root mean square of every parameter
     :param replay: a ``struprune.json`` whose kept units and settings to repeat on the same calibration data
 
     Example recipe::
@@ -78,10 +94,13 @@ class StruPruneModifier(StructuredModifier):
               sparsity: 0.2
     """
 
-    allocation: Literal["uniform", "softmax", "softmax_inverse", "global_threshold"] = "uniform"
+    allocation: Literal["uniform", "error_curve", "softmax", "softmax_inverse", "global_threshold"] = "error_curve"
     target: Literal["residual", "block", "local"] = "residual"
     output: Literal["per_layer", "uniform"] = "per_layer"
     replay: str | None = None
+    max_swaps: int = Field(default=100, ge=0)
+    tuning_epochs: int = Field(default=0, ge=0)
+    tuning_learning_rate: float = Field(default=0.02, gt=0, allow_inf_nan=False)
 
     _num_prunable: int = PrivateAttr(default=0)
     _pipeline_options: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -93,6 +112,7 @@ class StruPruneModifier(StructuredModifier):
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
     _plan: Plan | None = PrivateAttr(default=None)
     _changed: bool = PrivateAttr(default=False)
+    _tuning: dict[str, Any] = PrivateAttr(default_factory=dict)  # by layer
     _rehearsed: Plan | None = PrivateAttr(default=None)  # of a rehearsal, which gives every layer its weights back
     _pruned: tuple[nn.Module, LayerCopy] | None = PrivateAttr(default=None)  # a rehearsal's last layer, as it was
     _records: list[dict[str, Any]] = PrivateAttr(default_factory=list)
@@ -110,6 +130,15 @@ class StruPruneModifier(StructuredModifier):
                     f"replay: {name} must be {settings[name]!r} as in {values['replay']}, got {values[name]!r}. Leave it out."
                 )
         return {**settings, **values}
+
+    @model_validator(mode="after")
+    def _check_tuning(self) -> StruPruneModifier:
+        if self.tuning_epochs and self.target == "local":
+            raise ValueError(
+                f"tuning_epochs must be 0 where target is local, got {self.tuning_epochs}: no dense path is run to learn "
+                "from. Set target: residual."
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_search(self) -> StruPruneModifier:
@@ -155,7 +184,7 @@ class StruPruneModifier(StructuredModifier):
             self._plan = self._make_late_plan(state)
             check_widths(self._groups, self._plan.kept, self._roundings)
         adopt_attention(state.model)
-        self._observer = LayerObserver(self.target)
+        self._observer = LayerObserver(self.target, hold_out=self.damping == "auto")
         self._fingerprint = hashlib.sha256()
         self.register_hook(state.model.get_input_embeddings(), self._see_tokens, "forward_pre", with_kwargs=True)
         self.watch_layers(state.model, self._observer)
@@ -173,6 +202,8 @@ class StruPruneModifier(StructuredModifier):
                 with self.stage("statistics"):
                     moments = self._observer.collect_moments(layer, group, progress)
                 self._prune_group(layer, group, moments)
+            if self.tuning_epochs and self._changed:
+                self._tune_layer(name, layer)
             self._observer.finish_layer()
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -309,7 +340,7 @@ class StruPruneModifier(StructuredModifier):
         shared = {name: value for name, value in self.dump_fields().items() if name in StructuredModifier.model_fields}
         with self.stage("allocate"):
             allocator = SparsityAllocatorModifier(**shared | {"search": "moments"})
-            plan = allocator.run_nested(state, self._pipeline_options, self._snip, self._roundings)
+            plan = allocator.run_nested(state, self._pipeline_options, self._snip, self._roots, self._roundings)
         if self.search == "moments":
             return plan
         with self.stage("search"):
@@ -339,8 +370,9 @@ class StruPruneModifier(StructuredModifier):
     def _rehearse(self, state: State, plan: Plan) -> float:
         """Prune after a plan in a session of its own, a layer at a time, giving each layer its weights back once the next
         has seen its outputs; return the squared error summed over groups."""
-        rehearsal = StruPruneModifier(**self.dump_fields())
-        rehearsal._rehearsed, rehearsal._snip, rehearsal._roundings = plan, self._snip, self._roundings
+        rehearsal = StruPruneModifier(**self.dump_fields() | {"tuning_epochs": 0})  # a search by the solves' errors
+        rehearsal._rehearsed, rehearsal._roundings = plan, self._roundings
+        rehearsal._snip, rehearsal._roots = self._snip, self._roots
         rehearsal.run_alone(state, self._pipeline_options, propagate_error=True)
         return sum(record["error_after"] * record["target_energy"] for record in rehearsal._records)
 
@@ -394,17 +426,31 @@ class StruPruneModifier(StructuredModifier):
     def _prune_group(self, layer: nn.Module, group: UnitGroup, moments: Moments) -> None:
         """Select, re-solve and slice one group, and record it."""
         assert self._plan is not None
+        assert self._observer is not None
+        held = self._observer.take_held(group)
         num_keep = self._plan.kept[group.name]
         consumer = find_linear(layer, group.consumer)
         dense = read_consumer(layer, group)
         self._changed = self._changed or num_keep < group.num_units
         with self.stage("select and solve"):
-            damped = damp_moments(moments, dense, self.damping, consumer.bias is not None)
-            keep, scores = self._select_units(layer, group, moments, damped, num_keep)
+            damped = damp_moments(moments, dense, self.base_damping, consumer.bias is not None)
+            weighed = self.weigh(group, damped, dense) if self.importance == "obs" else damped
+            rotation = None
+            if self.rotates(group) and num_keep < group.num_units:
+                rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
+                rotate_group(layer, group, rotation.basis)
+                dense = rotate_columns(dense, rotation.basis, group.columns_per_unit)
+                moments, damped = (rotate_moments(m, rotation.basis, group.columns_per_unit) for m in (moments, damped))
+                held = None if held is None else rotate_moments(held, rotation.basis, group.columns_per_unit)
+            keep, scores = self._select_units(layer, group, moments, weighed, num_keep, rotation)
+            keep, swaps = self._swap_units(group, weighed, keep)
             columns = expand_units(keep, group.columns_per_unit)
             deleted = dense[:, with_bias_index(columns, group.num_columns)]
-            weight, condition = deleted, None
+            weight, condition, damping = deleted, None, self.base_damping
             if self.restoration != "none" and self._changed:
+                if held is not None:
+                    damping = choose_damping(moments, held, dense, columns, consumer.bias is not None, group.name)
+                    damped = damp_moments(moments, dense, damping, consumer.bias is not None)
                 solved = solve_kept_weights(damped, columns, group.name)
                 weight, condition = solved.weight, solved.condition_number
             energy = max(float(moments.target_energy), 1e-300)
@@ -430,11 +476,21 @@ class StruPruneModifier(StructuredModifier):
                 "target_energy": energy,
                 "error_before": errors[0],
                 "error_after": errors[-1],
+                "swaps": swaps,
+                "damping": damping,
                 "admm": admm,
                 "condition_number": condition,
                 "keep": keep.tolist(),
             }
         )
+
+    def _tune_layer(self, name: str, layer: nn.Module) -> None:
+        """Tune a pruned layer towards the dense one's output, and add to the records of its groups."""
+        assert self._observer is not None
+        calls, wanted = self._observer.list_block_pairs()
+        settings = TuningSettings(self.tuning_epochs, self.tuning_learning_rate)
+        with self.stage("tuning"):
+            self._tuning[name] = tune_layer(layer, calls, wanted, settings, name)
 
     def _run_admm(
         self, layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor
@@ -454,7 +510,7 @@ class StruPruneModifier(StructuredModifier):
             for visit in self._observer.visit_batches(layer, group, f"{group.name} closing"):
                 accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
             consumer = find_linear(layer, group.consumer)
-            damped = damp_moments(moments, result.consumer.double(), self.damping, consumer.bias is not None)
+            damped = damp_moments(moments, result.consumer.double(), self.base_damping, consumer.bias is not None)
             columns = torch.arange(len(keep) * group.columns_per_unit, device=moments.gram.device)
             solved = solve_kept_weights(damped, columns, group.name)
             set_weight(consumer, solved.weight)
@@ -462,16 +518,35 @@ class StruPruneModifier(StructuredModifier):
         return solved.weight, {"objective": result.objective, "error_after": error}
 
     def _select_units(
-        self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments, num_keep: int
+        self,
+        layer: nn.Module,
+        group: UnitGroup,
+        moments: Moments,
+        weighed: Moments,
+        num_keep: int,
+        rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (kept units, scores); no scores where nothing had to be ranked."""
-        device = damped.gram.device
+        """Return (kept units, scores); no scores where nothing had to be ranked.
+
+        :param rotation: what the values were rotated by, which gives the order
+        """
+        device = weighed.gram.device
         if self._replayed:
             return torch.tensor(self._replayed["keep"][group.name], device=device), None
         if num_keep == group.num_units:
             return torch.arange(num_keep, device=device), None
-        order, scores = self.rank_units(layer, group, moments, damped, group.num_units - num_keep)
+        if rotation is not None:
+            order, scores = order_directions(rotation)
+        else:
+            order, scores = self.rank_units(layer, group, moments, weighed, group.num_units - num_keep)
         return keep_last(order, group.num_units, num_keep), scores
+
+    def _swap_units(self, group: UnitGroup, weighed: Moments, keep: Tensor) -> tuple[Tensor, int]:
+        """Search for better units by swaps, where one was asked for and units are single columns; also count the swaps."""
+        chosen = self._replayed or self.rotates(group) or self.importance != "obs"
+        if chosen or group.columns_per_unit > 1:
+            return keep, 0
+        return swap_units(weighed, keep, group.name, group.num_blocks, self.max_swaps)
 
     # -- manifest -------------------------------------------------------------------------------------------------
 
@@ -506,6 +581,7 @@ class StruPruneModifier(StructuredModifier):
             if torch.cuda.is_available()
             else "process resident bytes, sampled",
             "stages": stages,
+            "tuning": self._tuning,
             "groups": self._records,
         }
 

@@ -1,0 +1,184 @@
+"""What every part of the method brings, and the peers, at equal parameters removed.
+
+    python -m eval.quality --model ../shared/testbed/opt-mini --data ../shared/testbed/data \
+        --sparsity 0.1,0.2,0.3,0.5 --output results/quality-opt-mini
+
+``--study data`` instead: the default against the number of calibration tokens, and calibrated on one corpus, scored on all.
+Finished rows are read back, not computed again. Writes quality.json, <study>.md and <study>.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+
+from eval.methods import DISTILL, FASP, SLICEGPT, spell
+from eval.rows import Ledger, Row, Workload, add_workload_arguments, read_workload, run_row, run_rows
+from struprune_plugin.report import format_table
+
+_VO = {"attention_unit": "vo"}
+_CURVES = _VO | {"allocation": "error_curve"}
+_FISHER = _CURVES | {"sensitivity": "fisher"}
+_ROTATED = _FISHER | {"rotate_values": True}
+_SWAPPED = _ROTATED | {"max_swaps": 100}
+_DAMPED = _SWAPPED | {"damping": "auto"}
+_TUNED = _DAMPED | {"tuning_epochs": 6}
+OSSCAR = Row(peer="eval.peers.osscar:prune_osscar")
+BEST = "+ damping by held-out text (default)"  # the best rung without tuning and recovery
+LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
+    "wanda, heads, least squares": Row(spell(importance="wanda", target="local")),
+    "obs, vo, residual, uniform": Row(spell(**_VO)),
+    "+ error curves": Row(spell(**_CURVES)),
+    "+ Fisher sensitivity": Row(spell(**_FISHER)),
+    "+ rotated values": Row(spell(**_ROTATED)),
+    "+ swaps": Row(spell(**_SWAPPED)),
+    BEST: Row(spell(**_DAMPED)),
+    "+ block tuning": Row(spell(**_TUNED)),
+    "+ LoRA with distillation": Row(spell(**_TUNED), DISTILL),
+}
+ASIDE: dict[str, Row] = {  # measured beside the ladder
+    "uniform, rotated values": Row(spell(**_VO, rotate_values=True)),
+    "default with ADMM": Row(spell(**_DAMPED, restoration="admm")),
+}
+PEERS: dict[str, Row] = {"FASP": FASP, "OSSCAR": OSSCAR, "SliceGPT": SLICEGPT}
+ROWS: dict[str, dict[str, Row]] = {
+    "ladder": {**PEERS, **LADDER},
+    "aside": {"FASP": FASP, **ASIDE},
+    "all": {**PEERS, **LADDER, **ASIDE},
+}
+STUDY_TOKENS = (16_384, 32_768, 65_536, 131_072, 262_144)
+
+
+def find_delta(row: Mapping[str, Any], dense: Mapping[str, Any], text: str) -> float:
+    """Return the perplexity of a row above that of the dense model."""
+    return float(row["perplexity"][text] - dense["perplexity"][text])
+
+
+def interpolate_delta(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], text: str, removed: float) -> float:
+    """Return a method's delta at any fraction removed, linear between its rows and the dense model; NaN beyond them."""
+    points = sorted([(0.0, 0.0), *((row["removed"], find_delta(row, dense, text)) for row in rows)])
+    for (low, first), (high, second) in pairwise(points):
+        if low <= removed <= high and high > low:
+            return first + (second - first) * (removed - low) / (high - low)
+    return math.nan
+
+
+def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return one line a row: perplexity, delta over dense and its ratio to FASP's a text; removed; seconds and their ratio.
+
+    A last column for peers: the least of (their delta / the default's at the same parameters removed) over the texts; above
+    1 the default is ahead on all.
+    """
+    dense = rows["dense"]
+    texts = list(dense["perplexity"])
+    ours = [row for key, row in rows.items() if key.endswith(f" | {BEST}")]
+    header = ["sparsity | method"]
+    for text in texts:
+        header += [text, "delta", "of FASP's"]
+    table = []
+    for key, row in rows.items():
+        fasp = rows.get(f"{key.split(' | ')[0]} | FASP")
+        line = [key]
+        for text in texts:
+            delta = find_delta(row, dense, text)
+            ratio = f"{delta / find_delta(fasp, dense, text):.2f}" if fasp else ""
+            line += [f"{row['perplexity'][text]:.2f}", f"{delta:.2f}", ratio]
+        seconds = row.get("method_seconds") or row["seconds"]
+        line += [f"{row['removed']:.2%}", f"{seconds:.1f}", f"{seconds / fasp['seconds']:.1f}" if fasp else ""]
+        table.append([*line, _compare(key, row, dense, ours)])
+    return format_table([*header, "removed", "seconds", "of FASP's", "of the default's at its size"], table)
+
+
+def _compare(key: str, row: Mapping[str, Any], dense: Mapping[str, Any], ours: Sequence[Mapping[str, Any]]) -> str:
+    if key.split(" | ")[-1] not in PEERS or not ours:
+        return ""
+    ratios = []
+    for text in dense["perplexity"]:
+        best = interpolate_delta(ours, dense, text, row["removed"])
+        ratios.append(find_delta(row, dense, text) / best if best else math.nan)
+    return "" if any(map(math.isnan, ratios)) else f"{min(ratios):.2f}"
+
+
+def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) -> None:
+    """Draw perplexity against the parameters left, one line a method, one panel a text."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no {file.name}: matplotlib is not here (pip install -e '.[plots]')")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    dense = rows["dense"]
+    methods = list(dict.fromkeys(key.split(" | ")[-1] for key in rows if key != "dense"))
+    figure, panels = pyplot.subplots(
+        1, len(dense["perplexity"]), figsize=(12, 4.5), layout="constrained", squeeze=False
+    )
+    for axes, text in zip(panels[0], dense["perplexity"], strict=True):
+        for method in methods:
+            mine = [row for key, row in rows.items() if key.endswith(f" | {method}")]
+            points = sorted((1 - row["removed"], row["perplexity"][text]) for row in [dense, *mine])
+            axes.plot(*zip(*points, strict=True), "--" if method in PEERS else "-", marker=".", label=method)
+        axes.set(xlabel="decoder parameters left", ylabel=f"perplexity, {text}", yscale="log")
+    panels[0][0].legend(fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def run_data_study(
+    ledger: Ledger, work: Workload, data: Path, sparsities: Sequence[float]
+) -> dict[str, dict[str, Any]]:
+    """Run the default row on more and more calibration text, and calibrated on each corpus."""
+    corpora = {"books": data / "books_calibration.jsonl", "WikiText-2": data / "wikitext2_valid.jsonl"}
+    rows = run_rows(ledger, work, {}, [])
+    row = LADDER[BEST]
+    for sparsity in sparsities:
+        for corpus, file in corpora.items():
+            sizes = [n // work.window for n in STUDY_TOKENS] if corpus == "books" else [work.num_samples]
+            for samples in sizes:
+                key = f"{sparsity:g} | {corpus}, {samples * work.window:,} tokens"
+                chosen = replace(work, calibration=str(file), num_samples=samples)
+                how = row.describe(sparsity)
+                rows[key] = ledger.finish(key, how, lambda s=sparsity, w=chosen: run_row(row, s, w))  # type: ignore[misc]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_arguments(parser)
+    parser.add_argument("--sparsity", default="0.1,0.2,0.3,0.5")
+    parser.add_argument("--rows", choices=ROWS, default="ladder")
+    parser.add_argument("--study", choices=["methods", "data"], default="methods")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
+    args = parser.parse_args()
+    logger.remove()
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+
+    work = read_workload(args)
+    ledger = Ledger(args.output / "quality.json", work.describe())
+    sparsities = [float(part) for part in args.sparsity.split(",")]
+    if args.study == "data":
+        if args.data is None:
+            raise SystemExit("--study data: needs --data, a folder with texts of two corpora.")
+        rows, name = run_data_study(ledger, work, args.data, sparsities), "data"
+    else:
+        rows, name = run_rows(ledger, work, ROWS[args.rows], sparsities), args.rows
+    text, title = format_quality(rows), Path(args.model).name
+    (args.output / f"{name}.md").write_text(f"# {title}\n\n```\n{text}\n```\n", encoding="utf-8")
+    plot_quality(rows, title, args.output / f"{name}.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""How much the model's output suffers from an error in the output of one module, one decoder layer on the device at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from llmcompressor.modifiers.utils.hooks import HooksMixin
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from struprune_plugin.modifiers.capture import LayerCall
+from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_linear
+
+_MAX_LOGITS = 1 << 26  # held at once, a quarter of a gigabyte; their gradient takes as much again, twice
+
+
+def measure_fisher(
+    model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup], num_sequences: int
+) -> dict[str, Tensor]:
+    """Return the Fisher information of every consumer's output, mean over tokens, by group name.
+
+    With g the gradient of -log p(y) with respect to the output, y drawn from the model's own p: ``F = E[g g^T]``, shape
+    [d, d], float64. An error e there changes the model's distribution by a KL divergence of ``e^T F e / 2`` to second
+    order, tokens taken as independent.
+
+    One forward pass keeps every layer's input on the host; then each layer alone runs again and passes the gradient on.
+    Only activations get gradients.
+
+    :param num_sequences: at most this many sequences of the loader are used
+    """
+    sums: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    counted = 0
+    with _freeze(model), HooksMixin.disable_hooks():
+        for batch in tqdm(_split_batches(loader, num_sequences, model.config.vocab_size), desc="sensitivity"):
+            calls, gradient, num_tokens = _run_forward(model, batch, generator)
+            counted += num_tokens
+            for (name, layer), call in zip(reversed(find_decoder_layers(model)), reversed(calls), strict=True):
+                here = [group for group in groups if group.layer_name == name]
+                gradient = _run_backward(layer, call, here, gradient, sums)
+    return {name: total / counted for name, total in sums.items()}
+
+
+def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, vocabulary: int) -> list[dict[str, Tensor]]:
+    """Return the first sequences in micro-batches whose logits, in float32, stay small."""
+    parts: list[dict[str, Tensor]] = []
+    left = num_sequences
+    for batch in loader:
+        tensors = {name: part[:left] for name, part in batch.items() if name in ("input_ids", "attention_mask")}
+        ids = tensors["input_ids"]
+        left -= len(ids)
+        size = max(1, _MAX_LOGITS // (ids.shape[1] * vocabulary))
+        splits = {name: part.split(size) for name, part in tensors.items()}
+        parts += [dict(zip(splits, values, strict=True)) for values in zip(*splits.values(), strict=True)]
+        if left <= 0:
+            break
+    return parts
+
+
+@contextmanager
+def _freeze(model: nn.Module) -> Iterator[None]:
+    """Let no weight collect gradients."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def _run_forward(
+    model: PreTrainedModel, batch: dict[str, Tensor], generator: torch.Generator
+) -> tuple[list[LayerCall], Tensor, int]:
+    """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored."""
+    calls: list[LayerCall] = []
+    tail: list[Tensor] = []
+
+    def record(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        calls.append(LayerCall.record(args, kwargs, calls[-1] if calls else None))
+
+    def cut(_module: nn.Module, _args: tuple, output: Any) -> Any:
+        hidden = (output[0] if isinstance(output, tuple) else output).detach().requires_grad_()
+        tail.append(hidden)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    layers = [layer for _, layer in find_decoder_layers(model)]
+    handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+    handles.append(layers[-1].register_forward_hook(cut))
+    mask = batch.get("attention_mask")
+    try:
+        with torch.enable_grad():
+            logits = model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).logits
+            log_probs = torch.log_softmax(logits.float(), dim=-1).flatten(0, -2)
+            if mask is not None:
+                log_probs = log_probs[mask.flatten().bool()]
+            labels = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator)
+            loss = -log_probs.gather(1, labels.to(log_probs.device)).sum()
+            (gradient,) = torch.autograd.grad(loss, tail)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, gradient, len(log_probs)
+
+
+def _run_backward(
+    layer: nn.Module, call: LayerCall, groups: Sequence[UnitGroup], gradient: Tensor, sums: dict[str, Tensor]
+) -> Tensor:
+    """Run one layer forth and back; add ``g g^T`` at its consumers, and return the gradient at its input."""
+    outputs: dict[str, Tensor] = {}
+
+    def see(name: str) -> Any:
+        return lambda _module, _args, output: outputs.update({name: output})
+
+    handles = [find_linear(layer, group.consumer).register_forward_hook(see(group.name)) for group in groups]
+    hidden = call.hidden.to(call.device).requires_grad_()
+    try:
+        with torch.enable_grad():
+            output = call.repeat(layer, hidden)
+            below, *found = torch.autograd.grad(output, [hidden, *(outputs[group.name] for group in groups)], gradient)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for group, part in zip(groups, found, strict=True):
+        part = part.flatten(0, -2).float()
+        if call.tokens is not None:
+            part = part[call.tokens.to(part.device)]
+        gram = (part.T @ part).double()
+        sums[group.name] = sums[group.name] + gram if group.name in sums else gram
+    return below

@@ -1,0 +1,95 @@
+import pytest
+import torch
+from conftest import make_opt
+
+from struprune_plugin.modifiers.sensitivity import measure_fisher
+from struprune_plugin.solve import find_root
+from struprune_plugin.topology import find_groups, find_linear
+
+
+def _make_batch(padded):
+    ids = torch.randint(4, 2048, (3, 12), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :5] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _naive_fisher(model, batch, groups):
+    """Gradients of -log p(y) by autograd through the whole model, the same y."""
+    outputs = {}
+    handles = []
+    for group in groups:
+        linear = find_linear(model.get_submodule(group.layer_name), group.consumer)
+
+        def see(_module, _args, output, name=group.name):
+            output.retain_grad()
+            outputs[name] = output
+
+        handles.append(linear.register_forward_hook(see))
+    logits = model(**batch).logits
+    kept = batch["attention_mask"].flatten().bool()
+    log_probs = torch.log_softmax(logits, -1).flatten(0, 1)[kept]
+    labels = torch.multinomial(log_probs.exp(), 1, generator=torch.Generator().manual_seed(0))
+    (-log_probs.gather(1, labels).sum()).backward()
+    for handle in handles:
+        handle.remove()
+    gradients = {name: output.grad.flatten(0, -2)[kept].double() for name, output in outputs.items()}
+    return {name: g.T @ g / len(g) for name, g in gradients.items()}
+
+
+@pytest.mark.parametrize("unit", ["vo", "head"])
+@pytest.mark.parametrize("shape", [{}, {"do_layer_norm_before": False, "word_embed_proj_dim": 16}])
+@pytest.mark.parametrize("padded", [False, True])
+def test_measure_fisher_layer_by_layer_equals_whole_model_gradients(unit, shape, padded):
+    model = make_opt(**shape)
+    groups, batch = find_groups(model, unit), _make_batch(padded)
+    found = measure_fisher(model, [batch], groups, 3)
+    naive = _naive_fisher(model, batch, groups)
+    assert found.keys() == naive.keys()
+    for name, matrix in found.items():
+        torch.testing.assert_close(matrix, naive[name], rtol=1e-3, atol=1e-6 * float(naive[name].max()))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_measure_fisher_uses_no_more_sequences_than_asked():
+    model, batch = make_opt(), _make_batch(False)
+    groups = find_groups(model, "none")
+    first = measure_fisher(model, [{name: part[:2] for name, part in batch.items()}], groups, 9)
+    again = measure_fisher(model, [batch, batch], groups, 2)
+    for name, matrix in first.items():
+        torch.testing.assert_close(matrix, again[name])
+
+
+def test_measure_fisher_predicts_the_divergence_of_a_small_error():
+    """KL(p || p with an error e in one module's output) is e^T F e / 2, on average over random errors."""
+    model = make_opt(init_std=0.1)
+    ids = torch.randint(4, 2048, (24, 32), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    groups = find_groups(model, "vo")
+    fisher = measure_fisher(model, [batch], groups, len(ids))
+    with torch.no_grad():
+        clean = torch.log_softmax(model(ids).logits.double(), -1)
+        for group in groups:
+            linear = find_linear(model.get_submodule(group.layer_name), group.consumer)
+            handle = linear.register_forward_hook(_AddNoise(1e-2))
+            noisy = torch.log_softmax(model(ids).logits.double(), -1)
+            handle.remove()
+            divergence = (clean.exp() * (clean - noisy)).sum(-1).mean().item()
+            assert divergence == pytest.approx(1e-4 * fisher[group.name].trace().item() / 2, rel=0.25), group.name
+
+
+class _AddNoise:
+    def __init__(self, size):
+        self.size, self.generator = size, torch.Generator().manual_seed(4)
+
+    def __call__(self, _module, _args, output):
+        return output + self.size * torch.randn(output.shape, generator=self.generator)
+
+
+def test_find_root_squares_to_the_matrix():
+    matrix = torch.randn(5, 3, dtype=torch.float64)
+    matrix = matrix @ matrix.T  # of rank 3
+    root = find_root(matrix)
+    torch.testing.assert_close(root @ root, matrix)
+    torch.testing.assert_close(root, root.T)

@@ -136,6 +136,20 @@ def test_zero_sparsity_is_the_identity(dense, tmp_path):
     assert count_prunable_parameters(pruned) == count_prunable_parameters(load(dense))
 
 
+def test_allocators_and_tuning_run_in_every_family(dense, tmp_path):
+    """Softmax, Algorithm 3's weight norms, ADMM where it is defined, and the tuning of a layer with the family's arguments."""
+    model_type = load(dense).config.model_type
+    gated_silu = model_type in {"opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3"}
+    options = {"sparsity": 0.2, "allocation": "softmax_inverse", "temperature": 4.0, "tuning_epochs": 1}
+    options |= {"restoration": "admm", "admm_steps": 1} if gated_silu else {}
+    run_oneshot(str(dense), output_dir=str(tmp_path / "out"), **options)
+    manifest = read_manifest(tmp_path / "out")
+    curves = [record["holdout"] for record in manifest["tuning"].values()]
+    assert len(curves) == 3
+    assert all(len(curve) == 2 and min(curve) <= curve[0] for curve in curves)
+    assert any(group["admm"] for group in manifest["groups"]) == gated_silu
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_own_attention_equals_the_stock_one(model_type):
     """The path that narrow values take, on values of full width."""

@@ -78,7 +78,7 @@ class StruPruneModifier(StructuredModifier):
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
         ``local`` (the module's own output on the pruned path's inputs)
     :param output: ``per_layer`` (every layer its own size; our modelling file travels with the checkpoint) or ``uniform``
-        (all layers the same size, with uniform allocation; stock classes load it)
+        (all layers the same size, so that allocation is uniform; stock classes load it)
     :param max_swaps: after the elimination, exchange at most so many kept units of a module for removed ones, while the
         re-solved error falls; with ``obs``, for units of one column that were not rotated
     :param tuning_epochs: passes over the calibration data in which every layer, once pruned, is tuned towards the dense
@@ -138,6 +138,12 @@ class StruPruneModifier(StructuredModifier):
                 f"tuning_epochs must be 0 where target is local, got {self.tuning_epochs}: no dense path is run to learn "
                 "from. Set target: residual."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _default_to_uniform(self) -> StruPruneModifier:
+        if self.output == "uniform" and "allocation" not in self.model_fields_set:
+            self.allocation = "uniform"
         return self
 
     @model_validator(mode="after")

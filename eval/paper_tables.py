@@ -32,7 +32,7 @@ from eval.paper_sizes import (
     make_opt_config,
     measure_pruning_memory,
 )
-from eval.rows import Ledger, Row, add_workload_arguments, read_workload, run_rows
+from eval.rows import Ledger, Row, add_workload_arguments, list_refusals, read_workload, run_rows
 from struprune_plugin.report import format_table
 
 SPARSITIES = (0.1, 0.2, 0.3)  # of the paper's tables
@@ -111,7 +111,8 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
         return join([str(told.get(sparsity, "–")) for sparsity in sparsities])
 
     def tell(method: str, show: Callable[[dict[str, Any]], str]) -> str:
-        return join([show(finished[f"{sparsity:g} | {method}"]) for sparsity in sparsities])
+        rows = [finished[f"{sparsity:g} | {method}"] for sparsity in sparsities]
+        return join(["refused" if "refused" in row else show(row) for row in rows])
 
     def show_text(text: str) -> Callable[[dict[str, Any]], str]:
         return lambda row: f"{row['perplexity'][text]:.2f}"
@@ -146,6 +147,7 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
         "removed: fraction of the parameters of the decoder layers' linears that is gone; for sliceGPT the asked number is the "
         "fraction of embedding channels to slice, and what its shortcuts add is counted against it.",
         *(f"{m}: not run, {row.peer.split(':')[0]} is not here." for m, row in rows.items() if m not in here),
+        *list_refusals(finished),
         *dict.fromkeys(f"{key.split(' | ')[1]}: {row['note']}." for key, row in finished.items() if row.get("note")),
     ]
     return Table(name, title, header, lines, notes, finished)

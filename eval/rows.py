@@ -159,7 +159,7 @@ class Ledger:
             partial = self.file.with_suffix(".partial")
             partial.write_text(json.dumps(self.stored, indent=1))
             partial.replace(self.file)
-            print(key, {k: round(v, 2) for k, v in rows[key]["perplexity"].items()}, flush=True)
+            print(key, rows[key].get("refused") or {k: round(v, 2) for k, v in made["perplexity"].items()}, flush=True)
         return rows[key]
 
 
@@ -174,8 +174,16 @@ def run_rows(
                 print(f"{name}: left out, {row.peer} is not here")
                 continue
             key = f"{sparsity:g} | {name}"
-            finished[key] = ledger.finish(key, row.describe(sparsity), lambda r=row, s=sparsity: run_row(r, s, work))  # type: ignore[misc]
+            finished[key] = ledger.finish(key, row.describe(sparsity), lambda r=row, s=sparsity: _attempt(r, s, work))  # type: ignore[misc]
     return finished
+
+
+def _attempt(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
+    """Return a row, or why the method refuses the work: one of them must not stop a long table."""
+    try:
+        return run_row(row, sparsity, work)
+    except ValueError as error:
+        return {"refused": str(error)}
 
 
 def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
@@ -264,7 +272,7 @@ def read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, work: Workload)
 
 
 def format_rows(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one line a row: perplexities, what is gone, bytes on disk and seconds."""
+    """Return one line a row: perplexities, what is gone, bytes on disk and seconds; below, why rows were refused."""
     dense = rows["dense"]
     header = ["sparsity | method", *dense["perplexity"], "removed", "weights on disk", "seconds"]
     table = [
@@ -275,9 +283,16 @@ def format_rows(rows: Mapping[str, Mapping[str, Any]]) -> str:
             _format_size(row["bytes"], dense["bytes"]),
             f"{row['seconds']:.1f}",
         ]
+        if "refused" not in row
+        else [key, *["refused"] * len(dense["perplexity"]), "", "", ""]
         for key, row in rows.items()
     ]
-    return format_table(header, table)
+    return "\n\n".join([format_table(header, table), *list_refusals(rows)])
+
+
+def list_refusals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return one sentence a refused row."""
+    return [f"{key}: refused, {row['refused']}" for key, row in rows.items() if "refused" in row]
 
 
 def _format_size(count: int | None, dense: int | None) -> str:

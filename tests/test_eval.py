@@ -125,6 +125,13 @@ def test_run_row_runs_a_peer(work):
     assert "mask" in row["note"]
 
 
+def test_a_row_that_is_refused_does_not_stop_the_others(work, tmp_path):
+    chosen = {"too much": rows.Row(methods.spell(attention_unit="none")), "FASP": methods.FASP}
+    found = rows.run_rows(rows.Ledger(tmp_path / "rows.json", work.describe()), work, chosen, [0.6])
+    assert "0.6 | too much: refused, sparsity=0.6: the chosen units must hold" in rows.format_rows(found)
+    assert found["0.6 | FASP"]["removed"] == pytest.approx(0.6, abs=0.01)
+
+
 def test_a_peer_that_is_not_here_is_left_out(work, tmp_path):
     absent = {"absent": rows.Row(peer="eval.peers.no_such:prune")}
     assert not absent["absent"].is_here

@@ -4,8 +4,8 @@ A head's values V and the columns O of the linear that reads them may be rotated
 without a change of the function: attention mixes tokens, not channels. Removing a rotated channel removes a
 *direction* of the head's value space.
 
-Legend as in ``solve.py``. Columns of the consumer are laid out as [blocks, copies, width]: blocks are the value heads,
-copies the query heads that share one (1 without grouped queries), width the channels of a value head.
+Legend as in ``solve.py``. Columns of the consumer are laid out unit by unit, as [blocks, width, copies]: blocks are the value
+heads, width the channels of a value head, copies the query heads that share one (1 without grouped queries).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def eliminate_directions(damped: Moments, num_blocks: int, copies: int, where: s
     weight = damped.cross @ inverse
     size = inverse.shape[0] - 1
     width = size // (num_blocks * copies)
-    columns = torch.arange(size, device=inverse.device).view(num_blocks, copies, width)
+    columns = torch.arange(size, device=inverse.device).view(num_blocks, width, copies).mT  # [blocks, copies, width]
     left = torch.eye(width, dtype=inverse.dtype, device=inverse.device).expand(num_blocks, width, width)
     basis, increases = [], []
     for _ in range(width):
@@ -99,7 +99,7 @@ def order_directions(rotation: Rotation) -> tuple[Tensor, Tensor]:
 def rotate_columns(matrix: Tensor, basis: Tensor, copies: int) -> Tensor:
     """Return ``A R^T`` for a matrix over the consumer's inputs and the bias, shape [rows, n + 1], float64."""
     num_blocks, width = basis.shape[:2]
-    inner = matrix[:, :-1].view(-1, num_blocks, copies, width) @ basis.mT
+    inner = basis @ matrix[:, :-1].reshape(-1, num_blocks, width, copies)
     return torch.cat([inner.reshape(len(matrix), -1), matrix[:, -1:]], dim=1)
 
 

@@ -30,7 +30,7 @@ def test_eliminate_directions_increase_is_that_of_a_naive_solve(blocks, copies, 
     rotated = _rotate(damped, rotation, copies)
     start = _naive_restored_error(rotated, range(blocks * copies * width))
     for gone in range(1, width + 1):
-        columns = [i for i in range(blocks * copies * width) if i % width >= gone]
+        columns = [i for i in range(blocks * copies * width) if i // copies % width >= gone]
         naive = _naive_restored_error(rotated, columns) - start
         assert rotation.increase[:gone].sum().item() == pytest.approx(naive, rel=1e-6, abs=1e-9)
 
@@ -62,7 +62,8 @@ def test_eliminate_directions_first_direction_beats_every_channel_and_random_dir
 def test_rotate_moments_are_those_of_rotated_inputs(blocks, copies):
     moments, dense, _ = make_problem(n=blocks * copies * 3, tokens=60)
     basis = torch.linalg.qr(torch.randn(blocks, 3, 3, dtype=torch.float64)).Q
-    full = torch.block_diag(*[part for part in basis for _ in range(copies)], torch.ones(1, 1, dtype=torch.float64))
+    parts = [torch.kron(part.contiguous(), torch.eye(copies, dtype=torch.float64)) for part in basis]
+    full = torch.block_diag(*parts, torch.ones(1, 1, dtype=torch.float64))
     rotated = rotate_moments(moments, basis, copies)
     torch.testing.assert_close(rotated.gram, full @ moments.gram.double() @ full.T)
     torch.testing.assert_close(rotated.cross, moments.cross.double() @ full.T)

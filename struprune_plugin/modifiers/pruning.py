@@ -259,12 +259,17 @@ class StruPruneModifier(StructuredModifier):
             return self._rehearsed
         if self.replay:
             return self._read_replay(self.replay)
-        if self._stage_before is not None or self.allocation != "uniform":
+        if self._stage_before is not None or self.allocation not in ("uniform", "error_curve"):
             return None
         sizes = self.measure_groups(self._groups)
         share = find_group_sparsity(sizes, self._num_prunable, self.sparsity)
         counts = round_kept_counts(sizes, [share] * len(sizes))
         check_budget(sizes, counts, share)
+        if (
+            self.allocation == "error_curve"
+        ):  # what uniform counts cannot meet, or a quantiser cannot cut, no curves mend
+            check_group_sizes(self._groups, {size.name: n for size, n in zip(sizes, counts, strict=True)})
+            return None
         return Plan({size.name: n for size, n in zip(sizes, counts, strict=True)}, {"method": "uniform"})
 
     def _make_late_plan(self, state: State) -> Plan:

@@ -45,7 +45,7 @@ def modifier(**fields):
         (modifier(sparsity=0.3, attention_unit="neuron"), "attention_unit: Input should be 'head', 'vo' or 'none'"),
         (modifier(sparsity=0.3, temperature=[]), "temperature must be above 0"),
         (modifier(sparsity=0.3, temperature=[1.0, 0.0]), "temperature must be above 0"),
-        (modifier(sparsity=0.3, damping=-1), "damping: Input should be greater than or equal to 0"),
+        (modifier(sparsity=0.3, damping=-1), "damping must be auto, or finite and at least 0, got -1"),
         (modifier(sparsity=0.3, channel_multiple=0), "channel_multiple: Input should be greater"),
         (modifier(sparsity=0.3, start=0.0), "start and end must be left out"),
         (modifier(replay="no/such.json"), "no/such.json: must be a pruned folder"),

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -104,7 +104,7 @@ class StructuredModifier(Modifier):
     channel_multiple: int = Field(default=1, ge=1)
     importance: Literal["obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form"] = "obs"
     restoration: Literal["least_squares", "admm", "none"] = "least_squares"
-    damping: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = "auto"
+    damping: float | Literal["auto"] = "auto"
     temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
     search: Literal["moments", "full"] = "moments"
     rho: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -136,6 +136,13 @@ class StructuredModifier(Modifier):
     def _check_sparsity(cls, value: float | None) -> float | None:
         if value is not None and not 0 <= value < 1:
             raise ValueError(f"sparsity must be in [0, 1), got {value}. It is the fraction of parameters removed.")
+        return value
+
+    @field_validator("damping")
+    @classmethod
+    def _check_damping(cls, value: float | str) -> float | str:
+        if not isinstance(value, str) and not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"damping must be auto, or finite and at least 0, got {value}.")
         return value
 
     @field_validator("temperature")

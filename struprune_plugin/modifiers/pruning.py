@@ -320,7 +320,7 @@ class StruPruneModifier(StructuredModifier):
             return self._rehearsed
         if self.replay:
             return self._read_replay(self.replay)
-        if self._stage_before is not None or self.allocation != "uniform":
+        if self._stage_before is not None or self.allocation not in ("uniform", "error_curve"):
             return None
         sizes = self.measure_groups(self._groups)
         share = find_group_sparsity(sizes, self._num_prunable, self.sparsity)
@@ -334,7 +334,11 @@ class StruPruneModifier(StructuredModifier):
         else:
             counts = round_kept_counts(sizes, [share] * len(sizes))
             check_budget(sizes, counts, share)
-        return Plan({size.name: n for size, n in zip(sizes, counts, strict=True)}, {"method": "uniform"})
+        kept = {size.name: n for size, n in zip(sizes, counts, strict=True)}
+        if self.allocation == "error_curve":
+            check_widths(self._groups, kept, self._roundings)  # what uniform counts cannot meet, no curves mend
+            return None
+        return Plan(kept, {"method": "uniform"})
 
     def _make_late_plan(self, state: State) -> Plan:
         """Return the kept counts that an allocator stage left, or those of an allocation pass of our own."""

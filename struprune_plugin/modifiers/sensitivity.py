@@ -30,6 +30,7 @@ def measure_fisher(
     One forward pass keeps every layer's input on the host; then each layer alone runs again and passes the gradient on.
     Only activations get gradients.
 
+    :return: empty where the model's output is not finite: the calibration pass that follows names the linear
     :param num_sequences: at most this many sequences of the loader are used
     """
     sums: dict[str, Tensor] = {}
@@ -38,6 +39,8 @@ def measure_fisher(
     with _freeze(model), HooksMixin.disable_hooks():
         for batch in tqdm(_split_batches(loader, num_sequences, model.config.vocab_size), desc="sensitivity"):
             calls, gradient, num_tokens = _run_forward(model, batch, generator)
+            if not num_tokens:
+                return {}
             counted += num_tokens
             for (name, layer), call in zip(reversed(find_decoder_layers(model)), reversed(calls), strict=True):
                 here = [group for group in groups if group.layer_name == name]
@@ -77,7 +80,10 @@ def _freeze(model: nn.Module) -> Iterator[None]:
 def _run_forward(
     model: PreTrainedModel, batch: dict[str, Tensor], generator: torch.Generator
 ) -> tuple[list[LayerCall], Tensor, int]:
-    """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored."""
+    """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored.
+
+    No tokens are scored where the output is not finite.
+    """
     calls: list[LayerCall] = []
     tail: list[Tensor] = []
 
@@ -99,6 +105,8 @@ def _run_forward(
             log_probs = torch.log_softmax(logits.float(), dim=-1).flatten(0, -2)
             if mask is not None:
                 log_probs = log_probs[mask.flatten().bool()]
+            if not log_probs.isfinite().all():
+                return calls, log_probs, 0
             labels = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator)
             loss = -log_probs.gather(1, labels.to(log_probs.device)).sum()
             (gradient,) = torch.autograd.grad(loss, tail)

@@ -294,7 +294,8 @@ def _convert(args: argparse.Namespace) -> None:
     _quiet(verbose=False)
     with write_folder(args.output, args.overwrite) as partial:
         convert_folder(args.path, args.to, partial)
-    print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights)")
+    how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
+    print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights{how})")
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from struprune_plugin.statistics import (
 from struprune_plugin.surgery import read_weight
 from struprune_plugin.topology import UnitGroup, find_linear
 
-_HOLD_EVERY = 4  # batches
+_HOLD_EVERY = 4  # sequences
 
 
 @dataclass
@@ -217,7 +217,7 @@ class LayerObserver:
     Hidden states live on the host; a micro-batch at a time visits the device.
 
     :param target: ``residual``, ``block`` or ``local``, see method.md section 2
-    :param hold_out: gather the moments of every fourth batch once more, apart
+    :param hold_out: gather the moments of every fourth sequence once more, apart
     :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
     """
 
@@ -226,7 +226,7 @@ class LayerObserver:
         self.all_groups = all_groups
         self.hold_out = hold_out
         self._held: dict[str, Moments] = {}
-        self._visits: dict[str, int] = {}
+        self._visits: dict[str, int] = {}  # sequences seen, by group
         self._dense: list[Tensor] = []  # dense hidden states that enter the current layer, by batch
         self._next_dense: list[Tensor] = []
         self._calls: list[LayerCall] = []
@@ -276,7 +276,7 @@ class LayerObserver:
                 yield self._make_visit(group, take(group), call, index)
 
     def take_held(self, group: UnitGroup) -> Moments | None:
-        """Return the moments of a group's held-out batches, inputs in unit order, once; None where there are none."""
+        """Return the moments of a group's held-out sequences, inputs in unit order, once; None where there are none."""
         held = self._held.pop(group.name, None)
         return None if held is None else _reorder(held, group)
 
@@ -325,8 +325,23 @@ class LayerObserver:
 
     def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
         accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
-        visits = self._visits[group.name] = self._visits.get(group.name, 0) + 1
-        if self.hold_out and visits % _HOLD_EVERY == 0:
-            if group.name not in self._held:
-                self._held[group.name] = copy_empty(moments)
-            accumulate_tokens(self._held[group.name], visit.inputs, visit.target, visit.call.tokens, group)
+        if self.hold_out:
+            first = self._visits.get(group.name, 0)
+            self._visits[group.name] = first + len(visit.call.hidden)
+            held = _find_held(visit.call, first)
+            if len(held):
+                moments = self._held.setdefault(group.name, copy_empty(moments))
+                accumulate_tokens(moments, visit.inputs, visit.target, held, group)
+
+
+def _find_held(call: LayerCall, first: int) -> Tensor:
+    """Return the flat indices of the tokens of every fourth sequence that are no padding, shape [held], int64.
+
+    :param first: sequences before this batch
+    """
+    batch, length = call.hidden.shape[:2]
+    rows = torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0
+    held = rows.repeat_interleave(length)
+    if call.tokens is not None:
+        held &= torch.zeros_like(held).index_fill(0, call.tokens.cpu(), True)
+    return held.nonzero().flatten()

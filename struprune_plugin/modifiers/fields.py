@@ -72,7 +72,8 @@ class StructuredModifier(Modifier):
     :param importance: how units are ranked, see method.md section 3
     :param restoration: ``least_squares`` re-solves the consumers, ``admm`` then the producers too, ``none`` deletes only
     :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix; ``auto``
-        takes 0.01, and for the least-squares solve that gives a module's weights what does best on held-out batches
+        takes 0.01, and for the least-squares solve that gives a module's weights what does best on every fourth sequence,
+        held out
     :param temperature: of the softmax rules, relative to std(I) (R8); a list is searched by error (R9)
     :param search: how a temperature's error is found: ``moments`` reads it off every module's error curve on the dense path,
         ``full`` reruns the whole pruning at every temperature and gives the weights back (R9)

@@ -34,14 +34,14 @@ def measure_fisher(
     :param num_sequences: at most this many sequences of the loader are used
     """
     sums: dict[str, Tensor] = {}
-    generator = torch.Generator().manual_seed(0)
-    counted = 0
+    counted = num_seen = 0
     with _freeze(model), HooksMixin.disable_hooks():
         for batch in tqdm(_split_batches(loader, num_sequences, model.config.vocab_size), desc="sensitivity"):
-            calls, gradient, num_tokens = _run_forward(model, batch, generator)
+            calls, gradient, num_tokens = _run_forward(model, batch, num_seen)
             if not num_tokens:
                 return {}
             counted += num_tokens
+            num_seen += len(batch["input_ids"])
             for (name, layer), call in zip(reversed(find_decoder_layers(model)), reversed(calls), strict=True):
                 here = [group for group in groups if group.layer_name == name]
                 gradient = _run_backward(layer, call, here, gradient, sums)
@@ -78,11 +78,13 @@ def _freeze(model: nn.Module) -> Iterator[None]:
 
 
 def _run_forward(
-    model: PreTrainedModel, batch: dict[str, Tensor], generator: torch.Generator
+    model: PreTrainedModel, batch: dict[str, Tensor], num_seen: int
 ) -> tuple[list[LayerCall], Tensor, int]:
     """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored.
 
     No tokens are scored where the output is not finite.
+
+    :param num_seen: sequences before this batch
     """
     calls: list[LayerCall] = []
     tail: list[Tensor] = []
@@ -102,18 +104,30 @@ def _run_forward(
     try:
         with torch.enable_grad():
             logits = model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).logits
-            log_probs = torch.log_softmax(logits.float(), dim=-1).flatten(0, -2)
-            if mask is not None:
-                log_probs = log_probs[mask.flatten().bool()]
-            if not log_probs.isfinite().all():
+            log_probs = torch.log_softmax(logits.float(), dim=-1)
+            valid = torch.ones_like(batch["input_ids"]) if mask is None else mask
+            valid = valid.bool().to(log_probs.device)
+            if not log_probs[valid].isfinite().all():
                 return calls, log_probs, 0
-            labels = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator)
-            loss = -log_probs.gather(1, labels.to(log_probs.device)).sum()
+            labels = _draw_tokens(log_probs.detach(), num_seen)
+            loss = -log_probs.gather(2, labels)[valid].sum()
             (gradient,) = torch.autograd.grad(loss, tail)
     finally:
         for handle in handles:
             handle.remove()
-    return calls, gradient, len(log_probs)
+    return calls, gradient, int(valid.sum())
+
+
+def _draw_tokens(log_probs: Tensor, num_seen: int) -> Tensor:
+    """Draw one token at every position, shape [batch, sequence, 1]; a sequence's draws do not depend on its batch.
+
+    :param num_seen: sequences before this batch
+    """
+    rows = []
+    for index, row in enumerate(log_probs, num_seen):
+        probabilities = row.exp().nan_to_num(1.0).cpu()  # padding may be anything; it is left out of the loss
+        rows.append(torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(index)))
+    return torch.stack(rows).to(log_probs.device)
 
 
 def _run_backward(

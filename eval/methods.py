@@ -45,6 +45,7 @@ _SPELLED: dict[str, Any] = {
     "allocation_samples": 16,
     "rotate_values": False,
     "max_swaps": 0,
+    "output": "per_layer",
     "tuning_epochs": 0,
     "tuning_learning_rate": 0.02,
 }

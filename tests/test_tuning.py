@@ -16,7 +16,7 @@ SETTINGS = TuningSettings(epochs=4, learning_rate=0.02)
 def _make_calls(num_batches=4, tokens=None):
     generator = torch.Generator().manual_seed(0)
     hidden = [torch.randn(2, 8, 24, generator=generator) for _ in range(num_batches)]
-    return [LayerCall(x, {"attention_mask": None}, tokens, x.device) for x in hidden]
+    return [LayerCall(x, (), {"attention_mask": None}, tokens, x.device) for x in hidden]
 
 
 @torch.no_grad()
@@ -70,7 +70,13 @@ def test_tune_layer_does_not_count_padding():
 
 
 def test_a_tuned_model_equals_its_masks_and_replays(opt, tmp_path):
-    fields = {"sparsity": 0.3, "tuning_epochs": 2, "rotate_values": True, "batch_size": 4}
+    fields = {
+        "sparsity": 0.3,
+        "tuning_epochs": 2,
+        "tuning_learning_rate": 0.002,
+        "rotate_values": True,
+        "batch_size": 4,
+    }
     fields |= {"dataset": make_dataset(48), "num_calibration_samples": 48}
     first = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "a"))
     manifest = read_manifest(tmp_path / "a")

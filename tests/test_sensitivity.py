@@ -29,9 +29,11 @@ def _naive_fisher(model, batch, groups):
         handles.append(linear.register_forward_hook(see))
     logits = model(**batch).logits
     kept = batch["attention_mask"].flatten().bool()
-    log_probs = torch.log_softmax(logits, -1)
-    draws = [torch.multinomial(p.exp(), 1, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(log_probs)]
-    log_probs, labels = log_probs.flatten(0, 1)[kept], torch.cat(draws)[kept]
+    log_probs, probs = torch.log_softmax(logits, -1).flatten(0, 1)[kept], torch.softmax(logits, -1)
+    labels = torch.cat(
+        [torch.multinomial(p, 1, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(probs)]
+    )
+    labels = labels[kept]
     (-log_probs.gather(1, labels).sum()).backward()
     for handle in handles:
         handle.remove()

@@ -12,6 +12,7 @@ from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from struprune_plugin.modifiers.distributed import count_ranks, reduce_moments
 from struprune_plugin.statistics import (
     Moments,
     accumulate_moments,
@@ -219,10 +220,18 @@ class LayerObserver:
     :param target: ``residual``, ``block`` or ``local``, see method.md section 2
     :param hold_out: gather the moments of every fourth sequence once more, apart
     :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
+    :param num_before: sequences of the processes before this one, so that every fourth is counted through all
     """
 
-    def __init__(self, target: Literal["residual", "block", "local"], all_groups: bool = False, hold_out: bool = False):
+    def __init__(
+        self,
+        target: Literal["residual", "block", "local"],
+        all_groups: bool = False,
+        hold_out: bool = False,
+        num_before: int = 0,
+    ):
         self.target = target
+        self._num_before = num_before
         self.all_groups = all_groups
         self.hold_out = hold_out
         self._held: dict[str, Moments] = {}
@@ -259,13 +268,14 @@ class LayerObserver:
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> Moments:
         """Return the moments of the next group: gathered already for a layer's first, by a pass for the others.
 
-        :return: inputs in unit order
+        :return: of all processes' batches, whole in the first; inputs in unit order
         """
         moments = self._moments.pop(group.name, None)
         if moments is None:
             moments = make_group_moments(layer, group)
             for visit in self.visit_batches(layer, group, progress):
                 self._accumulate(moments, group, visit)
+        reduce_moments(moments)
         return _reorder(moments, group)
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
@@ -278,7 +288,10 @@ class LayerObserver:
     def take_held(self, group: UnitGroup) -> Moments | None:
         """Return the moments of a group's held-out sequences, inputs in unit order, once; None where there are none."""
         held = self._held.pop(group.name, None)
-        return None if held is None else _reorder(held, group)
+        if held is None:
+            return None
+        reduce_moments(held)
+        return _reorder(held, group) if held.num_tokens else None
 
     def list_block_pairs(self) -> tuple[list[LayerCall], list[Tensor]]:
         """Return the layer's calls on the pruned path, and its dense outputs on the dense path, by batch, on the host."""
@@ -325,13 +338,14 @@ class LayerObserver:
 
     def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
         accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
-        if self.hold_out:
-            first = self._visits.get(group.name, 0)
-            self._visits[group.name] = first + len(visit.call.hidden)
-            held = _find_held(visit.call, first)
-            if len(held):
-                moments = self._held.setdefault(group.name, copy_empty(moments))
-                accumulate_tokens(moments, visit.inputs, visit.target, held, group)
+        if not self.hold_out:
+            return
+        first = self._visits.get(group.name, self._num_before)
+        self._visits[group.name] = first + len(visit.call.hidden)
+        held = _find_held(visit.call, first)
+        if len(held) or count_ranks() > 1:  # with several processes empty ones add up too
+            moments = self._held.setdefault(group.name, copy_empty(moments))
+            accumulate_tokens(moments, visit.inputs, visit.target, held, group)
 
 
 def _find_held(call: LayerCall, first: int) -> Tensor:

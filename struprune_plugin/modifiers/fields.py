@@ -32,6 +32,7 @@ from struprune_plugin.modifiers.checks import (
     check_weights,
     list_later_modifiers,
 )
+from struprune_plugin.modifiers.distributed import check_one_process
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
 from struprune_plugin.modifiers.sensitivity import measure_fisher
 from struprune_plugin.modifiers.widths import Rounding, find_roundings
@@ -195,6 +196,9 @@ class StructuredModifier(Modifier):
         check_order(self)
         if not self._nested:
             check_weights(model)
+        if self.restoration == "admm" or self.importance == "closed_form":
+            what = "restoration: admm" if self.restoration == "admm" else "importance: closed_form"
+            check_one_process(what, "Its variables are per token. Use least_squares and obs.")
         later = list_later_modifiers(self)
         check_cache_quantisation(model.config, later, self.attention_unit == "head")
         self._roundings = self._roundings or find_roundings(model, groups, later, self.channel_multiple)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.modifiers.capture import LayerCall
+from struprune_plugin.modifiers.distributed import count_before, count_ranks, gather_numbers, sum_over_ranks
 from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_linear
 
 _MAX_LOGITS = 1 << 26  # held at once, a quarter of a gigabyte; their gradient takes as much again, twice
@@ -31,21 +32,28 @@ def measure_fisher(
     Only activations get gradients.
 
     :return: empty where the model's output is not finite: the calibration pass that follows names the linear
-    :param num_sequences: at most this many sequences of the loader are used
+    :param num_sequences: at most this many sequences are used, of every process' loader an equal share
     """
     sums: dict[str, Tensor] = {}
-    counted = num_seen = 0
+    share = -(-num_sequences // count_ranks())
+    parts = _split_batches(loader, share, model.config.vocab_size)
+    first = count_before(sum(len(part["input_ids"]) for part in parts))
+    counted, finite = 0, True
     with _freeze(model), HooksMixin.disable_hooks():
-        for batch in tqdm(_split_batches(loader, num_sequences, model.config.vocab_size), desc="sensitivity"):
-            calls, gradient, num_tokens = _run_forward(model, batch, num_seen)
-            if not num_tokens:
-                return {}
-            counted += num_tokens
-            num_seen += len(batch["input_ids"])
+        for batch in tqdm(parts, desc="sensitivity"):
+            calls, gradient, num_tokens = _run_forward(model, batch, first)
+            finite = num_tokens > 0
+            if not finite:
+                break
+            first, counted = first + len(batch["input_ids"]), counted + num_tokens
             for (name, layer), call in zip(reversed(find_decoder_layers(model)), reversed(calls), strict=True):
                 here = [group for group in groups if group.layer_name == name]
                 gradient = _run_backward(layer, call, here, gradient, sums)
-    return {name: total / counted for name, total in sums.items()}
+    counts = gather_numbers(counted, finite)
+    if not all(row[1] for row in counts):
+        return {}
+    total = sum(row[0] for row in counts)
+    return {name: sum_over_ranks(part) / total for name, part in sums.items()}
 
 
 def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, vocabulary: int) -> list[dict[str, Tensor]]:
@@ -77,14 +85,13 @@ def _freeze(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def _run_forward(
-    model: PreTrainedModel, batch: dict[str, Tensor], num_seen: int
-) -> tuple[list[LayerCall], Tensor, int]:
+def _run_forward(model: PreTrainedModel, batch: dict[str, Tensor], first: int) -> tuple[list[LayerCall], Tensor, int]:
     """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored.
 
     No tokens are scored where the output is not finite.
 
-    :param num_seen: sequences before this batch
+    :param first: number of the batch's first sequence among all; it draws that sequence's labels, so that they do not
+        depend on how sequences are split into batches or over processes
     """
     calls: list[LayerCall] = []
     tail: list[Tensor] = []
@@ -106,27 +113,25 @@ def _run_forward(
             logits = model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).logits
             log_probs = torch.log_softmax(logits.float(), dim=-1)
             valid = torch.ones_like(batch["input_ids"]) if mask is None else mask
-            valid = valid.bool().to(log_probs.device)
+            valid = valid.to(log_probs.device).bool()
             if not log_probs[valid].isfinite().all():
-                return calls, log_probs, 0
-            labels = _draw_tokens(log_probs.detach(), num_seen)
-            loss = -log_probs.gather(2, labels)[valid].sum()
-            (gradient,) = torch.autograd.grad(loss, tail)
+                return calls, logits, 0
+            labels = _draw_labels(log_probs.detach().masked_fill(~valid[..., None], 0), first)
+            chosen = log_probs.gather(-1, labels[..., None])[..., 0]
+            (gradient,) = torch.autograd.grad(-chosen[valid].sum(), tail)
     finally:
         for handle in handles:
             handle.remove()
     return calls, gradient, int(valid.sum())
 
 
-def _draw_tokens(log_probs: Tensor, num_seen: int) -> Tensor:
-    """Draw one token at every position, shape [batch, sequence, 1]; a sequence's draws do not depend on its batch.
-
-    :param num_seen: sequences before this batch
-    """
+def _draw_labels(log_probs: Tensor, first: int) -> Tensor:
+    """Draw a token at every position from the model's own distribution, shape [sequences, tokens]."""
+    generator = torch.Generator()
     rows = []
-    for index, row in enumerate(log_probs, num_seen):
-        probabilities = row.exp().nan_to_num(1.0).cpu()  # padding may be anything; it is left out of the loss
-        rows.append(torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(index)))
+    for number, sequence in enumerate(log_probs, first):
+        generator.manual_seed(number)
+        rows.append(torch.multinomial(sequence.exp().cpu(), 1, generator=generator)[:, 0])
     return torch.stack(rows).to(log_probs.device)
 
 

@@ -314,34 +314,40 @@ def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) ->
 def round_uniform_counts(
     groups: Sequence[GroupSize], sparsity: float, allowed: Callable[[str, int], bool]
 ) -> list[int]:
-    """Round one sparsity to kept counts that are the same for all groups of a kind.
+    """Round one sparsity to kept counts that are the same for all groups of a kind, of which there are at most two.
 
-    The kind with the larger units comes first; what it keeps too much or too little the other makes up for.
+    Of the pairs of counts that meet the budget to within :func:`measure_uniform_slack`, the one closest to equal sparsities;
+    where none does, the one that misses it least.
 
     :param groups: those of one kind equally large
     :param sparsity: of all groups' parameters
     :param allowed: whether a kind may keep that many units
     :return: kept units of each group
     """
-    kept: dict[str, int] = {}
-    left = sparsity * sum(group.num_parameters for group in groups)  # parameters still to remove
-    rest = list(groups)
-    for kind in sorted({group.kind for group in groups}, key=lambda kind: -_count_step(groups, kind)):
-        members = [group for group in groups if group.kind == kind]
-        rest = [group for group in rest if group.kind != kind]
-        removable = sum(group.max_removable for group in rest)
-        first, cost = members[0], sum(group.unit_cost for group in members)
-        ideal = left * cost * first.num_units / (cost * first.num_units + sum(group.num_parameters for group in rest))
-        step = first.step if sparsity else first.num_units
-        counts = [n for n in (*range(step, first.num_units, step), first.num_units) if allowed(kind, n)]
-        removed = {n: (first.num_units - n) * cost for n in counts}
+    kinds = list(dict.fromkeys(group.kind for group in groups))
+    costs = {kind: sum(group.unit_cost for group in groups if group.kind == kind) for kind in kinds}
+    counts = {kind: _list_allowed(next(g for g in groups if g.kind == kind), sparsity, allowed) for kind in kinds}
+    totals = {kind: next(group.num_units for group in groups if group.kind == kind) for kind in kinds}
+    wanted, slack = sparsity * sum(group.num_parameters for group in groups), measure_uniform_slack(groups)
+    first, last = min(kinds, key=lambda kind: len(counts[kind])), max(kinds, key=lambda kind: len(counts[kind]))
+    best: tuple[float, float, dict[str, int]] | None = None
+    for count in counts[first]:
+        removed = (totals[first] - count) * costs[first]
+        left = wanted if first == last else wanted - removed
+        other = min(counts[last], key=lambda n: abs((totals[last] - n) * costs[last] - left))
+        kept = {first: count, last: other}
+        miss = abs(sum((totals[kind] - kept[kind]) * costs[kind] for kind in kept) - wanted)
+        uneven = abs(removed - sparsity * totals[first] * costs[first])
+        candidate = (miss if miss > slack else 0.0, uneven, kept)
+        if best is None or candidate[:2] < best[:2]:
+            best = candidate
+    assert best is not None
+    return [best[2][group.kind] for group in groups]
 
-        def miss(n: int, removed: dict[int, int] = removed, removable: int = removable, left: float = left) -> float:
-            return max(removed[n] - left, left - removed[n] - removable, 0)  # what the other kinds cannot make up for
 
-        kept[kind] = min(counts, key=lambda n: (miss(n), abs(removed[n] - ideal)))
-        left -= removed[kept[kind]]
-    return [kept[group.kind] for group in groups]
+def _list_allowed(group: GroupSize, sparsity: float, allowed: Callable[[str, int], bool]) -> list[int]:
+    steps = range(group.step, group.num_units, group.step) if sparsity else ()
+    return [n for n in (*steps, group.num_units) if allowed(group.kind, n)]
 
 
 def _count_step(groups: Sequence[GroupSize], kind: str) -> int:
@@ -368,7 +374,8 @@ def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float,
         raise ValueError(
             f"channel_multiple: must let the modules remove {share * total:,.0f} parameters to within {allowed:,}, got "
             f"{removed:,} with widths that are multiples of {max(group.step for group in groups)}. "
-            "Lower channel_multiple (or a later quantiser's group size) or change sparsity."
+            "Lower channel_multiple (or a later quantiser's group size), change sparsity, or with output: uniform prune another "
+            "kind of units: its stock class may allow few head counts."
         )
 
 

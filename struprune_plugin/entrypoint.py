@@ -62,6 +62,12 @@ def oneshot(
     _check_arguments(model, loaded, kwargs)
     if isinstance(model, PreTrainedModel):
         config = model.config
+        check_model_type(config.model_type)
+        if not config.name_or_path:
+            raise ValueError(
+                "model: must come from a folder or the hub, whose configuration the host reads again, got a model without a "
+                "config.name_or_path. Save it and pass the folder."
+            )
     else:
         model = os.fspath(model)
         trust = kwargs.get("trust_remote_code_model", False)

@@ -319,6 +319,15 @@ def measure_layer(family: Family, layer: nn.Module) -> LayerSizes:
     return LayerSizes(repeats * num_key_value_heads, num_key_value_heads, head_dim, value_dim, width)
 
 
+def has_uniform_layers(model: nn.Module) -> bool:
+    """Tell whether all layers have the same sizes (layers without an FFN apart), values as wide as queries and keys."""
+    family = find_family(model)
+    sizes = [measure_layer(family, layer) for _, layer in find_decoder_layers(model)]
+    widths = {size.width for size in sizes if size.width}
+    heads = {replace(size, width=0) for size in sizes}
+    return len(widths) <= 1 and len(heads) == 1 and sizes[0].value_head_dim == sizes[0].head_dim
+
+
 def update_counts(layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
     """Let an attention module know how many units its linears now hold."""
     if group.kind == "ffn":

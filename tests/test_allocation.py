@@ -71,6 +71,18 @@ def test_round_uniform_counts_are_equal_allowed_and_close(sparsity):
     check_budget(groups, kept, sparsity, measure_uniform_slack(groups))
 
 
+@pytest.mark.parametrize("multiple", [1, 256, 512])
+@pytest.mark.parametrize("sparsity", [0.1, 0.2, 0.3, 0.5])
+def test_round_uniform_counts_meet_the_budget_with_few_head_counts(multiple, sparsity):
+    """LLaMA-7B: head counts that divide hidden_size, and FFN steps larger than a head."""
+    sizes = {"attention": (32, 4 * 4096 * 128, 1), "ffn": (11008, 3 * 4096, multiple)}
+    groups = [GroupSize(f"{i}.{kind}", kind, *size) for i in range(32) for kind, size in sizes.items()]
+    kept = round_uniform_counts(groups, sparsity, lambda kind, n: kind == "ffn" or 4096 % n == 0)
+    check_budget(groups, kept, sparsity, measure_uniform_slack(groups))
+    assert 4096 % kept[0] == 0
+    assert kept[1] % multiple == 0
+
+
 def test_check_budget_refuses_what_misses_the_slack():
     groups = make_groups()
     kept = [g.num_units for g in groups]

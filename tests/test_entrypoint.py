@@ -320,3 +320,8 @@ def test_bfloat16_models_stay_bfloat16(opt, tmp_path):
     model = run_oneshot(str(tmp_path / "m"), sparsity=0.3, tokenizer=str(opt), output_dir=str(tmp_path / "out"))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_oneshot_refuses_a_model_that_came_from_no_folder():
+    with pytest.raises(ValueError, match="must come from a folder or the hub"):
+        run_oneshot(make_opt(), sparsity=0.3)

@@ -226,6 +226,43 @@ def test_uniform_output_is_a_stock_model(dense, unit, tmp_path):
     assert len(sizes) == (2 if model_type == "qwen3_moe" else 1)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"attention_unit": "none"}, {"attention_unit": "head", "prune_ffn": False}),
+        ({"attention_unit": "head", "prune_ffn": False}, {"attention_unit": "none"}),
+        ({"attention_unit": "vo", "allocation": "uniform"}, {"attention_unit": "none"}),
+    ],
+)
+def test_uniform_output_refuses_layers_that_an_earlier_run_made_different(first, second, tmp_path):
+    folder = save_model(make_model("llama"), tmp_path / "dense")
+    run_oneshot(str(folder), sparsity=0.2, output_dir=str(tmp_path / "first"), **first)
+    with pytest.raises(ValueError, match="output: uniform must have a dense model"):
+        run_oneshot(str(tmp_path / "first"), sparsity=0.05, output="uniform", output_dir=str(tmp_path / "x"), **second)
+    assert not (tmp_path / "x").exists()
+
+
+def test_uniform_output_may_be_pruned_again(tmp_path):
+    folder = save_model(make_model("llama"), tmp_path / "dense")
+    for source, target in ((folder, tmp_path / "a"), (tmp_path / "a", tmp_path / "b")):
+        run_oneshot(str(source), sparsity=0.2, attention_unit="none", output="uniform", output_dir=str(target))
+    assert type(load(tmp_path / "b")).__name__ == "LlamaForCausalLM"
+    assert count_prunable_parameters(load(tmp_path / "b")) < count_prunable_parameters(load(tmp_path / "a"))
+
+
+def test_a_model_loaded_with_the_code_of_its_folder_is_pruned_again(tmp_path):
+    """Its attention class is another copy of ours; it must not be adopted twice."""
+    folder = save_model(make_model("llama"), tmp_path / "dense")
+    model = run_oneshot(str(folder), sparsity=0.2, attention_unit="vo", output_dir=str(tmp_path / "out"))
+    before = [layer.self_attn.value_head_dim for layer in model.model.layers]
+    for layer in model.model.layers:  # as that class would look: the same attributes, another identity
+        twin = type("StruPruneTwin", (type(layer.self_attn),), {})
+        twin.__bases__ = tuple(base for base in type(layer.self_attn).__mro__[1:3])
+        layer.self_attn.__class__ = twin
+    adopt_attention(model)
+    assert [layer.self_attn.value_head_dim for layer in model.model.layers] == before
+
+
 @pytest.mark.parametrize("form", ["uniform-padded", "masked", "block_configs"])
 def test_converted_forms_keep_the_function_and_load_by_stock_classes(saved, form, tmp_path):
     folder, _, out = saved

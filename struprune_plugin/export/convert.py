@@ -106,7 +106,7 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     old, family = model.config, find_family(model)
     for _, layer in find_decoder_layers(model):
         attention: Any = layer.get_submodule(family.attention)
-        if isinstance(attention, modeling.StruPruneAttention):
+        if hasattr(attention, "wide"):
             with _keep_offload(layer.get_submodule(family.attention)):
                 modeling.release_attention(attention)
     modeling.copy_settings(old, config)

@@ -30,11 +30,14 @@ def load_pruned(folder: Path) -> PreTrainedModel:
 
     :raises ValueError: no pruned folder in the per-layer form, or a quantised one
     """
-    read_manifest(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"{folder}: must be a pruned folder that can be loaded, got: {first}") from None
     if not type(model).__name__.startswith(modeling.PREFIX):
         raise ValueError(
-            f"{folder}: must be in the per-layer form, got a stock {type(model).__name__}, which loads as it is."
+            f"{folder}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}, which loads as it is."
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{folder}: must not be quantised, it is. Convert first, quantise afterwards.")
@@ -59,7 +62,8 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
     else:
         model = _adopt_blocks(model)
     model.save_pretrained(output)
-    AutoTokenizer.from_pretrained(source).save_pretrained(output)
+    if (source / "tokenizer_config.json").is_file():
+        AutoTokenizer.from_pretrained(source).save_pretrained(output)
 
 
 def _grow(model: PreTrainedModel, group: UnitGroup, num_units: int, keep: torch.Tensor | None = None) -> None:

@@ -111,7 +111,8 @@ def fit_layers(model: Any, dense: Any, config: Any) -> None:
 def share_config(model: Any, old: Any, new: Any) -> None:
     """Point all modules at another configuration but rotary embeddings, which read the dense model's head size."""
     for module in model.modules():
-        if getattr(module, "config", None) is old and not hasattr(module, "inv_freq"):
+        rotary = any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
+        if getattr(module, "config", None) is old and not rotary:
             module.config = new
 
 
@@ -128,7 +129,7 @@ def _resize(linear: nn.Linear, out_features: int | None = None, in_features: int
 
 def adopt_attention(attention: Any, layout: dict[str, Any]) -> Any:
     """Let a stock attention module take values of any width; its function stays the same."""
-    if not isinstance(attention, StruPruneAttention):
+    if not hasattr(attention, "wide"):  # a class of this file may have come twice, by the plugin and with a checkpoint
         attention.wide = getattr(attention, "head_dim", None) or attention.head_size
         attention.value_head_dim = attention.wide
         attention.__class__ = _derive_attention(type(attention))

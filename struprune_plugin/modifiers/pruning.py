@@ -65,6 +65,7 @@ from struprune_plugin.topology import (
     find_family,
     find_groups,
     find_linear,
+    has_uniform_layers,
     measure_layer,
 )
 
@@ -320,8 +321,11 @@ class StruPruneModifier(StructuredModifier):
                 f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
                 "attention_unit: head. Set attention_unit: none"
             )
-        elif len({(group.kind, group.num_units) for group in self._groups}) != len({g.kind for g in self._groups}):
-            problem = "a dense model, got layers of different sizes"
+        elif not has_uniform_layers(model):
+            problem = (
+                "a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
+                "queries. Convert it first (struprune convert --to uniform-padded)"
+            )
         elif len(self._groups) != len(find_groups(model, self.attention_unit, self.prune_ffn)):
             problem = "all layers, got targets or ignore that leave some out. Leave them at their defaults"
         if problem:

@@ -16,6 +16,7 @@ from struprune_plugin.modifiers.distributed import count_ranks, reduce_moments
 from struprune_plugin.statistics import (
     Moments,
     accumulate_moments,
+    add_moments,
     copy_empty,
     is_finite,
     make_moments,
@@ -218,7 +219,7 @@ class LayerObserver:
     Hidden states live on the host; a micro-batch at a time visits the device.
 
     :param target: ``residual``, ``block`` or ``local``, see method.md section 2
-    :param hold_out: gather the moments of every fourth batch once more, apart
+    :param hold_out: gather the moments of every fourth batch apart, too
     :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
     :param num_before: batches of the processes before this one, so that every fourth is counted through all
     """
@@ -275,6 +276,8 @@ class LayerObserver:
             moments = make_group_moments(layer, group)
             for visit in self.visit_batches(layer, group, progress):
                 self._accumulate(moments, group, visit)
+        if group.name in self._held:
+            add_moments(moments, self._held[group.name])
         reduce_moments(moments)
         return _reorder(moments, group)
 
@@ -337,12 +340,12 @@ class LayerObserver:
         return self.target == "residual" and not group.normed_output
 
     def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
-        accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
+        """Count a micro-batch once: here or, where it is held out, apart; the two are added when all are counted."""
         visits = self._visits[group.name] = self._visits.get(group.name, self._num_before) + 1
         held_out = self.hold_out and visits % _HOLD_EVERY == 0
         if group.name not in self._held and (
             held_out or (self.hold_out and count_ranks() > 1)
-        ):  # empty ones add up too
+        ):  # empty ones are sent too
             self._held[group.name] = copy_empty(moments)
-        if held_out:
-            accumulate_tokens(self._held[group.name], visit.inputs, visit.target, visit.call.tokens, group)
+        part = self._held[group.name] if held_out else moments
+        accumulate_tokens(part, visit.inputs, visit.target, visit.call.tokens, group)

@@ -15,19 +15,16 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.utils import patch_attr
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTForCausalLM, PreTrainedModel
 
-from eval.measure import time_side_by_side
+from eval.measure import count_own_seconds, time_side_by_side
 from eval.paper_sizes import make_opt_config
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.data import DEMO_MODEL, make_calibration_dataset
@@ -53,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, dataset = _prepare(args)
         started = time.perf_counter()
-        with _count_own_seconds(model):
+        with count_own_seconds():
             floor = measure_floor(model, args)
             oneshot(
                 model=model,
@@ -77,16 +74,6 @@ def main() -> None:
     (args.output / "profile.md").write_text(f"{heading}\n\n{table}\n", encoding="utf-8")
     record = {"stages": stages, "floor": floor, "total": total, "what": heading}
     (args.output / "profile.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _count_own_seconds(model: PreTrainedModel) -> Iterator[None]:
-    """On a CPU, let all clocks count this process' own seconds: others may share the machine."""
-    if model.device.type != "cpu" or torch.get_num_threads() > 1:
-        yield
-        return
-    with patch_attr(time, "perf_counter", time.process_time):
-        yield
 
 
 def _prepare(args: argparse.Namespace) -> tuple[PreTrainedModel, Dataset]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from eval.measure import time_side_by_side
+from eval.measure import count_own_seconds, time_side_by_side
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.data import DEMO_CALIBRATION, make_calibration_dataset
 from struprune_plugin.evaluation import load_checkpoint
@@ -47,7 +47,8 @@ def main() -> None:
     for sparsity in filter(None, args.sparsity.split(",")):
         for multiple in args.channel_multiple.split(","):
             models[f"{sparsity}, multiple {multiple}"] = prune_fast(args, float(sparsity), int(multiple))
-    rows = [row for batch in args.batch.split(",") for row in measure_models(models, args, int(batch))]
+    with count_own_seconds():
+        rows = [row for batch in args.batch.split(",") for row in measure_models(models, args, int(batch))]
     device = models[args.dense].device
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     heading = (

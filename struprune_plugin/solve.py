@@ -382,8 +382,8 @@ def _sweep(table: Tensor, values: Tensor, k: int, add: bool) -> None:
     """Take one column into the kept set, or out of it, in place."""
     pivot, row, value = table[k, k].clone(), table[k].clone(), values[:, k].clone()
     sign = 1 if add else -1
-    values.sub_(value[:, None] * (row / pivot))
-    table.sub_(row[:, None] * (row / pivot))
+    values.addr_(value, row / pivot, alpha=-1)
+    table.addr_(row, row / pivot, alpha=-1)
     values[:, k], table[k], table[:, k] = sign * value / pivot, sign * row / pivot, sign * row / pivot
     table[k, k] = -1 / pivot
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from compressed_tensors.utils import patch_attr
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +28,16 @@ def time_side_by_side(runs: Mapping[str, Callable[[], object]], repeats: int = 7
             if round_:  # the first round warms up
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@contextmanager
+def count_own_seconds() -> Iterator[None]:
+    """With one thread on a CPU, let all clocks count this process' own seconds: others may share the machine."""
+    if torch.cuda.is_available() or torch.get_num_threads() > 1:
+        yield
+        return
+    with patch_attr(time, "perf_counter", time.process_time):
+        yield
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -17,7 +17,7 @@ MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
 DAMPING = 0.01  # where none was chosen
 _DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
 _MAX_CANDIDATES = 512  # a swap looks at so many columns on either side
-_COMPACT_AT = 15 / 16  # drop eliminated rows and columns from memory once this share of them is left
+_PANEL = 64  # columns whose removal changes the matrices at once
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def eliminate_units(
     """Remove units one by one, each time the one whose removal raises the re-solved error least.
 
     Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the
-    current least-squares weights; then W and H^-1 are downdated (rank ``columns_per_unit``). The bias always stays.
+    current least-squares weights; then W and H^-1 are downdated (:class:`_Remaining`). The bias always stays.
     Source: method.md section 3, ``obs`` (twice its value: an increase of the sum of squares, without the half).
 
     :param damped: from :func:`damp_moments`
@@ -210,54 +210,96 @@ def eliminate_units(
     """
     num_units = (damped.gram.shape[0] - 1) // columns_per_unit
     inverse = invert_gram(damped.gram, where)
-    weight = damped.cross @ inverse
-    units = torch.arange(num_units, device=inverse.device)  # the original index of every unit still in memory
-    alive = torch.ones(num_units, dtype=torch.bool, device=inverse.device)
+    left = _Remaining(inverse, damped.cross @ inverse, columns_per_unit)
     waiting = torch.ones(num_blocks, dtype=torch.bool, device=inverse.device)  # blocks yet to lose one this round
     block_size = num_units // num_blocks
     order, increases = [], []
     for _ in range(num_units if num_remove is None else num_remove):
-        costs = _removal_costs(inverse, weight, columns_per_unit)
-        costs = costs.masked_fill(~alive | ~waiting[units // block_size], torch.inf)
+        costs = left.measure_costs().masked_fill(~waiting[left.units // block_size], torch.inf)
         u = int(costs.argmin())
-        order.append(int(units[u]))
+        order.append(int(left.units[u]))
         increases.append(costs[u])
-        _downdate(inverse, weight, slice(u * columns_per_unit, (u + 1) * columns_per_unit))
-        alive[u] = False
-        waiting[units[u] // block_size] = False
+        left.remove(u)
+        waiting[order[-1] // block_size] = False
         if not waiting.any():
             waiting[:] = True
-        if alive.sum() <= _COMPACT_AT * len(alive):
-            stay = with_bias_index(expand_units(alive.nonzero().flatten(), columns_per_unit), inverse.shape[0] - 1)
-            inverse, weight = inverse[stay][:, stay], weight[:, stay]
-            units, alive = units[alive], alive[alive]
-    device = inverse.device
-    removed = torch.tensor(order, dtype=torch.int64, device=device)
-    return Elimination(
-        removed, torch.stack(increases) if increases else torch.zeros(0, dtype=torch.float64, device=device)
-    )
+    removed = torch.tensor(order, dtype=torch.int64, device=inverse.device)
+    return Elimination(removed, torch.stack(increases) if increases else inverse.new_zeros(0))
 
 
-def _removal_costs(inverse: Tensor, weight: Tensor, width: int) -> Tensor:
-    """Return ``tr(W_U [(H^-1)_UU]^-1 W_U^T)`` of every unit in memory, shape [units]."""
-    if width == 1:
-        return weight[:, :-1].square().sum(0) / inverse.diagonal()[:-1]
-    num_units = (inverse.shape[0] - 1) // width
-    index = torch.arange(num_units * width, device=inverse.device).view(num_units, width)
-    blocks = inverse[index[:, :, None], index[:, None, :]]
-    columns = weight[:, :-1].view(weight.shape[0], num_units, width).permute(1, 2, 0)
-    return (columns * torch.linalg.solve_ex(blocks, columns).result).sum((1, 2))
+class _Remaining:
+    """W and H^-1 on the units not yet removed, downdated a panel of removals at a time.
 
+    A removal of U changes ``H^-1`` by ``-V V^T`` and ``W`` by ``-A V^T``, with ``V = (H^-1)_:U L^-T``, ``A = W_U L^-T`` and
+    ``L L^T = (H^-1)_UU``. Costs need only what lies within each unit, ``(H^-1)_UU`` and ``W_U^T W_U``, which is kept up to date;
+    the matrices get the V and A of several removals as one product, and lose the rows that are gone.
 
-def _downdate(inverse: Tensor, weight: Tensor, unit: slice) -> None:
-    """Remove one unit from W and H^-1 in place; its rows and columns become zero (the diagonal one)."""
-    gain = torch.linalg.solve_ex(inverse[unit, unit], inverse[unit]).result
-    weight.addmm_(weight[:, unit].clone(), gain, alpha=-1)
-    inverse.addmm_(inverse[:, unit].clone(), gain, alpha=-1)
-    weight[:, unit] = 0
-    inverse[unit] = 0
-    inverse[:, unit] = 0
-    inverse.diagonal()[unit] = 1
+    :param inverse: H^-1, shape [n + 1, n + 1], float64; changed in place
+    :param weight: W, shape [d, n + 1], float64; the same
+    """
+
+    def __init__(self, inverse: Tensor, weight: Tensor, width: int):
+        self._inverse, self._weight, self._width = inverse, weight, width
+        self.units = torch.arange(
+            (len(inverse) - 1) // width, device=inverse.device
+        )  # original index of every unit here
+        self._start_panel()
+
+    def _start_panel(self) -> None:
+        """Read off the parts within units, and empty the panel."""
+        size = len(self.units) * self._width
+        index = torch.arange(size, device=self.units.device).view(-1, self._width)
+        self._within = self._inverse[index[:, :, None], index[:, None, :]]
+        parts = self._weight[:, :-1].T.reshape(-1, self._width, len(self._weight))
+        self._energy = parts.square().sum(-1, keepdim=True) if self._width == 1 else parts @ parts.mT
+        self._alive = torch.ones_like(self.units, dtype=torch.bool)
+        self._num_pending = 0
+        columns = min(max(_PANEL, self._width), size)
+        self._reach = self._inverse.new_empty(size + 1, columns)  # V
+        self._moved = self._weight.new_empty(len(self._weight), columns)  # A
+
+    def measure_costs(self) -> Tensor:
+        """Return ``tr(W_U [(H^-1)_UU]^-1 W_U^T)`` of every unit, infinite where it is gone, shape [units]."""
+        if self._width == 1:
+            costs = (self._energy / self._within).flatten()
+        else:
+            costs = torch.linalg.solve_ex(self._within, self._energy).result.diagonal(dim1=1, dim2=2).sum(1)
+        return costs.masked_fill(~self._alive, torch.inf)
+
+    def remove(self, u: int) -> None:
+        """Remove the unit at a position of ``units``; positions may change thereafter."""
+        unit, old = slice(u * self._width, (u + 1) * self._width), slice(self._num_pending)
+        reach, moved = self._reach[:, old], self._moved[:, old]
+        factor = torch.linalg.cholesky_ex(self._within[u]).L
+        columns = torch.addmm(self._inverse[unit].T, reach, reach[unit].T, alpha=-1)
+        columns = torch.linalg.solve_triangular(factor.T, columns, upper=True, left=False)
+        amount = torch.addmm(self._weight[:, unit], moved, reach[unit].T, alpha=-1)
+        amount = torch.linalg.solve_triangular(factor.T, amount, upper=True, left=False)
+        shared = torch.addmm(self._weight.T @ amount, reach, moved.T @ amount, alpha=-1)  # W^T A, of every column
+        self._update_within(columns, shared, amount.T @ amount)
+        new = slice(self._num_pending, self._num_pending + self._width)
+        self._reach[:, new], self._moved[:, new] = columns, amount
+        self._num_pending += self._width
+        self._alive[u] = False
+        if self._num_pending + self._width > self._reach.shape[1]:
+            self._apply_panel()
+
+    def _update_within(self, columns: Tensor, shared: Tensor, energy: Tensor) -> None:
+        part = columns[:-1].view(-1, self._width, self._width)
+        cross = part @ (shared[:-1].view_as(part).mT - energy / 2 @ part.mT)
+        self._energy -= cross + cross.mT
+        self._within -= part @ part.mT
+
+    def _apply_panel(self) -> None:
+        """Downdate the matrices by all removals of the panel, and drop what is gone."""
+        pending = self._reach[:, : self._num_pending]
+        self._inverse.addmm_(pending, pending.T, alpha=-1)
+        self._weight.addmm_(self._moved[:, : self._num_pending], pending.T, alpha=-1)
+        left = self._alive.nonzero().flatten()
+        stay = with_bias_index(expand_units(left, self._width), len(self._inverse) - 1)
+        self._inverse, self._weight = self._inverse[stay][:, stay], self._weight[:, stay]
+        self.units = self.units[left]
+        self._start_panel()
 
 
 def swap_units(
@@ -340,8 +382,8 @@ def _sweep(table: Tensor, values: Tensor, k: int, add: bool) -> None:
     """Take one column into the kept set, or out of it, in place."""
     pivot, row, value = table[k, k].clone(), table[k].clone(), values[:, k].clone()
     sign = 1 if add else -1
-    values.sub_(value[:, None] * (row / pivot))
-    table.sub_(row[:, None] * (row / pivot))
+    values.addr_(value, row / pivot, alpha=-1)
+    table.addr_(row, row / pivot, alpha=-1)
     values[:, k], table[k], table[:, k] = sign * value / pivot, sign * row / pivot, sign * row / pivot
     table[k, k] = -1 / pivot
 

@@ -84,6 +84,14 @@ def copy_empty(moments: Moments) -> Moments:
     )
 
 
+def add_moments(moments: Moments, others: Moments) -> None:
+    """Add the moments of other tokens, in place."""
+    moments.gram.add_(others.gram)
+    moments.cross.add_(others.cross)
+    moments.target_energy.add_(others.target_energy)
+    moments.absolute_sum.add_(others.absolute_sum)
+
+
 def subtract_moments(moments: Moments, part: Moments) -> Moments:
     """Return the float64 moments of the tokens that are in the first but not in the second, which are a part of them."""
     return Moments(

@@ -132,7 +132,9 @@ def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance
 
 
 def test_batch_size_does_not_change_the_result(opt):
-    one, many = (run_oneshot(str(opt), sparsity=0.3, damping=0.01, batch_size=size) for size in (1, 8))
+    one, many = (
+        run_oneshot(str(opt), sparsity=0.3, damping=0.01, rotate_values=False, batch_size=size) for size in (1, 8)
+    )
     for name, weight in weights_of(one).items():
         torch.testing.assert_close(weight, weights_of(many)[name], rtol=1e-3, atol=1e-4, msg=name)
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_statistics import gather, make_case
 
+from struprune_plugin import solve
 from struprune_plugin.solve import (
     choose_damping,
     damp_moments,
@@ -85,9 +86,11 @@ def test_solve_kept_weights_condition_number_is_near_the_true_one():
     assert solve_kept_weights(damped, columns, "fc2").condition_number == pytest.approx(true, rel=0.2)
 
 
+@pytest.mark.parametrize("panel", [1, 4, 5, 64])
 @pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3)])
-def test_eliminate_units_equals_naive_greedy(width, num_blocks):
+def test_eliminate_units_equals_naive_greedy(width, num_blocks, panel, monkeypatch):
     """method.md section 3, obs: at every step remove the unit whose removal raises the re-solved error least."""
+    monkeypatch.setattr(solve, "_PANEL", panel)
     n = 12
     _, _, damped = make_problem(n=n)
     result = eliminate_units(damped, width, "fc2", num_blocks)

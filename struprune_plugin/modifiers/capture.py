@@ -16,6 +16,7 @@ from struprune_plugin.modifiers.distributed import count_ranks, reduce_moments
 from struprune_plugin.statistics import (
     Moments,
     accumulate_moments,
+    add_moments,
     copy_empty,
     is_finite,
     make_moments,
@@ -218,7 +219,7 @@ class LayerObserver:
     Hidden states live on the host; a micro-batch at a time visits the device.
 
     :param target: ``residual``, ``block`` or ``local``, see method.md section 2
-    :param hold_out: gather the moments of every fourth sequence once more, apart
+    :param hold_out: gather the moments of every fourth sequence apart, too
     :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
     :param num_before: sequences of the processes before this one, so that every fourth is counted through all
     """
@@ -275,6 +276,8 @@ class LayerObserver:
             moments = make_group_moments(layer, group)
             for visit in self.visit_batches(layer, group, progress):
                 self._accumulate(moments, group, visit)
+        if group.name in self._held:
+            add_moments(moments, self._held[group.name])
         reduce_moments(moments)
         return _reorder(moments, group)
 
@@ -337,25 +340,27 @@ class LayerObserver:
         return self.target == "residual" and not group.normed_output
 
     def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
-        accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
-        if not self.hold_out:
-            return
-        first = self._visits.get(group.name, self._num_before)
-        self._visits[group.name] = first + len(visit.call.hidden)
-        held = _find_held(visit.call, first)
-        if len(held) or count_ranks() > 1:  # with several processes empty ones add up too
-            moments = self._held.setdefault(group.name, copy_empty(moments))
-            accumulate_tokens(moments, visit.inputs, visit.target, held, group)
+        """Count every token once: here or, in sequences held out, apart; the two are added when all are counted."""
+        tokens = visit.call.tokens
+        if self.hold_out:
+            first = self._visits.get(group.name, self._num_before)
+            self._visits[group.name] = first + len(visit.call.hidden)
+            rest, apart = _split_tokens(visit.call, first)
+            tokens = rest if len(apart) else tokens
+            if len(apart) or count_ranks() > 1:  # with several processes empty ones are sent too
+                held = self._held.setdefault(group.name, copy_empty(moments))
+                accumulate_tokens(held, visit.inputs, visit.target, apart, group)
+        accumulate_tokens(moments, visit.inputs, visit.target, tokens, group)
 
 
-def _find_held(call: LayerCall, first: int) -> Tensor:
-    """Return the flat indices of the tokens of every fourth sequence that are no padding, shape [held], int64.
+def _split_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:
+    """Return the flat indices of the tokens that are no padding, int64: those to count, and those of every fourth sequence.
 
     :param first: sequences before this batch
     """
     batch, length = call.hidden.shape[:2]
-    rows = torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0
-    held = rows.repeat_interleave(length)
+    apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
+    valid = torch.ones_like(apart)
     if call.tokens is not None:
-        held &= torch.zeros_like(held).index_fill(0, call.tokens.cpu(), True)
-    return held.nonzero().flatten()
+        valid = torch.zeros_like(apart).index_fill(0, call.tokens.cpu(), True)
+    return (valid & ~apart).nonzero().flatten(), (valid & apart).nonzero().flatten()

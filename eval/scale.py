@@ -1,0 +1,221 @@
+"""Time, memory and traffic of pruning a model of any size, on paper: what is counted, what is measured and what is assumed.
+
+python -m eval.scale --profile results/profile/profile.json --output results/scale
+
+Counted: operations and bytes of every stage, from the sizes alone. Measured: how much longer than these operations at this
+device's own matrix rates a real run takes (``--profile``, written by ``eval.profile`` with one thread on this machine).
+Assumed: the card's rates, see ``CARD``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eval.measure import count_own_seconds, time_side_by_side
+from struprune_plugin.report import format_table
+
+_DAMPINGS = 8  # solves that choose the damping, and the last one
+_PASSES = 4  # of the pruned and the dense path through every layer: the host's two, the dense one, the FFN's statistics
+
+
+@dataclass(frozen=True)
+class Size:
+    """A decoder.
+
+    :param linears: of an FFN: 2, or 3 where it is gated
+    """
+
+    name: str
+    hidden: int
+    ffn: int
+    layers: int
+    kv_width: int
+    linears: int
+    other: int = 0  # parameters outside of the decoder layers
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return 2 * self.hidden * (self.hidden + self.kv_width) + self.linears * self.hidden * self.ffn
+
+
+@dataclass(frozen=True)
+class Job:
+    samples: int
+    length: int
+    sparsity: float = 0.3
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.length
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second: operations in the model's dtype, in float32 and in float64; bytes to the host, over the
+    links between devices, and from its own memory."""
+
+    model: float
+    single: float
+    double: float
+    host: float
+    link: float
+    memory: float
+
+
+# an 80 GB H100 (SXM): about half of its published dense rates, PCIe 5, NVLink
+CARD = Rates(model=400e12, single=30e12, double=30e12, host=25e9, link=200e9, memory=2e12)
+CARD_BYTES = 80e9
+LARGE = Size("405B class", hidden=16384, ffn=53248, layers=126, kv_width=1024, linears=3, other=2 * 128256 * 16384)
+OPT_LAB = Size("opt-lab", hidden=256, ffn=1024, layers=8, kv_width=256, linears=2)
+
+
+def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[str, float]:
+    """Return the seconds of every stage: operations over rates, none of them overlapped."""
+    forward = 2 * size.layer * job.tokens + 4 * job.tokens * job.length * size.hidden
+    allocated = min(1.0, max(16, 4 * size.ffn / job.length) / job.samples)
+    sensed = min(1.0, 16 / job.samples)
+    widths = (size.ffn, size.hidden)
+    gram = sum(2 * job.tokens * n * (n + size.hidden) for n in widths)
+    per_layer = {
+        "sensitivity": 4 * forward * sensed / rates.model / ranks,
+        "allocation, statistics": (forward / rates.model + gram / rates.single) * allocated / ranks,
+        "allocation, curves": sum(_count_elimination(size, n, 1.0, rates) + n**3 / 3 / rates.double for n in widths),
+        "passes": _PASSES * forward / rates.model / ranks,
+        "Gram products": gram / rates.single / ranks,
+        "selection": sum(_count_elimination(size, n, job.sparsity, rates) for n in widths),
+        "solves": sum(_count_solves(size, n * (1 - job.sparsity)) for n in widths) / rates.double,
+        "host traffic": count_traffic(size, job)["host"] / ranks / rates.host,
+        "traffic between cards": count_traffic(size, job)["between"] / rates.link if ranks > 1 else 0.0,
+    }
+    return {name: seconds * size.layers for name, seconds in per_layer.items()}
+
+
+def _count_elimination(size: Size, n: int, removed: float, rates: Rates) -> float:
+    """Return seconds: inverse, weights and panels at the float64 rate, and one read of W a removal at the memory's."""
+    left = 1 - removed
+    panels = 2 / 3 * n**3 * (1 - left**3) + size.hidden * n**2 * (1 - left**2)
+    reads = 8 * size.hidden * n**2 * (1 - left**2) / 2
+    return (n**3 + 4 * size.hidden * n**2 + panels) / rates.double + reads / rates.memory
+
+
+def _count_solves(size: Size, kept: float) -> float:
+    return _DAMPINGS * (kept**3 / 3 + 4 * size.hidden * kept**2)
+
+
+def count_traffic(size: Size, job: Job) -> dict[str, float]:
+    """Return bytes a layer: weights and hidden states between host and card, and moments between cards.
+
+    Weights go up for either pass of the host and down once; moments are reduced for the allocation, and for all and the
+    held-out tokens of the run.
+    """
+    hidden = 2.0 * job.tokens * size.hidden
+    weights = 2.0 * size.layer
+    moments = sum(4.0 * n * (n + size.hidden) for n in (size.ffn, size.hidden))
+    decisions = 8.0 * size.hidden * (size.ffn + size.hidden)
+    return {"host": 3 * weights + 8 * hidden + 4 * 2 * hidden, "between": 3 * moments + decisions}
+
+
+def count_memory(size: Size, job: Job, ranks: int = 1) -> dict[str, float]:
+    """Return bytes: of one layer with one sequence on its way, of the largest solve, and of the host in all.
+
+    The solve holds H of all and of the held-out tokens in float32, and in float64 the damped H, its factor and inverse.
+    """
+    activations = 4.0 * job.length * (4 * size.hidden + 2 * size.ffn)
+    moments = 2 * 4.0 * size.ffn * (size.ffn + size.hidden)
+    solve = moments + 3 * 8.0 * size.ffn**2 + 3 * 8.0 * size.hidden * size.ffn
+    states = job.tokens * size.hidden * (4 * 2.0 + 2 * 4.0) / ranks
+    return {
+        "statistics": 2.0 * size.layer + moments + activations,
+        "solve": 2.0 * size.layer + solve,
+        "host": 2.0 * (size.layers * size.layer + size.other) + states * ranks,
+    }
+
+
+def measure_rates() -> Rates:
+    """Return the rates of this device, float32 for the model's dtype; traffic within one memory."""
+    matrices = {"single": torch.randn(1024, 1024), "double": torch.randn(1024, 1024, dtype=torch.float64)}
+    vector = torch.randn(64_000_000)
+
+    def multiply(matrix: Tensor) -> Tensor:
+        return matrix @ matrix
+
+    runs = {name: (lambda m=matrix: multiply(m)) for name, matrix in matrices.items()}
+    seconds = time_side_by_side({**runs, "read": vector.sum}, 5)
+    single, double = (2 * 1024**3 / seconds[name] for name in ("single", "double"))
+    memory = 4 * len(vector) / seconds["read"]
+    return Rates(model=single, single=single, double=double, host=memory, link=memory, memory=memory)
+
+
+def make_tables(size: Size, job: Job, factor: float) -> str:
+    """Return Markdown: hours by stage, and bytes, on one card and on eight."""
+    by_ranks = {ranks: count_seconds(size, job, CARD, ranks) for ranks in (1, 8)}
+    rows = [[name, *(f"{by_ranks[ranks][name] / 3600:.2f}" for ranks in by_ranks)] for name in by_ranks[1]]
+    sums = {ranks: sum(parts.values()) / 3600 for ranks, parts in by_ranks.items()}
+    rows.append(["counted", *(f"{hours:.2f}" for hours in sums.values())])
+    rows.append([f"× {factor:.2f}, measured over counted", *(f"{hours * factor:.2f}" for hours in sums.values())])
+    hours = format_table(["hours", "1 card", "8 cards"], rows)
+    memory, traffic = count_memory(size, job), count_traffic(size, job)
+    values = {
+        "card, statistics": memory["statistics"],
+        "card, FFN solve": memory["solve"],
+        "host, weights and hidden states": memory["host"],
+        "host traffic, whole run": traffic["host"] * size.layers,
+        "between cards, whole run": traffic["between"] * size.layers,
+    }
+    cells = [[name, f"{value / 1e9:,.0f}", _judge(name, value)] for name, value in values.items()]
+    return f"{hours}\n\n{format_table(['bytes', 'GB', f'of {CARD_BYTES / 1e9:.0f} GB'], cells)}"
+
+
+def _judge(name: str, value: float) -> str:
+    if not name.startswith("card"):
+        return ""
+    return "fits" if value <= CARD_BYTES else "does not fit"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--profile", type=Path, required=True, help="profile.json of opt-lab, 64 × 256 tokens, one thread"
+    )
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--sparsity", type=float, default=0.3)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    with count_own_seconds():
+        here = measure_rates()
+    counted = sum(count_seconds(OPT_LAB, Job(64, 256, args.sparsity), here).values())
+    measured = json.loads(args.profile.read_text())["stages"]["whole pass"]
+    job = Job(args.samples, args.length, args.sparsity)
+    lines = [
+        f"measured here: {here.single / 1e9:.0f} and {here.double / 1e9:.0f} GFLOP/s (float32, float64), "
+        f"{here.memory / 1e9:.0f} GB/s; opt-lab counted {counted:.1f} s, measured {measured:.1f} s",
+        f"assumed of a card: {CARD.model / 1e12:.0f}, {CARD.single / 1e12:.0f} and {CARD.double / 1e12:.0f} TFLOP/s (bfloat16, "
+        f"float32, float64), {CARD.memory / 1e9:,.0f} GB/s of memory, {CARD.host / 1e9:.0f} to the host, "
+        f"{CARD.link / 1e9:.0f} between cards",
+        f"{LARGE.name}: {(LARGE.layers * LARGE.layer + LARGE.other) / 1e9:.0f} B parameters, {LARGE.layer / 1e9:.2f} B a layer, "
+        f"{args.samples} × {args.length} tokens, {args.sparsity:.0%} removed",
+        "",
+        make_tables(LARGE, job, measured / counted),
+    ]
+    print("\n".join(lines))
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "scale.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        record = {"here": asdict(here), "counted": counted, "measured": measured, "card": asdict(CARD)}
+        record["seconds"] = {ranks: count_seconds(LARGE, job, CARD, ranks) for ranks in (1, 8)}
+        record["bytes"] = {"memory": count_memory(LARGE, job), "traffic": count_traffic(LARGE, job)}
+        (args.output / "scale.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -329,7 +329,8 @@ def round_uniform_counts(
     counts = {kind: _list_allowed(next(g for g in groups if g.kind == kind), sparsity, allowed) for kind in kinds}
     totals = {kind: next(group.num_units for group in groups if group.kind == kind) for kind in kinds}
     wanted, slack = sparsity * sum(group.num_parameters for group in groups), measure_uniform_slack(groups)
-    first, last = min(kinds, key=lambda kind: len(counts[kind])), max(kinds, key=lambda kind: len(counts[kind]))
+    kinds.sort(key=lambda kind: len(counts[kind]))
+    first, last = kinds[0], kinds[-1]
     best: tuple[float, float, dict[str, int]] | None = None
     for count in counts[first]:
         removed = (totals[first] - count) * costs[first]

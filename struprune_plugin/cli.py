@@ -57,7 +57,14 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), 1 otherwise.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_prune(commands)
+    _add_eval(commands)
+    _add_convert(commands)
+    _add_inspect(commands)
+    return parser
 
+
+def _add_prune(commands: Any) -> None:
     prune = commands.add_parser(
         "prune",
         help="prune a model with a recipe and write a folder that loads",
@@ -98,6 +105,8 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_device(prune)
     prune.set_defaults(run=_prune)
 
+
+def _add_eval(commands: Any) -> None:
     score = commands.add_parser(
         "eval",
         help="perplexity and lm-eval tasks of dense, pruned or quantised folders",
@@ -128,6 +137,8 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_device(score)
     score.set_defaults(run=_eval)
 
+
+def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
         help="write a pruned folder in a form that stock classes load",
@@ -143,6 +154,8 @@ def _make_parser() -> argparse.ArgumentParser:
     convert.add_argument("--overwrite", action="store_true", help="replace DIR if it is not empty")
     convert.set_defaults(run=_convert)
 
+
+def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser(
         "inspect",
         help="what a pruned folder contains, layer by layer",
@@ -151,7 +164,6 @@ def _make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH", type=Path, help="a pruned folder")
     inspect.add_argument("--json", action="store_true", help="the whole manifest as JSON")
     inspect.set_defaults(run=_inspect)
-    return parser
 
 
 def _positive(text: str) -> int:

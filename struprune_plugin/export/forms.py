@@ -34,7 +34,9 @@ def load_pruned(folder: Path) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ValueError(f"{folder}: must be a pruned folder that can be loaded, got: {first}") from None
+        raise ValueError(
+            f"{folder}: must be a pruned folder that can be loaded, got: {first} Give the output of a pruning run."
+        ) from None
     if not type(model).__name__.startswith(modeling.PREFIX):
         raise ValueError(
             f"{folder}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}, which loads as it is."

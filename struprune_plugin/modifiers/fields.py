@@ -144,7 +144,9 @@ class StructuredModifier(Modifier):
     @classmethod
     def _check_damping(cls, value: float | str) -> float | str:
         if not isinstance(value, str) and not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"damping must be auto, or finite and at least 0, got {value}.")
+            raise ValueError(
+                f"damping must be auto, or finite and at least 0, got {value}. Leave it out, or take 0.01."
+            )
         return value
 
     @field_validator("temperature")

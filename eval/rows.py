@@ -49,7 +49,10 @@ class Row:
         """Return everything that the row's result depends on beside the workload, defaults too, as JSON has it."""
         if self.peer:
             return {"peer": self.peer}
-        told: dict[str, Any] = {"fields": StruPruneModifier(sparsity=sparsity, **self.fields).dump_fields()}
+        fields = StruPruneModifier(sparsity=sparsity, **self.fields).dump_fields()
+        told: dict[str, Any] = {
+            "fields": {n: v for n, v in fields.items() if n not in ("measure_memory", "memory_budget")}
+        }
         if self.recovery is not None:
             told["recovery"] = dict(self.recovery)
         return json.loads(json.dumps(told))

@@ -58,7 +58,7 @@ def damp_moments(moments: Moments, weight: Tensor, damping: float, has_bias: boo
     :param has_bias: False for a linear without bias: every solve then gives it a bias of 0
     :return: float64 moments
     """
-    gram, cross = moments.gram.double().clone(), moments.cross.double().clone()
+    gram, cross = (part.to(torch.float64, copy=True) for part in (moments.gram, moments.cross))
     strength = damping * gram.diagonal()[:-1].mean()
     gram.diagonal()[:-1].add_(strength)
     cross[:, :-1].add_(strength * weight[:, :-1])

@@ -360,7 +360,7 @@ def test_full_search_is_refused_where_it_means_nothing(opt):
 
 
 def test_an_allocator_stage_has_its_seconds_in_the_manifest(opt, tmp_path):
-    stages = [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier()]
+    stages = [SparsityAllocatorModifier(sparsity=0.3, measure_memory=True), StruPruneModifier()]
     run_oneshot(str(opt), recipe=stages, output_dir=str(tmp_path / "out"))
     (stage,) = [stage for stage in read_manifest(tmp_path / "out")["stages"] if stage["name"] == "allocate"]
     assert stage["seconds"] > 0

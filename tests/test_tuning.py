@@ -16,7 +16,7 @@ SETTINGS = TuningSettings(epochs=4, learning_rate=0.02)
 def _make_calls(num_batches=4, tokens=None):
     generator = torch.Generator().manual_seed(0)
     hidden = [torch.randn(2, 8, 24, generator=generator) for _ in range(num_batches)]
-    return [LayerCall(x, {"attention_mask": None}, tokens, x.device) for x in hidden]
+    return [LayerCall(x, (), {"attention_mask": None}, tokens, x.device) for x in hidden]
 
 
 @torch.no_grad()

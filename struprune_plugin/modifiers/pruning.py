@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,8 @@ from struprune_plugin.modifiers.admm import run_admm
 from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
 from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
 from struprune_plugin.modifiers.checks import check_alone, count_parameters, describe_weights, list_modifiers
-from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
+from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
+from struprune_plugin.modifiers.memory import work_on_host
 from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.rotation import Rotation, eliminate_directions, order_directions, rotate_columns, rotate_moments
@@ -43,7 +45,6 @@ from struprune_plugin.statistics import Moments, measure_error, with_bias_index
 from struprune_plugin.surgery import (
     LayerCopy,
     copy_layer,
-    read_consumer,
     restore_layer,
     rotate_group,
     set_weight,
@@ -174,6 +175,7 @@ class StruPruneModifier(StructuredModifier):
         self.check_model(model, self._groups, sparsity)
         num_sequences, num_tokens = self.count_calibration(model, state.data.calib, self._groups)
         self._calibration = {"num_sequences": num_sequences, "num_tokens": num_tokens}
+        self.place_parts(model, state.data.calib, 1 + (self.damping == "auto"))
         self._weights_digest = describe_weights(model)
         self._num_prunable = count_prunable_parameters(model)
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets")}
@@ -184,13 +186,14 @@ class StruPruneModifier(StructuredModifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
+        self.start_account(state.model)
         self._started = time.perf_counter()
         self.measure_saliency(state.model, state.data.calib)
         if self._plan is None:
             self._plan = self._make_late_plan(state)
             check_widths(self._groups, self._plan.kept, self._roundings)
         adopt_attention(state.model)
-        self._observer = LayerObserver(self.target, hold_out=self.damping == "auto")
+        self._observer = LayerObserver(self.target, hold_out=self.damping == "auto", placement=self._placement)
         self._fingerprint = hashlib.sha256()
         self.register_hook(state.model.get_input_embeddings(), self._see_tokens, "forward_pre", with_kwargs=True)
         self.watch_layers(state.model, self._observer)
@@ -217,7 +220,7 @@ class StruPruneModifier(StructuredModifier):
         self._restore_pruned()
         self._stages["whole pass"] = {
             "seconds": time.perf_counter() - self._started,
-            "peak_bytes": measure_peak_bytes(),
+            "peak_bytes": self.stop_account(),
         }
         seen = {record["name"] for record in self._records}
         missing = [group.name for group in self._groups if group.name not in seen]
@@ -382,6 +385,7 @@ class StruPruneModifier(StructuredModifier):
         has seen its outputs; return the squared error summed over groups."""
         rehearsal = StruPruneModifier(**self.dump_fields() | {"tuning_epochs": 0})  # a search by the solves' errors
         rehearsal._rehearsed, rehearsal._roundings = plan, self._roundings
+        rehearsal._placement = self._placement
         rehearsal._snip, rehearsal._roots = self._snip, self._roots
         rehearsal.run_alone(state, self._pipeline_options, propagate_error=True)
         return sum(record["error_after"] * record["target_energy"] for record in rehearsal._records)
@@ -438,17 +442,21 @@ class StruPruneModifier(StructuredModifier):
         assert self._plan is not None
         assert self._observer is not None
         held = self._observer.take_held(group)
+        held = None if held is None else self.place_moments(held)
+        moments = self.place_moments(moments)
         num_keep = self._plan.kept[group.name]
         consumer = find_linear(layer, group.consumer)
-        dense = read_consumer(layer, group)
+        dense = self.read_dense(layer, group)
         self._changed = self._changed or num_keep < group.num_units
-        with self.stage("select and solve"):
+        with self.stage("select and solve"), work_on_host() if self._placement.solve_on_host else nullcontext():
             damped = damp_moments(moments, dense, self.base_damping, consumer.bias is not None)
             weighed = self.weigh(group, damped, dense) if self.importance == "obs" else damped
             rotation = None
             if self.rotates(group) and num_keep < group.num_units:
                 rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
-                rotate_group(layer, group, rotation.basis)
+                with work_on_host(False):
+                    rotate_group(layer, group, rotation.basis)
+                    self.release(layer)
                 dense = rotate_columns(dense, rotation.basis, group.columns_per_unit)
                 moments, damped = (rotate_moments(m, rotation.basis, group.columns_per_unit) for m in (moments, damped))
                 held = None if held is None else rotate_moments(held, rotation.basis, group.columns_per_unit)
@@ -472,6 +480,7 @@ class StruPruneModifier(StructuredModifier):
         elif self._changed:
             with self.stage("surgery"):
                 slice_group(layer, group, keep, weight)
+                self.release(layer)
         self._records.append(
             {
                 "name": group.name,
@@ -565,7 +574,7 @@ class StruPruneModifier(StructuredModifier):
         after = count_parameters(model)
         removed = sum((r["num_units"] - r["kept"]) * r["unit_cost"] for r in self._records)
         stages = [
-            {"name": name, "seconds": round(values["seconds"], 3), "peak_bytes": int(values["peak_bytes"])}
+            {"name": name, "seconds": round(values["seconds"], 3), "peak_bytes": values["peak_bytes"]}
             for name, values in self._stages.items()
         ]
         return {
@@ -587,9 +596,7 @@ class StruPruneModifier(StructuredModifier):
                 "rounding": describe_roundings(self._groups, self._roundings),
             },
             "allocation": self._plan.record,
-            "memory_measure": "accelerator bytes allocated"
-            if torch.cuda.is_available()
-            else "process resident bytes, sampled",
+            "memory_measure": self._measure,
             "stages": stages,
             "tuning": self._tuning,
             "groups": self._records,

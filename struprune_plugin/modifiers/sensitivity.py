@@ -7,19 +7,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from compressed_tensors.offload import disable_onloading
 from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from struprune_plugin.modifiers.budget import MAX_LOGITS
 from struprune_plugin.modifiers.capture import LayerCall
+from struprune_plugin.modifiers.memory import to_device, to_host
 from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_linear
-
-_MAX_LOGITS = 1 << 26  # held at once, a quarter of a gigabyte; their gradient takes as much again, twice
 
 
 def measure_fisher(
-    model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup], num_sequences: int
+    model: PreTrainedModel,
+    loader: Iterable[dict[str, Tensor]],
+    groups: Sequence[UnitGroup],
+    num_sequences: int,
+    max_logits: int = MAX_LOGITS,
 ) -> dict[str, Tensor]:
     """Return the Fisher information of every consumer's output, mean over tokens, by group name.
 
@@ -31,14 +36,16 @@ def measure_fisher(
     Only activations get gradients.
 
     :return: empty where the model's output is not finite: the calibration pass that follows names the linear
+    :param max_logits: held at once
     :param num_sequences: at most this many sequences of the loader are used
     """
     sums: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     counted = 0
-    with _freeze(model), HooksMixin.disable_hooks():
-        for batch in tqdm(_split_batches(loader, num_sequences, model.config.vocab_size), desc="sensitivity"):
-            calls, gradient, num_tokens = _run_forward(model, batch, generator)
+    with freeze_weights(model), HooksMixin.disable_hooks():
+        batches = _split_batches(loader, num_sequences, model.config.vocab_size)
+        for batch in tqdm(batches, desc="sensitivity"):
+            calls, gradient, num_tokens = _run_forward(model, batch, generator, max_logits)
             if not num_tokens:
                 return {}
             counted += num_tokens
@@ -56,7 +63,7 @@ def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, voca
         tensors = {name: part[:left] for name, part in batch.items() if name in ("input_ids", "attention_mask")}
         ids = tensors["input_ids"]
         left -= len(ids)
-        size = max(1, _MAX_LOGITS // (ids.shape[1] * vocabulary))
+        size = max(1, MAX_LOGITS // (ids.shape[1] * vocabulary))
         splits = {name: part.split(size) for name, part in tensors.items()}
         parts += [dict(zip(splits, values, strict=True)) for values in zip(*splits.values(), strict=True)]
         if left <= 0:
@@ -65,11 +72,13 @@ def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, voca
 
 
 @contextmanager
-def _freeze(model: nn.Module) -> Iterator[None]:
-    """Let no weight collect gradients."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+def freeze_weights(model: nn.Module) -> Iterator[None]:
+    """Let no weight collect gradients; offloaded ones stay where they are."""
+    with disable_onloading():
+        parameters = list(model.parameters())
+    flags = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
-        for parameter, _ in flags:
+        for parameter in parameters:
             parameter.requires_grad_(False)
         yield
     finally:
@@ -78,7 +87,7 @@ def _freeze(model: nn.Module) -> Iterator[None]:
 
 
 def _run_forward(
-    model: PreTrainedModel, batch: dict[str, Tensor], generator: torch.Generator
+    model: PreTrainedModel, batch: dict[str, Tensor], generator: torch.Generator, max_logits: int
 ) -> tuple[list[LayerCall], Tensor, int]:
     """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored.
 
@@ -101,19 +110,41 @@ def _run_forward(
     mask = batch.get("attention_mask")
     try:
         with torch.enable_grad():
-            logits = model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).logits
-            log_probs = torch.log_softmax(logits.float(), dim=-1).flatten(0, -2)
-            if mask is not None:
-                log_probs = log_probs[mask.flatten().bool()]
-            if not log_probs.isfinite().all():
-                return calls, log_probs, 0
-            labels = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator)
-            loss = -log_probs.gather(1, labels.to(log_probs.device)).sum()
-            (gradient,) = torch.autograd.grad(loss, tail)
+            final = model.base_model(
+                input_ids=batch["input_ids"], attention_mask=mask, use_cache=False
+            ).last_hidden_state
+            hidden = final.flatten(0, -2) if mask is None else final[mask.bool()]
+            above = _find_output_gradient(model, hidden.detach(), generator, max_logits)
+            if above is None:
+                return calls, hidden, 0
+            (gradient,) = torch.autograd.grad(hidden, tail, above)
     finally:
         for handle in handles:
             handle.remove()
-    return calls, gradient, len(log_probs)
+    return calls, gradient, len(hidden)
+
+
+def _find_output_gradient(
+    model: PreTrainedModel, hidden: Tensor, generator: torch.Generator, max_logits: int
+) -> Tensor | None:
+    """Return the gradient of -log p(y), y drawn from p, at the inputs of the output embeddings; None where not finite.
+
+    :param hidden: shape [tokens, d]
+    """
+    head: Any = model.get_output_embeddings()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    found = []
+    for part in hidden.split(max(1, max_logits // model.config.vocab_size)):
+        part = part.detach().requires_grad_()
+        logits = head(part).float()
+        log_probs = torch.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), dim=-1)
+        del logits
+        if not log_probs.isfinite().all():
+            return None
+        labels = torch.multinomial(to_host(log_probs).exp(), 1, generator=generator)
+        loss = -log_probs.gather(1, to_device(labels, log_probs.device)).sum()
+        found.append(torch.autograd.grad(loss, part)[0])
+    return torch.cat(found)
 
 
 def _run_backward(
@@ -126,7 +157,7 @@ def _run_backward(
         return lambda _module, _args, output: outputs.update({name: output})
 
     handles = [find_linear(layer, group.consumer).register_forward_hook(see(group.name)) for group in groups]
-    hidden = call.hidden.to(call.device).requires_grad_()
+    hidden = to_device(call.hidden, call.device).requires_grad_()
     try:
         with torch.enable_grad():
             output = call.repeat(layer, hidden)
@@ -137,7 +168,7 @@ def _run_backward(
     for group, part in zip(groups, found, strict=True):
         part = part.flatten(0, -2).float()
         if call.tokens is not None:
-            part = part[call.tokens.to(part.device)]
-        gram = (part.T @ part).double()
+            part = part[to_device(call.tokens, part.device)]
+        gram = to_host(part.T @ part).double()
         sums[group.name] = sums[group.name] + gram if group.name in sums else gram
     return below

@@ -45,6 +45,7 @@ _SPELLED: dict[str, Any] = {
     "allocation_samples": 16,
     "rotate_values": False,
     "max_swaps": 0,
+    "output": "per_layer",
     "tuning_epochs": 0,
     "tuning_learning_rate": 0.02,
 }
@@ -156,14 +157,14 @@ def main() -> None:
         help="ours: our ladder; paper: both of the paper's perplexity tables; peers; admm: against the least squares alone, "
         "and attention's two methods; printed: the paper's algorithms as printed and as corrected; recovery: LoRA",
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder for methods.json and methods-<rows>.md")
+    parser.add_argument("--output", type=Path, required=True, help="folder for rows.json and methods-<rows>.md")
     args = parser.parse_args()
     logger.remove()
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
 
     work = read_workload(args)
-    ledger = Ledger(args.output / "methods.json", work.describe())
+    ledger = Ledger(args.output / "rows.json", work.describe())
     text = format_rows(run_rows(ledger, work, SETS[args.rows], map(float, args.sparsity.split(","))))
     name = Path(args.model).name
     (args.output / f"methods-{args.rows}.md").write_text(f"# {name}\n\n```\n{text}\n```\n", encoding="utf-8")

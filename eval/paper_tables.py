@@ -4,7 +4,7 @@
     python -m eval.paper_tables --model ../shared/testbed/opt-lab --data ../shared/testbed/data --output results/opt-lab
 
 `params` and `figure` need no model; `memory` makes random weights of the published shapes. Every table is written as
-<table>.md and <table>.json (params: ratios too). Rows that prune are kept in methods.json, which `python -m eval.methods`
+<table>.md and <table>.json (params: ratios too). Rows that prune are kept in rows.json, which `python -m eval.methods`
 shares; what is finished is read back, not computed again.
 """
 
@@ -100,7 +100,7 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
     """Prune and score every row at every sparsity; the paper's figures stand where it has one for that sparsity."""
     work = read_workload(args)
     sparsities = [float(part) for part in args.sparsity.split(",")]
-    finished = run_rows(Ledger(args.output / "methods.json", work.describe()), work, rows, sparsities)
+    finished = run_rows(Ledger(args.output / "rows.json", work.describe()), work, rows, sparsities)
     here = [method for method, row in rows.items() if row.is_here]
 
     def join(values: Sequence[str]) -> str:
@@ -201,7 +201,7 @@ def make_memory_table(args: argparse.Namespace) -> Table:
     finished = json.loads(ledger_file.read_text()) if ledger_file.exists() else {}
     for name in args.memory_models.split(","):
         if name not in finished and has_room(name):
-            finished[name] = measure_pruning_memory(name)
+            finished[name] = measure_pruning_memory(name, DEFAULT.fields)
             ledger_file.write_text(json.dumps(finished, indent=1))
             print(name, finished[name], flush=True)
     rows = [[f"paper: {method}", *map(str, figures)] for method, figures in PAPER_MEMORY.items()]

@@ -162,7 +162,11 @@ class Ledger:
             partial = self.file.with_suffix(".partial")
             partial.write_text(json.dumps(self.stored, indent=1))
             partial.replace(self.file)
-            print(key, rows[key].get("refused") or {k: round(v, 2) for k, v in made["perplexity"].items()}, flush=True)
+            print(
+                key,
+                rows[key].get("refused") or {k: round(v, 2) for k, v in made.get("perplexity", {}).items()},
+                flush=True,
+            )
         return rows[key]
 
 

@@ -89,6 +89,9 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="FIELD=VALUE",
         help="set a field of StruPrune's modifiers, e.g. attention_unit=head; may be repeated",
     )
+    change.add_argument(
+        "--memory-budget", type=_positive, metavar="BYTES", help="what the device may hold; refused where too little"
+    )
     prune.add_argument("--seed", type=int, default=0, help="seed of every random choice")
     prune.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model"
@@ -232,6 +235,8 @@ def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
         changes[field] = yaml.safe_load(value)
     if args.sparsity is not None:
         changes["sparsity"] = args.sparsity
+    if args.memory_budget is not None:
+        changes["memory_budget"] = args.memory_budget
     return changes
 
 
@@ -294,7 +299,8 @@ def _convert(args: argparse.Namespace) -> None:
     _quiet(verbose=False)
     with write_folder(args.output, args.overwrite) as partial:
         convert_folder(args.path, args.to, partial)
-    print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights)")
+    how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
+    print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights{how})")
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -12,18 +12,22 @@ from typing import Any
 
 import torch
 import yaml
+from compressed_tensors.distributed import is_source_process
 from compressed_tensors.utils import patch_attr
+from datasets import Dataset
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
 from pydantic import ValidationError
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
+from struprune_plugin.modifiers.distributed import count_ranks, join_processes, send_text, split_range, wait_for_all
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.topology import check_model_type
 
@@ -41,6 +45,7 @@ def oneshot(
     the model is loaded, unsupported architectures, quantised checkpoints and an output folder that is not empty. The
     output folder appears when it is complete, or not at all. ``dataset`` may also be a JSON-lines file, ``c4`` or
     ``wikitext2``: its first ``num_calibration_samples`` windows of ``max_seq_length`` tokens are taken, in order.
+    Under ``torchrun`` every process takes its part of the samples, and the first decides and writes.
     A loaded model whose run fails half-way is left half pruned: load it again.
 
     :param model: a folder, a hub name or a loaded model
@@ -52,6 +57,7 @@ def oneshot(
     :raises ValueError: bad input, before calibration, nothing written
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    join_processes()
     loaded = load_recipe(recipe)
     _check_arguments(model, loaded, kwargs)
     if isinstance(model, PreTrainedModel):
@@ -63,15 +69,16 @@ def oneshot(
     check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
     if output_dir is not None:
         check_output(Path(output_dir), overwrite)
-    kwargs = _make_dataset(model, kwargs)
+    kwargs = _split_dataset(_make_dataset(model, kwargs))
     try:
         with _pin_no_memory_without_an_accelerator():
             if output_dir is None:
                 return host_oneshot(model=model, recipe=loaded, **kwargs)
             with write_folder(Path(output_dir), overwrite) as partial:
                 compressed = host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
-                tidy_recipe(partial)
-                _carry_manifest(model if isinstance(model, str) else config._name_or_path, partial)
+                if is_source_process():
+                    tidy_recipe(partial)
+                    _carry_manifest(model if isinstance(model, str) else config._name_or_path, partial)
                 return compressed
     except BaseException:
         for modifier in loaded.modifiers:
@@ -144,6 +151,31 @@ def _make_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[
     samples = kwargs.get("num_calibration_samples") or 512
     dataset = make_calibration_dataset(source, tokenizer, samples, length, kwargs.get("text_column") or "text")
     return {**kwargs, "dataset": dataset}
+
+
+def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Give every process its own part of a data set's samples.
+
+    The host too would split them, but the indices that its sampler draws in a part are looked up in the whole: every
+    process would read the first part.
+
+    :raises ValueError: fewer samples than processes; a data set by a name that the host resolves
+    """
+    dataset = kwargs.get("dataset")
+    if count_ranks() == 1 or dataset is None or isinstance(dataset, DataLoader):
+        return kwargs
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"dataset: must be a file, c4, wikitext2, a Dataset or a loader in a run of {count_ranks()} processes, got "
+            f"{dataset!r}. Load it and pass the Dataset."
+        )
+    total = min(kwargs.get("num_calibration_samples") or len(dataset), len(dataset))
+    if total < count_ranks():
+        raise ValueError(
+            f"dataset: must have a sample for each of the {count_ranks()} processes, got {total}. Give more."
+        )
+    part = split_range(total)
+    return {**kwargs, "dataset": dataset.select(part), "num_calibration_samples": len(part)}
 
 
 def load_recipe(
@@ -298,13 +330,19 @@ def write_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
 
     :raises ValueError: as :func:`check_output`
     """
+    if not is_source_process():  # of several processes the first makes the folder, and moves it when all are done
+        yield Path(send_text(""))
+        wait_for_all()
+        wait_for_all()
+        return
     check_output(folder, overwrite)
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     partial.chmod(0o777 & ~_read_umask())
     try:
-        yield partial
+        yield Path(send_text(str(partial)))
+        wait_for_all()
         if folder.exists():
             old = partial.with_name(partial.name.replace(".partial-", ".old-"))
             folder.rename(old)
@@ -312,6 +350,7 @@ def write_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             partial.rename(folder)
+        wait_for_all()
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

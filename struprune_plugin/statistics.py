@@ -104,7 +104,7 @@ def reorder_moments(moments: Moments, order: Tensor) -> Moments:
     """
     rows = with_bias_index(order, len(order))
     return Moments(
-        moments.gram[rows][:, rows], moments.cross[:, rows], moments.target_energy, moments.absolute_sum[order]
+        moments.gram[rows[:, None], rows], moments.cross[:, rows], moments.target_energy, moments.absolute_sum[order]
     )
 
 
@@ -146,10 +146,11 @@ def measure_error(moments: Moments, weight: Tensor, columns: Tensor | None = Non
     :param columns: inputs that the weight reads, shape [k]; all n where None
     :return: sum of squares over outputs and tokens, at least 0
     """
-    gram, cross = moments.gram.double(), moments.cross.double()
+    gram, cross = moments.gram, moments.cross
     if columns is not None:
         rows = with_bias_index(columns, gram.shape[0] - 1)
-        gram, cross = gram[rows][:, rows], cross[:, rows]
+        gram, cross = gram[rows[:, None], rows], cross[:, rows]
+    gram, cross = gram.double(), cross.double()
     error = moments.target_energy - 2 * (weight * cross).sum() + (weight * (weight @ gram)).sum()
     return max(float(error), 0.0)
 

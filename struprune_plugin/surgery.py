@@ -67,13 +67,22 @@ def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
     :param basis: orthogonal, rows are the new channels, shape [blocks, width, width], float64
     """
     (name,) = group.producers
+    set_weight(find_linear(layer, name), rotate_producer(layer, group, basis))
+    columns = rotate_columns(read_consumer(layer, group), basis, group.columns_per_unit)
+    set_consumer(layer, group, columns)
+
+
+def rotate_producer(layer: nn.Module, group: UnitGroup, basis: Tensor) -> Tensor:
+    """Return the weights of the linear that makes the values, these rotated, shape [rows, columns + 1], float64, bias last.
+
+    Parameters as in :func:`rotate_group`.
+    """
+    (name,) = group.producers
     rows = append_bias(*read_weight(find_linear(layer, name)))
     basis = basis.to(rows.device)
     values = (group.find_row_owners(name) >= 0).nonzero().flatten().to(rows.device)
     rows[values] = (basis @ rows[values].view(*basis.shape[:2], -1)).flatten(0, 1)
-    set_weight(find_linear(layer, name), rows)
-    columns = rotate_columns(read_consumer(layer, group), basis, group.columns_per_unit)
-    set_consumer(layer, group, columns)
+    return rows
 
 
 def mask_group(

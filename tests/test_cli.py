@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from struprune_plugin import cli, read_manifest
 from struprune_plugin.data import DEMO_MODEL
@@ -156,6 +157,7 @@ OPTIONS = {
     "prune": "--recipe --output --data --text-column --num-samples --seq-length --sparsity --set --seed --device --overwrite",
     "eval": "--text --window --stride --max-tokens --tasks --json",
     "inspect": "PATH --json",
+    "convert": "OUT --to uniform-padded masked block_configs --output --overwrite",
 }
 
 
@@ -167,3 +169,26 @@ def test_help_names_every_option(command, capsys):
     printed = capsys.readouterr().out
     for option in OPTIONS[command].split():
         assert option in printed
+
+
+def test_import_prints_nothing():
+    """What the host logs when it is imported would end up before JSON."""
+    environment = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
+    script = [sys.executable, "-c", "import struprune_plugin.cli"]
+    run = subprocess.run(script, capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout + run.stderr == ""
+
+
+def test_convert_writes_a_folder_whole_or_not_at_all(pruned, tmp_path, capsys):
+    argv = ["convert", str(pruned), "--output", str(tmp_path / "masked"), "--to"]
+    assert cli.main([*argv, "masked"]) == 0
+    assert "of weights)" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "masked")
+    assert type(model).__name__ == "OPTForCausalLM"
+    assert cli.main([*argv, "masked"]) == 2
+    assert "must be empty or absent" in capsys.readouterr().err
+    assert cli.main([*argv, "block_configs", "--overwrite"]) == 2
+    assert "the model must be a llama" in capsys.readouterr().err
+    assert AutoConfig.from_pretrained(tmp_path / "masked").model_type == "opt"
+    assert cli.main(["convert", str(DEMO_MODEL), "--to", "masked", "--output", str(tmp_path / "x")]) == 2
+    assert not (tmp_path / "x").exists()

@@ -7,12 +7,14 @@ import sys
 
 import pytest
 import torch
-from conftest import run_oneshot, save_model
+from conftest import ROOT, run_oneshot, save_model
 from families import MODEL_TYPES, make_model
+from llmcompressor.modifiers.pruning import REAPPruningModifier
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticCache
 
 from eval.equivalence import mask_dense
-from struprune_plugin import read_manifest
+from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin.evaluation import load_checkpoint, run_tasks
 from struprune_plugin.export import adopt_attention, adopt_config
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.modeling_struprune import StruPruneAttention
@@ -288,3 +290,27 @@ def test_stock_transformers_loads_with_trust_and_without_the_plugin(tmp_path):
     )
     found = torch.load(files[1])
     assert all(torch.equal(found[out], logits) for out, logits in expected.items())
+
+
+@pytest.mark.parametrize("first", ["reap", "struprune"])
+def test_experts_pruned_by_the_host_compose_with_ours_in_one_recipe(first, tmp_path):
+    folder = save_model(make_model("qwen3_moe"), tmp_path / "dense")
+    stages = {"reap": REAPPruningModifier(sparsity=0.5), "struprune": StruPruneModifier(sparsity=0.2)}
+    recipe = [stages.pop(first), *stages.values()]
+    pruned = run_oneshot(str(folder), recipe=recipe, output_dir=str(tmp_path / "out"))
+    again = load(tmp_path / "out")
+    assert again.config.num_experts == 2
+    assert again.model.layers[1].mlp.gate.weight.shape[0] == 2
+    assert count_prunable_parameters(again) == pytest.approx(0.8 * count_prunable_parameters(load(folder)), rel=0.01)
+    torch.testing.assert_close(again(PROMPTS).logits, pruned(PROMPTS).logits, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_neox"])
+def test_lm_eval_scores_the_output(model_type, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # the task names its file from there
+    folder = save_model(make_model(model_type), tmp_path / "dense")
+    run_oneshot(str(folder), sparsity=0.2, output_dir=str(tmp_path / "out"))
+    model, tokenizer = load_checkpoint(str(tmp_path / "out"))
+    task = "struprune_demo_word_order"
+    scores = run_tasks(model, tokenizer, [task], str(ROOT / "eval" / "tasks"), limit=4)
+    assert 0 <= scores[task]["acc,none"] <= 1

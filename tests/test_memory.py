@@ -74,7 +74,10 @@ def test_the_account_changes_no_result(opt, tmp_path):
     assert all(torch.equal(plain[name], counted[name]) for name in plain)
 
 
-@pytest.mark.parametrize("fields", [{}, {"tuning_epochs": 1}, {"importance": "snip", "restoration": "admm"}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"tuning_epochs": 1}, {"importance": "snip", "restoration": "admm", "allocation": "uniform"}],
+)
 def test_memory_grows_neither_with_layers_nor_with_samples(tmp_path, fields):
     model, deep = save_opt(tmp_path / "model"), save_opt(tmp_path / "deep", num_hidden_layers=6)
     peaks = measure_stages(tmp_path / "a", model, dataset=make_dataset(32), num_calibration_samples=32, **fields)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from compressed_tensors.quantization import initialize_module_for_quantization, preset_name_to_scheme
-from conftest import ROOT, make_dataset, make_opt, run_oneshot, save_opt
+from conftest import ROOT, make_dataset, make_opt, run_oneshot, save_opt, save_wide_llama
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers.factory import ModifierFactory
 from safetensors.torch import load_file
@@ -399,6 +399,19 @@ def test_quantised_caches_work_with_equal_heads_and_are_refused_with_others(tmp_
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "heads", eight_bits(**cache), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("unit", ["vo", "none"])
+def test_quantised_caches_work_with_grouped_queries(unit, tmp_path):
+    model = save_wide_llama(tmp_path / "m")
+    run(
+        model,
+        [StruPruneModifier(sparsity=0.2, attention_unit=unit), eight_bits(kv_cache_scheme=CACHE)],
+        tmp_path / "out",
+    )
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.model.layers[0].self_attn.v_scale > 0
+    assert torch.isfinite(again(torch.arange(4, 30)[None]).logits).all()
 
 
 def test_a_tokenizer_that_cannot_be_saved_leaves_no_folder(opt, tmp_path, monkeypatch):

@@ -29,8 +29,11 @@ def _naive_fisher(model, batch, groups):
         handles.append(linear.register_forward_hook(see))
     logits = model(**batch).logits
     kept = batch["attention_mask"].flatten().bool()
-    log_probs = torch.log_softmax(logits, -1).flatten(0, 1)[kept]
-    labels = torch.multinomial(log_probs.exp(), 1, generator=torch.Generator().manual_seed(0))
+    log_probs, probs = torch.log_softmax(logits, -1).flatten(0, 1)[kept], torch.softmax(logits, -1)
+    labels = torch.cat(
+        [torch.multinomial(p, 1, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(probs)]
+    )
+    labels = labels[kept]
     (-log_probs.gather(1, labels).sum()).backward()
     for handle in handles:
         handle.remove()
@@ -50,6 +53,15 @@ def test_measure_fisher_layer_by_layer_equals_whole_model_gradients(unit, shape,
     for name, matrix in found.items():
         torch.testing.assert_close(matrix, naive[name], rtol=1e-3, atol=1e-6 * float(naive[name].max()))
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_measure_fisher_does_not_depend_on_the_batches():
+    model, batch = make_opt(), _make_batch(True)
+    groups = find_groups(model, "vo")
+    whole = measure_fisher(model, [batch], groups, 3)
+    parts = measure_fisher(model, [{k: v[i : i + 1] for k, v in batch.items()} for i in range(3)], groups, 3)
+    for name, matrix in whole.items():
+        torch.testing.assert_close(matrix, parts[name], rtol=1e-3, atol=1e-6 * float(matrix.max()))
 
 
 def test_measure_fisher_uses_no_more_sequences_than_asked():

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT, make_dataset, run_oneshot
+from conftest import ROOT, make_dataset, run_oneshot, save_model, save_wide_opt
+from families import make_model
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import StruPruneModifier
+from struprune_plugin.topology import find_decoder_layers, find_family, find_linear, list_linears
 
 PACKAGE = ROOT / "struprune_plugin"
 NUMERIC = {"statistics", "importance", "allocation", "solve", "rotation", "admm", "admm_attention"}
@@ -91,16 +93,34 @@ def test_modelling_files_are_self_contained(file):
     assert {name.split(".")[0] for name in imports} <= STANDARD | {"torch", "transformers", "huggingface_hub"}
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda f: f.stem)
-def test_every_recipe_runs(recipe, wide):
-    dense = sum(layer.numel() for layer in list_weights(AutoModelForCausalLM.from_pretrained(wide)))
-    pruned = run_oneshot(str(wide), recipe=str(recipe), dataset=make_dataset(16))
-    assert sum(weight.numel() for weight in list_weights(pruned)) < 0.95 * dense
+FAMILIES_OF = {  # recipe -> model types that it is for; OPT where it is not here
+    "struprune_llama": ["llama", "mistral"],
+    "struprune_llama_uniform": ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"],
+    "struprune_qwen": ["qwen2", "qwen3", "qwen3_moe"],
+    "struprune_gemma": ["gemma", "gemma2", "gemma3_text"],
+    "struprune_phi": ["phi", "phi3"],
+    "struprune_neox": ["gpt_neox"],
+}
+RECIPES = [
+    (file, model_type)
+    for file in sorted((ROOT / "recipes").glob("*.yaml"))
+    for model_type in FAMILIES_OF.get(file.stem, ["opt"])
+]
+
+
+@pytest.mark.parametrize(("recipe", "model_type"), RECIPES, ids=[f"{file.stem}-{name}" for file, name in RECIPES])
+def test_every_recipe_runs(recipe, model_type, tmp_path):
+    folder = save_wide_opt(tmp_path) if model_type == "opt" else save_model(make_model(model_type), tmp_path)
+    dense = sum(weight.numel() for weight in list_weights(AutoModelForCausalLM.from_pretrained(folder)))
+    pruned = run_oneshot(str(folder), recipe=str(recipe), dataset=make_dataset(16))
+    assert sum(weight.numel() for weight in list_weights(pruned)) < dense
     assert pruned(torch.arange(4, 20)[None]).logits.isfinite().all()
 
 
 def list_weights(model):
-    return [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    layers = [layer for _, layer in find_decoder_layers(model)]
+    family = find_family(model)
+    return [find_linear(layer, name).weight for layer in layers for name in list_linears(family, layer)]
 
 
 def test_the_default_recipe_spells_the_defaults():

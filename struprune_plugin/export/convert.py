@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from compressed_tensors.distributed import is_source_process
 from compressed_tensors.offload.module import unwrap_offload_forward
 from huggingface_hub.errors import StrictDataclassError
 from loguru import logger
@@ -184,8 +185,9 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
                 inner(save_directory, *args, **kwargs)
         finally:
             model.config._name_or_path = name
-        tidy_recipe(save_directory)
-        after(str(save_directory))
+        if is_source_process():  # one of several processes writes, as in the host's own save
+            tidy_recipe(save_directory)
+            after(str(save_directory))
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # the host wraps only what lacks this mark
     model.save_pretrained = save_pretrained

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from llmcompressor.core import Event, State
 from loguru import logger
 from pydantic import PrivateAttr, model_validator
@@ -26,8 +26,9 @@ from struprune_plugin.allocation import (
 from struprune_plugin.importance import measure_attention_importance, measure_mlp_importance
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
+from struprune_plugin.modifiers.distributed import Decision, count_ranks, decide_once
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.memory import to_host, work_on_host
+from struprune_plugin.modifiers.memory import to_host
 from struprune_plugin.modifiers.widths import Rounding
 from struprune_plugin.rotation import eliminate_directions, order_directions, rotate_moments
 from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
@@ -129,8 +130,15 @@ class SparsityAllocatorModifier(StructuredModifier):
             for group in self.groups_of(name):
                 with self.stage("statistics"):
                     moments = self._observer.collect_moments(layer, group, "statistics")
-                with self.stage("curves"), work_on_host() if self._placement.solve_on_host else nullcontext():
-                    self._measure_group(state.model, layer, group, moments)
+
+                def measure(layer: nn.Module = layer, group: UnitGroup = group, moments: Moments = moments) -> Decision:
+                    return self._measure_group(state.model, layer, group, moments)
+
+                with self.stage("curves"), self.solve_room():
+                    record, (self._curves[group.name], self._scores[group.name]) = decide_once(
+                        measure, torch.device("cpu")
+                    )
+                self._importance[group.name] = record["importance"]
             self._observer.finish_layer()
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -160,15 +168,17 @@ class SparsityAllocatorModifier(StructuredModifier):
         return self._plan
 
     def _take_batches(self, state: State) -> list[dict[str, Tensor]]:
-        """Return the first batches that hold ``allocation_samples`` and four tokens an input of the widest module."""
-        needed = 4 * max(group.num_columns for group in self.find_groups(state.model))
+        """Return the first batches that hold ``allocation_samples`` and four tokens an input of the widest module, or this
+        process' share of these."""
+        ranks = count_ranks()
+        needed = 4 * max(group.num_columns for group in self.find_groups(state.model)) / ranks
         batches: list[dict[str, Tensor]] = []
         sequences = tokens = 0
         for batch in state.data.calib:
             batches.append(batch)
             sequences += len(batch["input_ids"])
             tokens += int(batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel())
-            if sequences >= self.allocation_samples and tokens >= needed:
+            if sequences >= self.allocation_samples / ranks and tokens >= needed:
                 break
         return batches
 
@@ -185,8 +195,8 @@ class SparsityAllocatorModifier(StructuredModifier):
                 "Add or reorder the stages."
             )
 
-    def _measure_group(self, model: nn.Module, layer: nn.Module, group: UnitGroup, moments: Moments) -> None:
-        """Keep a group's importance and error curve; its moments go."""
+    def _measure_group(self, model: nn.Module, layer: nn.Module, group: UnitGroup, moments: Moments) -> Decision:
+        """Return a group's importance, and its error curve and scores."""
         consumer = find_linear(layer, group.consumer)
         weight, moments = self.read_dense(layer, group), self.place_moments(moments)
         damped = damp_moments(moments, weight, self.base_damping, consumer.bias is not None)
@@ -204,19 +214,15 @@ class SparsityAllocatorModifier(StructuredModifier):
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
         else:  # ADMM too starts from and closes with the least-squares solve
             curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
-        self._curves[group.name] = to_host(curve)
-        self._scores[group.name] = to_host(scores)
-        if self.allocation != "softmax_inverse":
-            self._importance[group.name] = float(scores.sum())
-            return
-        decay = self.gamma**group.layer_index
-        if group.module_kind == "ffn":
-            linears = [read_weight(find_linear(layer, name))[0] for name in (*group.producers, group.consumer)]
-            self._importance[group.name] = decay * measure_mlp_importance(linears)
-        else:
-            self._importance[group.name] = (
-                decay * self.rho * measure_attention_importance(list_head_weights(model, layer))
-            )
+        importance = float(scores.sum())
+        if self.allocation == "softmax_inverse":
+            decay = self.gamma**group.layer_index
+            if group.module_kind == "ffn":
+                linears = [read_weight(find_linear(layer, name))[0] for name in (*group.producers, group.consumer)]
+                importance = decay * measure_mlp_importance(linears)
+            else:
+                importance = decay * self.rho * measure_attention_importance(list_head_weights(model, layer))
+        return {"importance": importance}, [to_host(curve), to_host(scores)]
 
     def _make_plan(self, model: nn.Module) -> Plan:
         assert self.sparsity is not None

@@ -93,6 +93,21 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
         )
 
 
+def find_least_budget(sizes: Sizes, sensitivity: bool) -> int:
+    """Return the bytes that even the smallest pieces need."""
+    least = max(sizes.linear + sizes.activations + _measure_pieces(sizes)[1], sizes.embeddings)
+    if sensitivity:
+        logits = 4 * _LOGIT_COPIES * sizes.head // sizes.hidden  # of one token
+        least = max(least, sizes.layer + 3 * sizes.activations, sizes.head + sizes.activations + logits)
+    return least
+
+
+def _measure_pieces(sizes: Sizes) -> tuple[int, int]:
+    """Return bytes of one row of moments, and of the smallest pieces: widened tokens, a tile and its product."""
+    row = 4 * (sizes.width + 1)
+    return row, 3 * _MIN_ROWS * row
+
+
 def place_parts(budget: int, sizes: Sizes, num_moments: int, sensitivity: bool) -> Placement:
     """Choose what goes to the host and how large pieces may be, the fastest that fits.
 
@@ -100,8 +115,7 @@ def place_parts(budget: int, sizes: Sizes, num_moments: int, sensitivity: bool) 
     :param sensitivity: whether a backward pass and the logits must fit
     :raises ValueError: the least that is needed, and what would lower it
     """
-    row = 4 * (sizes.width + 1)
-    pieces = 3 * _MIN_ROWS * row  # widened tokens, a tile, and its product
+    row, pieces = _measure_pieces(sizes)
     moments = num_moments * row * (sizes.width + 1 + sizes.hidden)
     whole = sizes.activations + 2 * sizes.tokens * row
     work = _SOLVE_COPIES * 2 * row * (sizes.width + 1) + 4 * 2 * row * sizes.hidden
@@ -109,11 +123,8 @@ def place_parts(budget: int, sizes: Sizes, num_moments: int, sensitivity: bool) 
     gather_on_host = max(resident, sizes.layer + whole) + moments > budget
     release = gather_on_host and max(resident, sizes.layer + sizes.activations + pieces) > budget
     base = sizes.linear if release else sizes.layer
-    least = max(base + sizes.activations + pieces, sizes.embeddings + (0 if release else sizes.layer))
     logits = (budget - sizes.head - sizes.activations) // (4 * _LOGIT_COPIES)
-    if sensitivity:
-        backward = sizes.layer + 3 * sizes.activations
-        least = max(least, backward, sizes.head + sizes.activations + 4 * _LOGIT_COPIES * sizes.head // sizes.hidden)
+    least = find_least_budget(sizes, sensitivity)
     if least > budget:
         remedy = " sensitivity: none," if sensitivity else ""
         raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from struprune_plugin.modifiers.budget import WHOLE, Placement
+from struprune_plugin.modifiers.distributed import count_ranks, reduce_moments
 from struprune_plugin.modifiers.memory import to_device, to_host, work_on_host
 from struprune_plugin.statistics import (
     Moments,
@@ -26,7 +27,7 @@ from struprune_plugin.statistics import (
 from struprune_plugin.surgery import read_weight
 from struprune_plugin.topology import UnitGroup, find_linear
 
-_HOLD_EVERY = 4  # batches
+_HOLD_EVERY = 4  # sequences
 
 
 @dataclass
@@ -230,9 +231,10 @@ class LayerObserver:
     Hidden states live on the host; a micro-batch at a time visits the device.
 
     :param target: ``residual``, ``block`` or ``local``, see method.md section 2
-    :param hold_out: gather the moments of every fourth batch once more, apart
+    :param hold_out: gather the moments of every fourth sequence once more, apart
     :param placement: where the moments live
     :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
+    :param num_before: sequences of the processes before this one, so that every fourth is counted through all
     """
 
     def __init__(
@@ -241,13 +243,15 @@ class LayerObserver:
         all_groups: bool = False,
         hold_out: bool = False,
         placement: Placement = WHOLE,
+        num_before: int = 0,
     ):
         self.placement = placement
         self.target = target
+        self._num_before = num_before
         self.all_groups = all_groups
         self.hold_out = hold_out
         self._held: dict[str, Moments] = {}
-        self._visits: dict[str, int] = {}
+        self._visits: dict[str, int] = {}  # sequences seen, by group
         self._dense: list[Tensor] = []  # dense hidden states that enter the current layer, by batch
         self._next_dense: list[Tensor] = []
         self._calls: list[LayerCall] = []
@@ -280,13 +284,14 @@ class LayerObserver:
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> Moments:
         """Return the moments of the next group: gathered already for a layer's first, by a pass for the others.
 
-        :return: inputs in unit order
+        :return: of all processes' batches, whole in the first; inputs in unit order
         """
         moments = self._moments.pop(group.name, None)
         if moments is None:
             moments = make_group_moments(layer, group, self.placement)
             for visit in self.visit_batches(layer, group, progress):
                 self._accumulate(moments, group, visit)
+        reduce_moments(moments)
         return _reorder(moments, group)
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
@@ -297,9 +302,12 @@ class LayerObserver:
                 yield self._make_visit(group, take(group), call, index)
 
     def take_held(self, group: UnitGroup) -> Moments | None:
-        """Return the moments of a group's held-out batches, inputs in unit order, once; None where there are none."""
+        """Return the moments of a group's held-out sequences, inputs in unit order, once; None where there are none."""
         held = self._held.pop(group.name, None)
-        return None if held is None else _reorder(held, group)
+        if held is None:
+            return None
+        reduce_moments(held)
+        return _reorder(held, group) if held.num_tokens else None
 
     def list_block_pairs(self) -> tuple[list[LayerCall], list[Tensor]]:
         """Return the layer's calls on the pruned path, and its dense outputs on the dense path, by batch, on the host."""
@@ -346,10 +354,24 @@ class LayerObserver:
 
     def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
         accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group, self.placement)
-        visits = self._visits[group.name] = self._visits.get(group.name, 0) + 1
-        if self.hold_out and visits % _HOLD_EVERY == 0:
-            if group.name not in self._held:
-                self._held[group.name] = copy_empty(moments)
-            accumulate_tokens(
-                self._held[group.name], visit.inputs, visit.target, visit.call.tokens, group, self.placement
-            )
+        if not self.hold_out:
+            return
+        first = self._visits.get(group.name, self._num_before)
+        self._visits[group.name] = first + len(visit.call.hidden)
+        held = _find_held(visit.call, first)
+        if len(held) or count_ranks() > 1:  # with several processes empty ones add up too
+            moments = self._held.setdefault(group.name, copy_empty(moments))
+            accumulate_tokens(moments, visit.inputs, visit.target, held, group, self.placement)
+
+
+def _find_held(call: LayerCall, first: int) -> Tensor:
+    """Return the flat indices of the tokens of every fourth sequence that are no padding, shape [held], int64.
+
+    :param first: sequences before this batch
+    """
+    batch, length = call.hidden.shape[:2]
+    rows = torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0
+    held = rows.repeat_interleave(length)
+    if call.tokens is not None:
+        held &= torch.zeros_like(held).index_fill(0, call.tokens.cpu(), True)
+    return held.nonzero().flatten()

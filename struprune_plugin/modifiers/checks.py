@@ -15,6 +15,7 @@ from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
 from torch import nn
 from transformers import PretrainedConfig
 
+from struprune_plugin.modifiers.distributed import count_ranks, gather_digests, gather_numbers
 from struprune_plugin.topology import find_decoder_layers, find_family, find_linear, list_linears
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
@@ -112,24 +113,36 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_calibration(loader: Iterable | None, num_needed: int, where: str, max_length: int | None) -> tuple[int, int]:
-    """Return (sequences, tokens) of the calibration data.
+    """Return (sequences, tokens) of the calibration data, of all processes.
 
     :param num_needed: tokens that the largest solve, of ``where``, needs
     :param max_length: positions that the model has
-    :raises ValueError: no data, too few tokens, or sequences that are too long
+    :raises ValueError: no data, too few tokens, sequences that are too long, or the same data in several processes
     """
     if loader is None:
         raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
-    num_sequences = num_tokens = 0
+    num_sequences = num_tokens = longest = 0
+    digest = hashlib.sha256()
     for batch in loader:
         ids, mask = batch["input_ids"], batch.get("attention_mask")
-        if max_length is not None and ids.shape[-1] > max_length:
-            raise ValueError(
-                f"dataset: sequences must have at most the model's {max_length} positions, got {ids.shape[-1]} tokens. "
-                "Lower the sequence length."
-            )
+        longest = max(longest, ids.shape[-1])
         num_sequences += len(ids)
         num_tokens += int(ids.numel() if mask is None else mask.sum())
+        if count_ranks() > 1:
+            digest.update(ids.cpu().to(torch.int64).numpy().tobytes())
+    counts = gather_numbers(num_sequences, num_tokens, longest)
+    num_sequences, num_tokens = sum(row[0] for row in counts), sum(row[1] for row in counts)
+    longest = max(row[2] for row in counts)
+    if len(set(gather_digests(digest.digest()))) < count_ranks():
+        raise ValueError(
+            f"dataset: each of the {count_ranks()} processes must have samples of its own, got the same in several. Use "
+            "struprune_plugin.oneshot, which splits them, or give every process its part as a loader."
+        )
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"dataset: sequences must have at most the model's {max_length} positions, got {longest} tokens. "
+            "Lower the sequence length."
+        )
     if num_tokens < num_needed:
         raise ValueError(
             f"{where}: calibration must have at least {num_needed} tokens (its inputs and the bias), "

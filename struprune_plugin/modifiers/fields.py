@@ -33,6 +33,7 @@ from struprune_plugin.modifiers.checks import (
     check_weights,
     list_later_modifiers,
 )
+from struprune_plugin.modifiers.distributed import check_one_process
 from struprune_plugin.modifiers.memory import (
     UNMEASURED,
     DeviceAccount,
@@ -83,7 +84,8 @@ class StructuredModifier(Modifier):
     :param importance: how units are ranked, see method.md section 3
     :param restoration: ``least_squares`` re-solves the consumers, ``admm`` then the producers too, ``none`` deletes only
     :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix; ``auto``
-        takes 0.01, and for the least-squares solve that gives a module's weights what does best on held-out batches
+        takes 0.01, and for the least-squares solve that gives a module's weights what does best on every fourth sequence,
+        held out
     :param temperature: of the softmax rules, relative to std(I) (R8); a list is searched by error (R9)
     :param search: how a temperature's error is found: ``moments`` reads it off every module's error curve on the dense path,
         ``full`` reruns the whole pruning at every temperature and gives the weights back (R9)
@@ -216,6 +218,9 @@ class StructuredModifier(Modifier):
         check_order(self)
         if not self._nested:
             check_weights(model)
+        if self.restoration == "admm" or self.importance == "closed_form":
+            what = "restoration: admm" if self.restoration == "admm" else "importance: closed_form"
+            check_one_process(what, "Its variables are per token. Use least_squares and obs.")
         later = list_later_modifiers(self)
         check_cache_quantisation(model.config, later, self.attention_unit == "head")
         self._roundings = self._roundings or find_roundings(model, groups, later, self.channel_multiple)
@@ -309,6 +314,10 @@ class StructuredModifier(Modifier):
         if not self._placement.solve_on_host:
             return moments
         return Moments(*(to_host(part) for part in vars(moments).values()))
+
+    def solve_room(self) -> AbstractContextManager[Any]:
+        """Give the block in which systems are solved: the host's, or the device's."""
+        return work_on_host() if self._placement.solve_on_host else nullcontext()
 
     def release(self, layer: nn.Module) -> None:
         """Take a layer's weights off the device where the budget asks for that."""
@@ -418,6 +427,18 @@ class StructuredModifier(Modifier):
                 torch.cuda.synchronize()
         stage["seconds"] += time.perf_counter() - start
         stage["peak_bytes"] = max(*peaks, stage["peak_bytes"] or 0) if peaks else None
+
+    @property
+    def memory_measure(self) -> str:
+        """What ``peak_bytes`` counts."""
+        return self._measure
+
+    def list_stages(self) -> list[dict[str, Any]]:
+        """Return seconds and peak bytes of every stage, as the manifest has them."""
+        return [
+            {"name": name, "seconds": round(values["seconds"], 3), "peak_bytes": values["peak_bytes"]}
+            for name, values in self._stages.items()
+        ]
 
     def start_account(self, model: PreTrainedModel) -> None:
         """Hold one decoder layer on the device from here on, and count what is there."""

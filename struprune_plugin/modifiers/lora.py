@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.export import MANIFEST_NAME, read_manifest, wrap_save, write_manifest
 from struprune_plugin.modifiers.checks import check_alone, check_order
+from struprune_plugin.modifiers.distributed import check_one_process
 from struprune_plugin.topology import find_decoder_layers, find_family, list_linears
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -423,6 +424,7 @@ class LoRARecoveryModifier(Modifier):
     # -- lifecycle ------------------------------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        check_one_process("LoRARecoveryModifier", "Prune in several, then recover in a run of its own.")
         check_order(self)
         self._check_model(state.model)
         self._names = match_linears(state.model, self.targets)

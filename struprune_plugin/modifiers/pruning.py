@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -35,6 +34,14 @@ from struprune_plugin.modifiers.admm import run_admm
 from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
 from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
 from struprune_plugin.modifiers.checks import check_alone, count_parameters, describe_weights, list_modifiers
+from struprune_plugin.modifiers.distributed import (
+    Decision,
+    check_one_process,
+    count_before,
+    count_ranks,
+    decide_once,
+    gather_digests,
+)
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
 from struprune_plugin.modifiers.memory import work_on_host
 from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
@@ -47,6 +54,7 @@ from struprune_plugin.surgery import (
     copy_layer,
     restore_layer,
     rotate_group,
+    rotate_producer,
     set_weight,
     slice_group,
 )
@@ -160,6 +168,8 @@ class StruPruneModifier(StructuredModifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         model = state.model
+        if self.tuning_epochs:
+            check_one_process("tuning_epochs above 0", "Leave it at 0, or tune in a run of one process.")
         self._stage_before = stage = self._find_allocator()
         sparsity = self.sparsity if stage is None else self._agree_with(stage)
         if sparsity is None:
@@ -193,7 +203,12 @@ class StruPruneModifier(StructuredModifier):
             self._plan = self._make_late_plan(state)
             check_widths(self._groups, self._plan.kept, self._roundings)
         adopt_attention(state.model)
-        self._observer = LayerObserver(self.target, hold_out=self.damping == "auto", placement=self._placement)
+        num_before = (
+            count_before(sum(len(batch["input_ids"]) for batch in state.data.calib)) if count_ranks() > 1 else 0
+        )
+        self._observer = LayerObserver(
+            self.target, hold_out=self.damping == "auto", placement=self._placement, num_before=num_before
+        )
         self._fingerprint = hashlib.sha256()
         self.register_hook(state.model.get_input_embeddings(), self._see_tokens, "forward_pre", with_kwargs=True)
         self.watch_layers(state.model, self._observer)
@@ -427,12 +442,15 @@ class StruPruneModifier(StructuredModifier):
 
     def _check_calibration_is_replayed(self) -> None:
         """Refuse, at the first layer, to replay on other calibration data than the manifest's."""
-        self._calibration["sha256"] = self._fingerprint.hexdigest()
+        digests = gather_digests(self._fingerprint.digest())
+        self._calibration["sha256"] = (
+            digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
+        ).hex()
         if self._replayed and self._calibration != self._replayed["calibration"]:
             raise ValueError(
                 f"replay: the calibration batches must be those of {self._replayed['path']}, "
                 f"{self._replayed['calibration']}, got {self._calibration}. Pass the same text, number, length, order "
-                "(shuffle_calibration_samples=False) and batch size of samples."
+                "(shuffle_calibration_samples=False) and batch size of samples, and as many processes."
             )
 
     # -- pruning --------------------------------------------------------------------------------------------------
@@ -444,64 +462,79 @@ class StruPruneModifier(StructuredModifier):
         held = self._observer.take_held(group)
         held = None if held is None else self.place_moments(held)
         moments = self.place_moments(moments)
-        num_keep = self._plan.kept[group.name]
-        consumer = find_linear(layer, group.consumer)
-        dense = self.read_dense(layer, group)
-        self._changed = self._changed or num_keep < group.num_units
-        with self.stage("select and solve"), work_on_host() if self._placement.solve_on_host else nullcontext():
-            damped = damp_moments(moments, dense, self.base_damping, consumer.bias is not None)
-            weighed = self.weigh(group, damped, dense) if self.importance == "obs" else damped
-            rotation = None
-            if self.rotates(group) and num_keep < group.num_units:
-                rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
-                with work_on_host(False):
-                    rotate_group(layer, group, rotation.basis)
-                    self.release(layer)
-                dense = rotate_columns(dense, rotation.basis, group.columns_per_unit)
-                moments, damped = (rotate_moments(m, rotation.basis, group.columns_per_unit) for m in (moments, damped))
-                held = None if held is None else rotate_moments(held, rotation.basis, group.columns_per_unit)
-            keep, scores = self._select_units(layer, group, moments, weighed, num_keep, rotation)
-            keep, swaps = self._swap_units(group, weighed, keep)
-            columns = expand_units(keep, group.columns_per_unit)
-            deleted = dense[:, with_bias_index(columns, group.num_columns)]
-            weight, condition, damping = deleted, None, self.base_damping
-            if self.restoration != "none" and self._changed:
-                if held is not None:
-                    damping = choose_damping(moments, held, dense, columns, consumer.bias is not None, group.name)
-                    damped = damp_moments(moments, dense, damping, consumer.bias is not None)
-                solved = solve_kept_weights(damped, columns, group.name)
-                weight, condition = solved.weight, solved.condition_number
-            energy = max(float(moments.target_energy), 1e-300)
-            errors = [measure_error(moments, w, columns) / energy for w in (deleted, weight)]  # deletion, least squares
-        admm = None
+        self._changed = self._changed or self._plan.kept[group.name] < group.num_units
+        with self.stage("select and solve"), self.solve_room():
+            record, (keep, weight, *rotated) = decide_once(
+                lambda: self._decide(layer, group, moments, held), moments.gram.device
+            )
         if self._changed and self.restoration == "admm" and (group.kind == "ffn" or self._query_key):
-            weight, admm = self._run_admm(layer, group, keep, weight)
-            errors.append(admm["error_after"])
+            if rotated:
+                rotate_group(layer, group, rotated[0])
+            _, record["admm"] = self._run_admm(layer, group, keep, weight)
+            record["error_after"] = record["admm"]["error_after"]
         elif self._changed:
             with self.stage("surgery"):
-                slice_group(layer, group, keep, weight)
+                slice_group(layer, group, keep, weight, dict(zip(group.producers, rotated[1:], strict=False)))
                 self.release(layer)
-        self._records.append(
-            {
-                "name": group.name,
-                "layer": group.layer_index,
-                "kind": group.kind,
-                "num_units": group.num_units,
-                "num_blocks": group.num_blocks,
-                "unit_cost": group.unit_cost,
-                "kept": num_keep,
-                "sparsity": 1 - num_keep / group.num_units,
-                "scores": _summarize_scores(scores, keep),
-                "target_energy": energy,
-                "error_before": errors[0],
-                "error_after": errors[-1],
-                "swaps": swaps,
-                "damping": damping,
-                "admm": admm,
-                "condition_number": condition,
-                "keep": keep.tolist(),
-            }
-        )
+        self._records.append(record)
+
+    def _decide(self, layer: nn.Module, group: UnitGroup, moments: Moments, held: Moments | None) -> Decision:
+        """Select and re-solve one group; the layer stays as it is.
+
+        :return: its record, and (kept units, the consumer's weight on them); where values are rotated the basis and the
+            producer's kept rows too
+        """
+        assert self._plan is not None
+        num_keep = self._plan.kept[group.name]
+        has_bias = find_linear(layer, group.consumer).bias is not None
+        dense = self.read_dense(layer, group)
+        damped = damp_moments(moments, dense, self.base_damping, has_bias)
+        weighed = self.weigh(group, damped, dense) if self.importance == "obs" else damped
+        rotation: Rotation | None = None
+        rotated: list[Tensor] = []
+        if self.rotates(group) and num_keep < group.num_units:
+            rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
+            dense = rotate_columns(dense, rotation.basis, group.columns_per_unit)
+            moments, damped = (rotate_moments(m, rotation.basis, group.columns_per_unit) for m in (moments, damped))
+            held = None if held is None else rotate_moments(held, rotation.basis, group.columns_per_unit)
+        keep, scores = self._select_units(layer, group, moments, weighed, num_keep, rotation)
+        keep, swaps = self._swap_units(group, weighed, keep)
+        if rotation is not None:
+            rows = group.find_kept_rows(next(iter(group.producers)), keep.cpu())
+            with work_on_host(False):
+                producer = rotate_producer(layer, group, rotation.basis)
+            rotated = [rotation.basis, producer[rows.to(producer.device)]]
+        columns = expand_units(keep, group.columns_per_unit)
+        deleted = dense[:, with_bias_index(columns, group.num_columns)]
+        weight, condition, damping = deleted, None, self.base_damping
+        if self.restoration != "none" and self._changed:
+            if held is not None:
+                damping = choose_damping(moments, held, dense, columns, has_bias, group.name)
+                damped = damp_moments(moments, dense, damping, has_bias)
+            solved = solve_kept_weights(damped, columns, group.name)
+            weight, condition = solved.weight, solved.condition_number
+        energy = max(float(moments.target_energy), 1e-300)
+        errors = [measure_error(moments, w, columns) / energy for w in (deleted, weight)]
+        record = {
+            "name": group.name,
+            "layer": group.layer_index,
+            "kind": group.kind,
+            "num_units": group.num_units,
+            "num_blocks": group.num_blocks,
+            "unit_cost": group.unit_cost,
+            "kept": num_keep,
+            "sparsity": 1 - num_keep / group.num_units,
+            "scores": _summarize_scores(scores, keep),
+            "target_energy": energy,
+            "error_before": errors[0],  # by deletion alone
+            "error_after": errors[1],
+            "swaps": swaps,
+            "damping": damping,
+            "admm": None,
+            "condition_number": condition,
+            "keep": keep.tolist(),
+        }
+        return record, [keep, weight, *rotated]
 
     def _tune_layer(self, name: str, layer: nn.Module) -> None:
         """Tune a pruned layer towards the dense one's output, and add to the records of its groups."""
@@ -573,10 +606,6 @@ class StruPruneModifier(StructuredModifier):
         assert self._plan is not None
         after = count_parameters(model)
         removed = sum((r["num_units"] - r["kept"]) * r["unit_cost"] for r in self._records)
-        stages = [
-            {"name": name, "seconds": round(values["seconds"], 3), "peak_bytes": values["peak_bytes"]}
-            for name, values in self._stages.items()
-        ]
         return {
             "model": {
                 "base": model.config._name_or_path,
@@ -596,8 +625,8 @@ class StruPruneModifier(StructuredModifier):
                 "rounding": describe_roundings(self._groups, self._roundings),
             },
             "allocation": self._plan.record,
-            "memory_measure": self._measure,
-            "stages": stages,
+            "memory_measure": self.memory_measure,
+            "stages": self.list_stages(),
             "tuning": self._tuning,
             "groups": self._records,
         }

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.importance import score_snip
+from struprune_plugin.modifiers.distributed import sum_over_ranks
 from struprune_plugin.modifiers.sensitivity import freeze_weights
 from struprune_plugin.solve import expand_units
 from struprune_plugin.surgery import sum_rows
@@ -73,6 +74,8 @@ def measure_snip(
     finally:
         for handle in handles:
             handle.remove()
+    for total in sums.values():
+        sum_over_ranks(total)
     return {group.name: _score(group, sums) for group in groups}
 
 

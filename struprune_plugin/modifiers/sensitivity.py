@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.modifiers.budget import MAX_LOGITS
 from struprune_plugin.modifiers.capture import LayerCall
+from struprune_plugin.modifiers.distributed import count_before, count_ranks, gather_numbers, sum_over_ranks
 from struprune_plugin.modifiers.memory import to_device, to_host
 from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_linear
 
@@ -36,23 +37,29 @@ def measure_fisher(
     Only activations get gradients.
 
     :return: empty where the model's output is not finite: the calibration pass that follows names the linear
+    :param num_sequences: at most this many sequences are used, of every process' loader an equal share
     :param max_logits: held at once
-    :param num_sequences: at most this many sequences of the loader are used
     """
     sums: dict[str, Tensor] = {}
-    generator = torch.Generator().manual_seed(0)
-    counted = 0
+    share = -(-num_sequences // count_ranks())
+    parts = _split_batches(loader, share, model.config.vocab_size)
+    first = count_before(sum(len(part["input_ids"]) for part in parts))
+    counted, finite = 0, True
     with freeze_weights(model), HooksMixin.disable_hooks():
-        batches = _split_batches(loader, num_sequences, model.config.vocab_size)
-        for batch in tqdm(batches, desc="sensitivity"):
-            calls, gradient, num_tokens = _run_forward(model, batch, generator, max_logits)
-            if not num_tokens:
-                return {}
-            counted += num_tokens
+        for batch in tqdm(parts, desc="sensitivity"):
+            calls, gradient, num_tokens = _run_forward(model, batch, first, max_logits)
+            finite = num_tokens > 0
+            if not finite:
+                break
+            first, counted = first + len(batch["input_ids"]), counted + num_tokens
             for (name, layer), call in zip(reversed(find_decoder_layers(model)), reversed(calls), strict=True):
                 here = [group for group in groups if group.layer_name == name]
                 gradient = _run_backward(layer, call, here, gradient, sums)
-    return {name: total / counted for name, total in sums.items()}
+    counts = gather_numbers(counted, finite)
+    if not all(row[1] for row in counts):
+        return {}
+    total = sum(row[0] for row in counts)
+    return {name: sum_over_ranks(part) / total for name, part in sums.items()}
 
 
 def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, vocabulary: int) -> list[dict[str, Tensor]]:
@@ -87,11 +94,14 @@ def freeze_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _run_forward(
-    model: PreTrainedModel, batch: dict[str, Tensor], generator: torch.Generator, max_logits: int
+    model: PreTrainedModel, batch: dict[str, Tensor], first: int, max_logits: int
 ) -> tuple[list[LayerCall], Tensor, int]:
     """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored.
 
     No tokens are scored where the output is not finite.
+
+    :param first: number of the batch's first sequence among all; it draws that sequence's labels, so that they do not
+        depend on how sequences are split into batches or over processes
     """
     calls: list[LayerCall] = []
     tail: list[Tensor] = []
@@ -113,38 +123,44 @@ def _run_forward(
             final = model.base_model(
                 input_ids=batch["input_ids"], attention_mask=mask, use_cache=False
             ).last_hidden_state
-            hidden = final.flatten(0, -2) if mask is None else final[mask.bool()]
-            above = _find_output_gradient(model, hidden.detach(), generator, max_logits)
+            valid = to_device((torch.ones_like(batch["input_ids"]) if mask is None else mask).bool(), final.device)
+            above = _find_output_gradient(model, final.detach(), valid, first, max_logits)
             if above is None:
-                return calls, hidden, 0
-            (gradient,) = torch.autograd.grad(hidden, tail, above)
+                return calls, final, 0
+            (gradient,) = torch.autograd.grad(final, tail, above)
     finally:
         for handle in handles:
             handle.remove()
-    return calls, gradient, len(hidden)
+    return calls, gradient, int(valid.sum())
 
 
 def _find_output_gradient(
-    model: PreTrainedModel, hidden: Tensor, generator: torch.Generator, max_logits: int
+    model: PreTrainedModel, final: Tensor, valid: Tensor, first: int, max_logits: int
 ) -> Tensor | None:
     """Return the gradient of -log p(y), y drawn from p, at the inputs of the output embeddings; None where not finite.
 
-    :param hidden: shape [tokens, d]
+    :param final: those inputs, shape [sequences, tokens, d]
+    :param valid: which tokens count, shape [sequences, tokens], bool
     """
     head: Any = model.get_output_embeddings()
     cap = getattr(model.config, "final_logit_softcapping", None)
-    found = []
-    for part in hidden.split(max(1, max_logits // model.config.vocab_size)):
-        part = part.detach().requires_grad_()
-        logits = head(part).float()
-        log_probs = torch.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), dim=-1)
-        del logits
-        if not log_probs.isfinite().all():
-            return None
-        labels = torch.multinomial(to_host(log_probs).exp(), 1, generator=generator)
-        loss = -log_probs.gather(1, to_device(labels, log_probs.device)).sum()
-        found.append(torch.autograd.grad(loss, part)[0])
-    return torch.cat(found)
+    size = max(1, max_logits // model.config.vocab_size)
+    gradient, generator = torch.zeros_like(final), torch.Generator()
+    for row, (sequence, counted) in enumerate(zip(final, valid, strict=True)):
+        generator.manual_seed(first + row)
+        for start in range(0, len(sequence), size):
+            span = slice(start, start + size)
+            part = sequence[span].detach().requires_grad_()
+            logits = head(part).float()
+            log_probs = torch.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), dim=-1)
+            del logits
+            if not log_probs[counted[span]].isfinite().all():
+                return None
+            chances = to_host(log_probs.masked_fill(~counted[span, None], 0)).exp()
+            labels = to_device(torch.multinomial(chances, 1, generator=generator), log_probs.device)
+            chosen = log_probs.gather(-1, labels)[counted[span]]
+            gradient[row, span] = torch.autograd.grad(-chosen.sum(), part)[0]
+    return gradient
 
 
 def _run_backward(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from compressed_tensors.utils import patch_attr
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from struprune_plugin.modifiers.memory import LiveBytes
 
 
 def time_side_by_side(runs: Mapping[str, Callable[[], object]], repeats: int = 7) -> dict[str, float]:
@@ -40,34 +37,6 @@ def count_own_seconds() -> Iterator[None]:
         yield
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages made while it is active, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage.data_ptr(), storage.nbytes()
-        if key and key not in self._known:
-            self._known.add(key)
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
 def measure_peak_bytes(model: torch.nn.Module, run: Callable[[], object]) -> int:
     """Return the bytes of a model's weights and of all tensors alive at the peak of one run."""
     weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
@@ -81,6 +50,6 @@ def measure_peak_bytes(model: torch.nn.Module, run: Callable[[], object]) -> int
 
 def count_live_bytes(run: Callable[[], object]) -> int:
     """Return the bytes of all tensors made during one run and alive together, at their peak; on any device."""
-    with _LiveBytes() as account:
+    with LiveBytes() as account:
         run()
     return account.peak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
-from eval.measure import count_live_bytes
-from eval.methods import DEFAULT
 from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin.modifiers.budget import find_least_budget, read_sizes
 from struprune_plugin.topology import find_decoder_layers, find_family, find_linear
 
 # name -> (hidden size, layers, heads), the published configurations; FFN 4 d, vocabulary 50,272, 2048 positions
@@ -154,16 +154,23 @@ def estimate_growth(sizes: list[ModelSize]) -> dict[str, float]:
 MEMORY_LAYERS = 2  # decoder layers of the models that memory is measured on: the peak is one layer's
 
 
-def measure_pruning_memory(name: str, sparsity: float = 0.2) -> dict[str, Any]:
-    """Prune random weights of an OPT's shape with our defaults; return the bytes of one layer and of the peak.
+def measure_pruning_memory(
+    name: str,
+    fields: Mapping[str, Any],
+    budget_layers: float | None = None,
+    num_layers: int = MEMORY_LAYERS,
+    sparsity: float = 0.2,
+) -> dict[str, Any]:
+    """Prune random weights of an OPT's shape; return the bytes of one layer, the peak on the device, and what led to it.
 
-    The model has the published widths and vocabulary but two decoder layers, in bfloat16; calibration is as few sequences of
-    2048 tokens as the widest solve needs, one at a time. With an accelerator the peak is what its allocator held, everything
-    counted. Without one it is the bytes of all tensors that the run made and that were alive together, plus one layer's
-    weights: an upper bound of what an accelerator would hold, for the calibration's hidden states, which stay on the host,
-    are among them.
+    The model has the published widths and vocabulary but few decoder layers, in bfloat16; calibration is as few sequences of
+    2048 tokens as the widest solve needs, one at a time. What is counted: see ``struprune_plugin.modifiers.memory``.
+
+    :param fields: of :class:`StruPruneModifier`
+    :param budget_layers: ``memory_budget`` in bytes of one decoder layer; 0 for the least possible, none where None
+    :return: ``refused`` holds the reason where the budget cannot be kept
     """
-    config = make_opt_config(name, num_hidden_layers=MEMORY_LAYERS, dtype="bfloat16")
+    config = make_opt_config(name, num_hidden_layers=num_layers, dtype="bfloat16")
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     layer = sum(p.numel() * p.element_size() for p in find_decoder_layers(model)[0][1].parameters())
@@ -171,12 +178,16 @@ def measure_pruning_memory(name: str, sparsity: float = 0.2) -> dict[str, Any]:
     samples = config.ffn_dim // length + 1
     ids = torch.randint(4, config.vocab_size, (samples, length))
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    budget = None if budget_layers is None else round(budget_layers * layer)
+    if budget == 0:
+        groups = StruPruneModifier(sparsity=sparsity, **fields).find_groups(model)
+        budget = find_least_budget(read_sizes(model, groups, ids[:1].shape), fields.get("sensitivity") != "none")
+    modifier = StruPruneModifier(sparsity=sparsity, measure_memory=True, memory_budget=budget, **fields)
+    shown = {"layer_bytes": layer, "tokens": samples * length, "budget_bytes": budget}
     with tempfile.TemporaryDirectory() as scratch:
         model.config._name_or_path = scratch
         (Path(scratch) / "config.json").write_text(json.dumps(model.config.to_dict()))
-        modifier = StruPruneModifier(sparsity=sparsity, **DEFAULT.fields)
-
-        def run() -> None:
+        try:
             oneshot(
                 model=model,
                 recipe=modifier,
@@ -186,21 +197,24 @@ def measure_pruning_memory(name: str, sparsity: float = 0.2) -> dict[str, Any]:
                 num_calibration_samples=samples,
                 shuffle_calibration_samples=False,
             )
+        except ValueError as error:
+            return {**shown, "refused": str(error)}
+    stages = modifier.list_stages()
+    whole = next(stage for stage in stages if stage["name"] == "whole pass")
+    return {
+        **shown,
+        "peak_bytes": whole["peak_bytes"],
+        "seconds": whole["seconds"],
+        "stages": stages,
+        "measure": modifier.memory_measure,
+    }
 
-        on_accelerator = torch.cuda.is_available()
-        if on_accelerator:
-            torch.cuda.reset_peak_memory_stats()
-            run()
-            peak = torch.cuda.max_memory_allocated()
-        else:
-            peak = count_live_bytes(run) + layer
-    measure = (
-        "accelerator bytes allocated" if on_accelerator else "live tensors on the CPU, the host's caches among them"
-    )
-    return {"layer_bytes": layer, "peak_bytes": peak, "tokens": samples * length, "measure": measure}
 
+def has_room(name: str, free: int | None = None) -> bool:
+    """Tell whether the host's memory holds a measurement: nine float64 Gram matrices of the FFN and the weights.
 
-def has_room(name: str) -> bool:
-    """Tell whether the host's free memory holds a measurement: eight float64 Gram matrices of the FFN and the weights."""
+    :param free: bytes to use; what is available where None
+    """
     width = 4 * OPT_SIZES[name][0]
-    return psutil.virtual_memory().available > 8 * 8 * width**2 + 4 * 50272 * OPT_SIZES[name][0] * 2
+    needed = 9 * 8 * width**2 + 4 * 50272 * OPT_SIZES[name][0] * 2
+    return (psutil.virtual_memory().available if free is None else free) > needed

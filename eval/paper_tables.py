@@ -201,7 +201,7 @@ def make_memory_table(args: argparse.Namespace) -> Table:
     finished = json.loads(ledger_file.read_text()) if ledger_file.exists() else {}
     for name in args.memory_models.split(","):
         if name not in finished and has_room(name):
-            finished[name] = measure_pruning_memory(name)
+            finished[name] = measure_pruning_memory(name, DEFAULT.fields)
             ledger_file.write_text(json.dumps(finished, indent=1))
             print(name, finished[name], flush=True)
     rows = [[f"paper: {method}", *map(str, figures)] for method, figures in PAPER_MEMORY.items()]

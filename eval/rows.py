@@ -49,7 +49,10 @@ class Row:
         """Return everything that the row's result depends on beside the workload, defaults too, as JSON has it."""
         if self.peer:
             return {"peer": self.peer}
-        told: dict[str, Any] = {"fields": StruPruneModifier(sparsity=sparsity, **self.fields).dump_fields()}
+        fields = StruPruneModifier(sparsity=sparsity, **self.fields).dump_fields()
+        told: dict[str, Any] = {
+            "fields": {n: v for n, v in fields.items() if n not in ("measure_memory", "memory_budget")}
+        }
         if self.recovery is not None:
             told["recovery"] = dict(self.recovery)
         return json.loads(json.dumps(told))
@@ -159,7 +162,11 @@ class Ledger:
             partial = self.file.with_suffix(".partial")
             partial.write_text(json.dumps(self.stored, indent=1))
             partial.replace(self.file)
-            print(key, rows[key].get("refused") or {k: round(v, 2) for k, v in made["perplexity"].items()}, flush=True)
+            print(
+                key,
+                rows[key].get("refused") or {k: round(v, 2) for k, v in made.get("perplexity", {}).items()},
+                flush=True,
+            )
         return rows[key]
 
 

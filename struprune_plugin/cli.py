@@ -96,6 +96,9 @@ def _add_prune(commands: Any) -> None:
         metavar="FIELD=VALUE",
         help="set a field of StruPrune's modifiers, e.g. attention_unit=head; may be repeated",
     )
+    change.add_argument(
+        "--memory-budget", type=_positive, metavar="BYTES", help="what the device may hold; refused where too little"
+    )
     prune.add_argument("--seed", type=int, default=0, help="seed of every random choice")
     prune.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model"
@@ -244,6 +247,8 @@ def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
         changes[field] = yaml.safe_load(value)
     if args.sparsity is not None:
         changes["sparsity"] = args.sparsity
+    if args.memory_budget is not None:
+        changes["memory_budget"] = args.memory_budget
     return changes
 
 

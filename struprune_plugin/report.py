@@ -85,7 +85,7 @@ def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = Non
         ["calibration", f"{calibration['num_sequences']} sequences, {calibration['num_tokens']:,} tokens"],
     ]
     rows += [
-        [f"stage: {stage['name']}", f"{stage['seconds']:.2f} s, peak {format_bytes(stage['peak_bytes'])}"]
+        [f"stage: {stage['name']}", f"{stage['seconds']:.2f} s{_describe_peak(stage['peak_bytes'])}"]
         for stage in manifest["stages"]
     ]
     if recovery := manifest.get("recovery"):
@@ -97,6 +97,10 @@ def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = Non
         rows.insert(2, ["weights on disk", format_bytes(measure_weight_bytes(folder))])
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _describe_peak(peak: int | None) -> str:
+    return "" if peak is None else f", peak {format_bytes(peak)}"
 
 
 def _describe_rounding(entry: dict[str, Any]) -> str:

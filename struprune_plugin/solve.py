@@ -58,7 +58,7 @@ def damp_moments(moments: Moments, weight: Tensor, damping: float, has_bias: boo
     :param has_bias: False for a linear without bias: every solve then gives it a bias of 0
     :return: float64 moments
     """
-    gram, cross = moments.gram.double().clone(), moments.cross.double().clone()
+    gram, cross = (part.to(torch.float64, copy=True) for part in (moments.gram, moments.cross))
     strength = damping * gram.diagonal()[:-1].mean()
     gram.diagonal()[:-1].add_(strength)
     cross[:, :-1].add_(strength * weight[:, :-1])
@@ -94,7 +94,7 @@ def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWe
     :raises ValueError: the damped system is singular or its condition number exceeds 1e12
     """
     rows = with_bias_index(columns, damped.gram.shape[0] - 1)
-    system = damped.gram[rows][:, rows]
+    system = damped.gram[rows[:, None], rows]
     factor = _factorize(system, where)
     condition = _estimate_condition(system, factor)
     if not condition <= MAX_CONDITION:
@@ -402,7 +402,7 @@ def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int
     columns = expand_units(order.flip(0), columns_per_unit)
     bias = damped.gram.shape[0] - 1
     rows = torch.cat([columns.new_tensor([bias]), columns])
-    factor = _factorize(damped.gram[rows][:, rows], where)
+    factor = _factorize(damped.gram[rows[:, None], rows], where)
     explained = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False).square().sum(1)
     return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
 
@@ -417,7 +417,7 @@ def measure_deletion_curve(damped: Moments, weight: Tensor, order: Tensor, colum
     columns = expand_units(order.flip(0), columns_per_unit)
     bias = damped.gram.shape[0] - 1
     rows = torch.cat([columns.new_tensor([bias]), columns])
-    products = (weight[:, rows].T @ weight[:, rows]) * damped.gram[rows][:, rows]
+    products = (weight[:, rows].T @ weight[:, rows]) * damped.gram[rows[:, None], rows]
     quadratic = products.cumsum(0).cumsum(1).diagonal()
     linear = (weight[:, rows] * damped.cross[:, rows]).sum(0).cumsum(0)
     return (damped.target_energy - 2 * linear + quadratic)[::columns_per_unit].clamp(min=0)

@@ -8,6 +8,7 @@ Legend (per linear that consumes a group's units):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,20 @@ class Moments:
         return round(self.gram[-1, -1].item())  # the row of ones against itself
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """How moments grow that live elsewhere than the activations.
+
+    :param rows: of the moments, made at once
+    :param tokens: widened to the moments' dtype at once
+    :param fetch: brings a tile to the moments
+    """
+
+    rows: int
+    tokens: int
+    fetch: Callable[[Tensor], Tensor]
+
+
 def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, dtype: torch.dtype) -> Moments:
     """Return empty moments of a linear with ``num_inputs`` inputs and ``num_outputs`` outputs.
 
@@ -48,7 +63,7 @@ def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, 
     )
 
 
-def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor) -> None:
+def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor, tiles: Tiles | None = None) -> None:
     """Add the tokens of one micro-batch.
 
     Sums, not means: the result does not depend on how the tokens are split into batches.
@@ -56,14 +71,30 @@ def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor) -> Non
     :param moments: grown in place
     :param inputs: inputs of the consuming linear, shape [tokens, n], any float dtype
     :param targets: target outputs of that linear, shape [tokens, d], any float dtype
+    :param tiles: how to go about it where the moments are elsewhere; at once where None
     """
     dtype = moments.gram.dtype
-    inputs = torch.nn.functional.pad(inputs.to(dtype), (0, 1), value=1.0)  # the ones that carry the bias
-    targets = targets.to(dtype)
-    moments.gram.addmm_(inputs.T, inputs)
-    moments.cross.addmm_(targets.T, inputs)
-    moments.target_energy.add_(targets.square().sum(dtype=torch.float64))
-    moments.absolute_sum.add_(inputs[:, :-1].abs().sum(0))
+    size = len(inputs) if tiles is None else tiles.tokens
+    for part, wanted in zip(inputs.split(max(size, 1)), targets.split(max(size, 1)), strict=True):
+        widened = part.new_ones(len(part), part.shape[1] + 1, dtype=dtype)  # the last column carries the bias
+        widened[:, :-1] = part
+        wanted = wanted.to(dtype)
+        if tiles is None:
+            moments.gram.addmm_(widened.T, widened)
+            moments.cross.addmm_(wanted.T, widened)
+        else:
+            for total, left in ((moments.gram, widened), (moments.cross, wanted)):
+                for start in range(0, len(total), tiles.rows):
+                    rows = slice(start, start + tiles.rows)
+                    total[rows] += tiles.fetch(left[:, rows].T @ widened)
+        fetch = (lambda tensor: tensor) if tiles is None else tiles.fetch
+        moments.target_energy.add_(fetch(_measure_energy(wanted)))
+        moments.absolute_sum.add_(fetch(torch.linalg.vector_norm(widened[:, :-1], 1, dim=0)))
+
+
+def _measure_energy(targets: Tensor) -> Tensor:
+    """Return the sum of squares in float64, without a widened copy."""
+    return torch.linalg.vector_norm(targets, dim=1, dtype=torch.float64).square().sum()
 
 
 def reorder_moments(moments: Moments, order: Tensor) -> Moments:
@@ -73,7 +104,7 @@ def reorder_moments(moments: Moments, order: Tensor) -> Moments:
     """
     rows = with_bias_index(order, len(order))
     return Moments(
-        moments.gram[rows][:, rows], moments.cross[:, rows], moments.target_energy, moments.absolute_sum[order]
+        moments.gram[rows[:, None], rows], moments.cross[:, rows], moments.target_energy, moments.absolute_sum[order]
     )
 
 
@@ -123,10 +154,11 @@ def measure_error(moments: Moments, weight: Tensor, columns: Tensor | None = Non
     :param columns: inputs that the weight reads, shape [k]; all n where None
     :return: sum of squares over outputs and tokens, at least 0
     """
-    gram, cross = moments.gram.double(), moments.cross.double()
+    gram, cross = moments.gram, moments.cross
     if columns is not None:
         rows = with_bias_index(columns, gram.shape[0] - 1)
-        gram, cross = gram[rows][:, rows], cross[:, rows]
+        gram, cross = gram[rows[:, None], rows], cross[:, rows]
+    gram, cross = gram.double(), cross.double()
     error = moments.target_energy - 2 * (weight * cross).sum() + (weight * (weight @ gram)).sum()
     return max(float(error), 0.0)
 

@@ -132,9 +132,9 @@ def set_weight(linear: nn.Linear, weight: Tensor) -> None:
 
 def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     old = linear.weight
-    linear.weight = nn.Parameter(weight.detach().to(old.device, old.dtype).contiguous(), old.requires_grad)
+    linear.weight = nn.Parameter(weight.detach().to(old.dtype).to(old.device).contiguous(), old.requires_grad)
     if bias is not None:
-        linear.bias = nn.Parameter(bias.detach().to(old.device, old.dtype).contiguous(), old.requires_grad)
+        linear.bias = nn.Parameter(bias.detach().to(old.dtype).to(old.device).contiguous(), old.requires_grad)
     linear.out_features, linear.in_features = weight.shape
     if hasattr(linear, "quantization_scheme"):  # a quantiser later in the recipe has sized its parameters already
         assert linear.quantization_status <= QuantizationStatus.INITIALIZED  # type: ignore[operator]

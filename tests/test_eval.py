@@ -14,7 +14,7 @@ from conftest import ROOT, make_dataset
 from llmcompressor.modifiers import Modifier
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from eval import methods, paper_sizes, paper_tables, quality, rows
+from eval import memory, methods, paper_sizes, paper_tables, quality, rows
 from eval.peers.fasp import prune_fasp
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
@@ -50,7 +50,7 @@ def work(opt, texts):
 
 
 def test_every_row_spells_every_field():
-    free = {"sparsity", "targets", "ignore", "replay"}
+    free = {"sparsity", "targets", "ignore", "replay", "measure_memory", "memory_budget"}
     known = set(StruPruneModifier.model_fields) - set(Modifier.model_fields) - free
     lora = set(LoRARecoveryModifier.model_fields) - set(Modifier.model_fields) - {"teacher"}
     distilled = {name for name in lora if name.startswith("distill_")}
@@ -291,6 +291,31 @@ def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatc
     row = json.loads((tmp_path / "memory.json").read_text())["data"]["OPT-125M"]
     assert row["layer_bytes"] == 2 * (12 * 32**2 + 13 * 32)
     assert row["peak_bytes"] > row["layer_bytes"] + 8 * 129**2
+
+
+def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch):
+    for module in (paper_sizes, memory):
+        monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4), "OPT-350M": (48, 2, 4)})
+    monkeypatch.setattr(memory, "MEMORY_MODELS", ("OPT-125M", "OPT-350M"))
+    monkeypatch.setattr(memory, "PAPER_MEMORY", {"FASP": (0.24, 0.69)})
+    modes = ["--modes", "fast;fast, 1 layer;fast, least budget"]
+    monkeypatch.setattr(sys, "argv", ["memory", *modes, "--output", str(tmp_path)])
+    memory.main()
+    monkeypatch.setattr(memory, "measure_pruning_memory", lambda *_: pytest.fail("a finished row was measured again"))
+    memory.main()
+    data = json.loads((tmp_path / "memory-growth.json").read_text())
+    rows = data["rows"]
+    assert "memory_budget: must be at least" in rows["OPT-125M | fast, 1 layer"]["refused"]
+    least = rows["OPT-125M | fast, least budget"]
+    assert least["peak_bytes"] <= least["budget_bytes"]
+    assert rows["OPT-125M | fast"]["peak_bytes"] > least["peak_bytes"]
+    assert data["exponents"].keys() == {"fast", "fast, least budget"}
+    assert (tmp_path / "memory-growth.png").stat().st_size > 0
+
+
+def test_fit_exponent_finds_it():
+    assert memory.fit_exponent([1e6, 1e8, 1e10], [1e3, 1e4, 1e5]) == pytest.approx(0.5)
+    assert memory.fit_exponent([1e6], [1e3]) is None
 
 
 def test_quality_ladder_spells_every_field_and_ends_at_the_default():

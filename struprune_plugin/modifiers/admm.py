@@ -35,6 +35,7 @@ from struprune_plugin.admm_attention import (
 )
 from struprune_plugin.importance import score_closed_form
 from struprune_plugin.modifiers.capture import Visit
+from struprune_plugin.modifiers.memory import to_device, to_host
 from struprune_plugin.solve import expand_units, keep_last, order_units
 from struprune_plugin.statistics import append_bias, with_bias_index
 from struprune_plugin.surgery import read_weight
@@ -154,7 +155,7 @@ def _stack_units(weights: list[Tensor], num_units: int) -> Tensor:
 
 def _pick_tokens(visit: Visit) -> tuple[Tensor, Tensor]:
     """Return (inputs, targets) of the tokens that are no padding, float32."""
-    tokens = slice(None) if visit.call.tokens is None else visit.call.tokens.to(visit.source.device)
+    tokens = slice(None) if visit.call.tokens is None else to_device(visit.call.tokens, visit.source.device)
     return visit.source[tokens].float(), visit.target[tokens]
 
 
@@ -194,8 +195,8 @@ class _FFNSteps:
     def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor) -> None:
         """Take in a batch, at the variables that the weights give."""
         source, target = _pick_tokens(visit)
-        self.variables.append(_to_ffn(initialize_ffn_variables(source, first), "cpu"))
-        self.data.append((source.cpu(), target.cpu()))
+        self.variables.append(_to_ffn(initialize_ffn_variables(source, first), None))
+        self.data.append((to_host(source), to_host(target)))
 
     def visit(self, first: Sequence[Tensor], second: Tensor, move: bool) -> FFNMoments:
         """Move all variables, unless told not to, and return the moments for the weight steps."""
@@ -203,10 +204,10 @@ class _FFNSteps:
         width, inputs = second.shape[1] - 1, first[0].shape[1] - 1
         moments = make_ffn_moments(len(first), width, inputs, len(second), second)
         for index, (source, target) in enumerate(self.data):
-            x, y, held = source.to(device), target.to(device), _to_ffn(self.variables[index], device)
+            x, y, held = to_device(source, device), to_device(target, device), _to_ffn(self.variables[index], device)
             if move:
                 held = update_ffn_variables(held, x, y, first, second, self.settings.alpha, self.settings.beta)
-                self.variables[index] = _to_ffn(held, "cpu")
+                self.variables[index] = _to_ffn(held, None)
             accumulate_ffn_moments(moments, held, x, y)
         return moments
 
@@ -237,7 +238,7 @@ class _AttentionSteps:
             sample = _move(on_host, device)
             held = initialize_attention_variables(sample, weights, self.settings.method)
             self.samples.append(on_host)
-            self.variables.append(_move(held, "cpu"))
+            self.variables.append(_move(held, None))
 
     def visit(self, weights: AttentionWeights, move: bool) -> tuple[AttentionMoments, float]:
         """Move all variables, unless told not to; return the moments for the weight steps and the objective."""
@@ -247,7 +248,7 @@ class _AttentionSteps:
             sample, held, maps = _move(on_host, device), _move(self.variables[index], device), None
             if move:
                 held, maps = update_attention_variables(sample, held, weights, self.inner)
-                self.variables[index] = _move(held, "cpu")
+                self.variables[index] = _move(held, None)
                 accumulate_attention_moments(moments, sample, held, maps, weights, max(settings.damping, 1e-6))
             total += measure_attention_objective(sample, held, weights, settings.alpha, settings.beta, maps).total
         return moments, total
@@ -305,16 +306,20 @@ def _run_attention(
     return ADMMResult(producers, weights.output, objective)
 
 
-def _to_ffn(variables: FFNVariables, device: torch.device | str) -> FFNVariables:
-    moved = tuple(part.to(device) for part in variables.preactivations)
-    return FFNVariables(variables.activations.to(device), moved)
+def _send(tensor: Tensor, device: torch.device | None) -> Tensor:
+    return to_host(tensor) if device is None else to_device(tensor, device)
+
+
+def _to_ffn(variables: FFNVariables, device: torch.device | None) -> FFNVariables:
+    moved = tuple(_send(part, device) for part in variables.preactivations)
+    return FFNVariables(_send(variables.activations, device), moved)
 
 
 def _split_sequences(visit: Visit) -> Iterator[AttentionSample]:
     """Cut a batch into sequences on the host, each with its mask and the tokens that are no padding."""
     batch, length = visit.call.hidden.shape[:2]
-    source = visit.source.float().cpu().view(batch, length, -1)
-    target = visit.target.cpu().view(batch, length, -1)
+    source = to_host(visit.source.float()).view(batch, length, -1)
+    target = to_host(visit.target).view(batch, length, -1)
     mask = visit.call.kwargs.get("attention_mask")
     valid = torch.ones(batch * length, dtype=torch.bool)
     if visit.call.tokens is not None:
@@ -323,13 +328,13 @@ def _split_sequences(visit: Visit) -> Iterator[AttentionSample]:
     for row in range(batch):
         own = causal if mask is None else mask[min(row, len(mask) - 1), 0, :length, :length].float()
         rows = valid.view(batch, length)[row].nonzero().flatten()
-        yield AttentionSample(source[row], target[row], own, None if len(rows) == length else rows)
+        yield AttentionSample(source[row], target[row], to_host(own), None if len(rows) == length else to_host(rows))
 
 
-def _move(holder: _Movable, device: torch.device | str) -> _Movable:
-    """Return a dataclass with all its tensors on a device."""
+def _move(holder: _Movable, device: torch.device | None) -> _Movable:
+    """Return a dataclass with all its tensors on a device, or on the host where None."""
     parts: dict[str, Any] = {f.name: getattr(holder, f.name) for f in fields(holder)}
-    moved: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
+    moved: dict[str, Any] = {name: _send(part, device) for name, part in parts.items() if isinstance(part, Tensor)}
     return replace(holder, **moved)
 
 

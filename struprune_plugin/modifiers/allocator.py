@@ -28,11 +28,12 @@ from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.distributed import Decision, count_ranks, decide_once
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.memory import to_host
 from struprune_plugin.modifiers.widths import Rounding
 from struprune_plugin.rotation import eliminate_directions, order_directions, rotate_moments
 from struprune_plugin.solve import damp_moments, measure_deletion_curve, measure_restored_curve
 from struprune_plugin.statistics import Moments
-from struprune_plugin.surgery import read_consumer, read_weight
+from struprune_plugin.surgery import read_weight
 from struprune_plugin.topology import UnitGroup, count_prunable_parameters, find_linear, list_head_weights
 
 
@@ -81,6 +82,7 @@ class SparsityAllocatorModifier(StructuredModifier):
     _curves: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _started: float = PrivateAttr(default=0.0)
     _seconds: float = PrivateAttr(default=0.0)
+    _peak_bytes: int | None = PrivateAttr(default=None)
     _plan: Plan | None = PrivateAttr(default=None)
 
     @property
@@ -89,9 +91,9 @@ class SparsityAllocatorModifier(StructuredModifier):
         return self._plan
 
     @property
-    def measured(self) -> dict[str, float]:
-        """Seconds of the calibration pass and the peak bytes of its steps, once it is over."""
-        return {"seconds": self._seconds, "peak_bytes": max(stage["peak_bytes"] for stage in self._stages.values())}
+    def measured(self) -> dict[str, Any]:
+        """Seconds and peak bytes of the calibration pass, once it is over."""
+        return {"seconds": self._seconds, "peak_bytes": self._peak_bytes}
 
     @model_validator(mode="after")
     def _check_required(self) -> SparsityAllocatorModifier:
@@ -109,27 +111,33 @@ class SparsityAllocatorModifier(StructuredModifier):
         self._groups = self.find_groups(state.model)
         self.check_model(state.model, self._groups, self.sparsity)
         self.count_calibration(state.model, state.data.calib, self._groups)
+        self.place_parts(state.model, state.data.calib, 2)
         if not self._nested:
             self._check_stages()
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
+        self.start_account(state.model)
         self._started = time.perf_counter()
         self.measure_saliency(state.model, state.data.calib)
-        self._observer = LayerObserver("local", all_groups=True)
+        self._observer = LayerObserver("local", all_groups=True, placement=self._placement)
         self.watch_layers(state.model, self._observer)
 
     def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:
         assert self._observer is not None
         for name, layer in self.find_finished_layers(state.model, modules):
             for group in self.groups_of(name):
-                moments = self._observer.collect_moments(layer, group, "statistics")
+                with self.stage("statistics"):
+                    moments = self._observer.collect_moments(layer, group, "statistics")
 
                 def measure(layer: nn.Module = layer, group: UnitGroup = group, moments: Moments = moments) -> Decision:
                     return self._measure_group(state.model, layer, group, moments)
 
-                record, (self._curves[group.name], self._scores[group.name]) = decide_once(measure, torch.device("cpu"))
+                with self.stage("curves"), self.solve_room():
+                    record, (self._curves[group.name], self._scores[group.name]) = decide_once(
+                        measure, torch.device("cpu")
+                    )
                 self._importance[group.name] = record["importance"]
             self._observer.finish_layer()
 
@@ -137,7 +145,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         self.remove_hooks()
         self._observer = None
         self._plan = self._make_plan(state.model)
-        self._seconds = time.perf_counter() - self._started
+        self._seconds, self._peak_bytes = time.perf_counter() - self._started, self.stop_account()
 
     def run_nested(
         self,
@@ -190,7 +198,7 @@ class SparsityAllocatorModifier(StructuredModifier):
     def _measure_group(self, model: nn.Module, layer: nn.Module, group: UnitGroup, moments: Moments) -> Decision:
         """Return a group's importance, and its error curve and scores."""
         consumer = find_linear(layer, group.consumer)
-        weight = read_consumer(layer, group)
+        weight, moments = self.read_dense(layer, group), self.place_moments(moments)
         damped = damp_moments(moments, weight, self.base_damping, consumer.bias is not None)
         weighed = self.weigh(group, damped, weight)
         if self.rotates(group):
@@ -202,7 +210,7 @@ class SparsityAllocatorModifier(StructuredModifier):
             order, scores = self.rank_units(layer, group, moments, ranked, group.num_units)
         if self.restoration == "none":
             root = self._roots.get(group.name)
-            moved = weight if root is None else root.to(weight) @ weight
+            moved = weight if root is None else self._place(root, weight) @ weight
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
         else:  # ADMM too starts from and closes with the least-squares solve
             curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
@@ -214,7 +222,7 @@ class SparsityAllocatorModifier(StructuredModifier):
                 importance = decay * measure_mlp_importance(linears)
             else:
                 importance = decay * self.rho * measure_attention_importance(list_head_weights(model, layer))
-        return {"importance": importance}, [curve.cpu(), scores.cpu()]
+        return {"importance": importance}, [to_host(curve), to_host(scores)]
 
     def _make_plan(self, model: nn.Module) -> Plan:
         assert self.sparsity is not None

@@ -12,9 +12,12 @@ from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from struprune_plugin.modifiers.budget import WHOLE, Placement
 from struprune_plugin.modifiers.distributed import count_ranks, reduce_moments
+from struprune_plugin.modifiers.memory import to_device, to_host, work_on_host
 from struprune_plugin.statistics import (
     Moments,
+    Tiles,
     accumulate_moments,
     add_moments,
     copy_empty,
@@ -113,7 +116,7 @@ class LayerCall:
         known = previous or cls(hidden, (), {}, None, hidden.device)
         held = {name: _hold(value, known.kwargs.get(name)) for name, value in rest.items()}
         return cls(
-            hidden.detach().cpu(),
+            to_host(hidden),
             _hold(args[1:], known.args),
             held,
             find_tokens(rest.get("attention_mask")),
@@ -123,7 +126,7 @@ class LayerCall:
     def repeat(self, layer: nn.Module, hidden: Tensor | None = None) -> Tensor:
         """Run the layer again, on other hidden states where given; return its output on the device."""
         kwargs = {name: _send(value, self.device) for name, value in self.kwargs.items()}
-        hidden = (self.hidden if hidden is None else hidden).to(self.device)
+        hidden = to_device(self.hidden if hidden is None else hidden, self.device)
         output = layer(hidden, *_send(self.args, self.device), **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
@@ -135,7 +138,7 @@ def _hold(value: Any, known: Any) -> Any:
         return tuple(_hold(part, other) for part, other in zip(value, others, strict=True))
     if not isinstance(value, Tensor):
         return value
-    value = value.detach().cpu()
+    value = to_host(value)
     same = isinstance(known, Tensor) and known.shape == value.shape and known.dtype == value.dtype
     return known if same and torch.equal(known, value) else value
 
@@ -144,7 +147,7 @@ def _send(value: Any, device: torch.device) -> Any:
     """Move a tensor, or a tuple of them, to a device."""
     if isinstance(value, tuple):
         return tuple(_send(part, device) for part in value)
-    return value.to(device) if isinstance(value, Tensor) else value
+    return to_device(value, device) if isinstance(value, Tensor) else value
 
 
 def find_tokens(mask: Tensor | None) -> Tensor | None:
@@ -153,13 +156,13 @@ def find_tokens(mask: Tensor | None) -> Tensor | None:
     A token that may not attend to itself is padding.
 
     :param mask: additive or boolean, shape [batch, 1, sequence, sequence]; None where nothing is padded
-    :return: shape [kept], int64; None where all tokens count
+    :return: shape [kept], int64, on the host; None where all tokens count
     """
     if mask is None:
         return None
     diagonal = mask[:, 0].diagonal(dim1=1, dim2=2)
     valid = diagonal if mask.dtype == torch.bool else diagonal == 0
-    return None if valid.all() else valid.reshape(-1).nonzero().flatten()
+    return None if valid.all() else to_host(valid.reshape(-1).nonzero().flatten())
 
 
 def _reorder(moments: Moments, group: UnitGroup) -> Moments:
@@ -170,24 +173,34 @@ def _reorder(moments: Moments, group: UnitGroup) -> Moments:
     return reorder_moments(moments, group.to_unit_order(order))
 
 
-def make_group_moments(layer: nn.Module, group: UnitGroup) -> Moments:
-    """Return empty float32 moments for a group's consumer, on the device of its weights."""
-    weight, _ = read_weight(find_linear(layer, group.consumer))
+def make_group_moments(layer: nn.Module, group: UnitGroup, placement: Placement = WHOLE) -> Moments:
+    """Return empty float32 moments for a group's consumer, on the device of its weights or on the host."""
+    consumer = find_linear(layer, group.consumer)
+    if placement.gather_on_host:
+        with work_on_host() as host:
+            return make_moments(consumer.in_features, consumer.out_features, host, torch.float32)
+    weight, _ = read_weight(consumer)
     return make_moments(weight.shape[1], weight.shape[0], weight.device, torch.float32)
 
 
 def accumulate_tokens(
-    moments: Moments, inputs: Tensor, targets: Tensor, tokens: Tensor | None, group: UnitGroup
+    moments: Moments,
+    inputs: Tensor,
+    targets: Tensor,
+    tokens: Tensor | None,
+    group: UnitGroup,
+    placement: Placement = WHOLE,
 ) -> None:
     """Add the tokens of one micro-batch that are no padding, and refuse what is not finite.
 
     :raises ValueError: NaN or Inf among the activations; the message names the linear
     """
-    targets = targets.to(inputs.device)
+    targets = to_device(targets, inputs.device)
     if tokens is not None:
-        tokens = tokens.to(inputs.device)
+        tokens = to_device(tokens, inputs.device)
         inputs, targets = inputs[tokens], targets[tokens]
-    accumulate_moments(moments, inputs, targets)
+    tiles = Tiles(placement.rows, placement.tokens, to_host) if placement.gather_on_host else None
+    accumulate_moments(moments, inputs, targets, tiles)
     if not is_finite(moments):
         raise ValueError(
             f"{group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
@@ -220,6 +233,7 @@ class LayerObserver:
 
     :param target: ``residual``, ``block`` or ``local``, see method.md section 2
     :param hold_out: gather the moments of every fourth sequence apart, too
+    :param placement: where the moments live
     :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
     :param num_before: sequences of the processes before this one, so that every fourth is counted through all
     """
@@ -229,8 +243,10 @@ class LayerObserver:
         target: Literal["residual", "block", "local"],
         all_groups: bool = False,
         hold_out: bool = False,
+        placement: Placement = WHOLE,
         num_before: int = 0,
     ):
+        self.placement = placement
         self.target = target
         self._num_before = num_before
         self.all_groups = all_groups
@@ -256,7 +272,7 @@ class LayerObserver:
         def count() -> None:
             for group in watched:
                 if group.name not in self._moments:
-                    self._moments[group.name] = make_group_moments(layer, group)
+                    self._moments[group.name] = make_group_moments(layer, group, self.placement)
                 self._accumulate(self._moments[group.name], group, self._make_visit(group, take(group), call))
 
         self._count = count
@@ -273,7 +289,7 @@ class LayerObserver:
         """
         moments = self._moments.pop(group.name, None)
         if moments is None:
-            moments = make_group_moments(layer, group)
+            moments = make_group_moments(layer, group, self.placement)
             for visit in self.visit_batches(layer, group, progress):
                 self._accumulate(moments, group, visit)
         if group.name in self._held:
@@ -319,18 +335,18 @@ class LayerObserver:
             return
         dense = self._dense[len(self._next_dense)] if self._dense else call.hidden
         with HooksMixin.disable_hooks(), capture_streams(layer, groups) as take:
-            self._next_dense.append(call.repeat(layer, dense).cpu())
+            self._next_dense.append(to_host(call.repeat(layer, dense)))
             for group in groups:
                 stream = take(group)
                 wanted = stream.output.float() + (stream.residual.float() if self._is_residual(group) else 0)
-                self._targets.setdefault(group.name, []).append(wanted.cpu())
+                self._targets.setdefault(group.name, []).append(to_host(wanted))
 
     def _make_visit(self, group: UnitGroup, stream: Stream, call: LayerCall, index: int = -1) -> Visit:
         """Complete a target; ``local`` ones are what the consumer gave when the group was first visited."""
         stored = self._targets.setdefault(group.name, [])
         if self.target == "local" and (index == -1 or index >= len(stored)):
-            stored.append(stream.output.float().cpu())
-        target = stored[index].to(stream.output.device)
+            stored.append(to_host(stream.output.float()))
+        target = to_device(stored[index], stream.output.device)
         if self._is_residual(group):
             target = target - stream.residual.float()
         return Visit(stream.source, stream.inputs, target, call)
@@ -349,8 +365,8 @@ class LayerObserver:
             tokens = rest if len(apart) else tokens
             if len(apart) or count_ranks() > 1:  # with several processes empty ones are sent too
                 held = self._held.setdefault(group.name, copy_empty(moments))
-                accumulate_tokens(held, visit.inputs, visit.target, apart, group)
-        accumulate_tokens(moments, visit.inputs, visit.target, tokens, group)
+                accumulate_tokens(held, visit.inputs, visit.target, apart, group, self.placement)
+        accumulate_tokens(moments, visit.inputs, visit.target, tokens, group, self.placement)
 
 
 def _split_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:

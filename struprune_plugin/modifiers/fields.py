@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
-import psutil
 import torch
 from llmcompressor.args import DatasetArguments
 from llmcompressor.core import Event, State, create_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines import SequentialPipeline
 from llmcompressor.recipe import Recipe
+from llmcompressor.utils.dev import get_main_device
 from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation import MAX_SPARSITY, GroupSize, find_group_sparsity
 from struprune_plugin.importance import score_l0, score_magnitude, score_wanda, score_wanda_l2
 from struprune_plugin.modifiers.admm import ADMMSettings, score_by_admm
+from struprune_plugin.modifiers.budget import WHOLE, Placement, place_parts, read_sizes
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
@@ -33,6 +34,16 @@ from struprune_plugin.modifiers.checks import (
     list_later_modifiers,
 )
 from struprune_plugin.modifiers.distributed import check_one_process
+from struprune_plugin.modifiers.memory import (
+    UNMEASURED,
+    DeviceAccount,
+    hold_one_layer,
+    open_account,
+    release_weights,
+    to_device,
+    to_host,
+    work_on_host,
+)
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
 from struprune_plugin.modifiers.sensitivity import measure_fisher
 from struprune_plugin.modifiers.widths import Rounding, find_roundings
@@ -45,7 +56,7 @@ from struprune_plugin.solve import (
     order_units,
     weigh_outputs,
 )
-from struprune_plugin.statistics import Moments
+from struprune_plugin.statistics import Moments, append_bias
 from struprune_plugin.surgery import check_sliceable, read_consumer, read_weight, sum_rows
 from struprune_plugin.topology import (
     Family,
@@ -88,6 +99,10 @@ class StructuredModifier(Modifier):
         ``obs`` and a restoration
     :param max_sparsity: clip of a module's sparsity in Algorithms 2 and 3
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
+    :param measure_memory: count on a CPU, too, what an accelerator would hold, see
+        :mod:`~struprune_plugin.modifiers.memory`; on an accelerator its own counters always tell
+    :param memory_budget: bytes that the device may hold; moments and solves go to the host, and are made in pieces, where
+        they do not fit. None holds all on the device
     :param alpha: weight of ADMM's linear terms, above 0 (paper, Algorithm 4; method.md section 7)
     :param beta: weight of its activation terms, above 0
     :param admm_steps: outer steps K
@@ -123,6 +138,8 @@ class StructuredModifier(Modifier):
     sensitivity: Literal["fisher", "none"] = "fisher"
     allocation_samples: int = Field(default=16, ge=1)
     rotate_values: bool = True
+    measure_memory: bool = False
+    memory_budget: int | None = Field(default=None, ge=1)
 
     _groups: list[UnitGroup] = PrivateAttr(default_factory=list)
     _roundings: dict[str, Rounding] = PrivateAttr(default_factory=dict)  # by group name
@@ -131,7 +148,12 @@ class StructuredModifier(Modifier):
     _roots: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # of the sensitivity, by group name
     _observer: LayerObserver | None = PrivateAttr(default=None)
     _nested: bool = PrivateAttr(default=False)  # in a session inside another modifier's
-    _stages: dict[str, dict[str, float]] = PrivateAttr(default_factory=dict)
+    _stages: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
+    _account: DeviceAccount | None = PrivateAttr(default=None)
+    _spans: ExitStack = PrivateAttr(default_factory=ExitStack)  # closes the account
+    _peaks: list[int] = PrivateAttr(default_factory=list)  # of the whole pass, once it is over
+    _placement: Placement = PrivateAttr(default=WHOLE)
+    _measure: str = PrivateAttr(default=UNMEASURED)
 
     @field_validator("sparsity")
     @classmethod
@@ -260,6 +282,50 @@ class StructuredModifier(Modifier):
         needed = widest.num_columns + 1 if solves else 1
         return check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
 
+    def place_parts(self, model: PreTrainedModel, loader: Any, num_moments: int) -> None:
+        """Choose what goes to the host under the budget.
+
+        :param num_moments: moments of a layer's widest consumer held together
+        :raises ValueError: the budget is too small, or a method asked for does not keep one
+        """
+        if self.memory_budget is None:
+            return
+        asked = {"restoration": self.restoration, "importance": self.importance}
+        for name, value in (*asked.items(), ("tuning_epochs", getattr(self, "tuning_epochs", 0))):
+            if value in ("admm", "snip", "l0", "closed_form") or (name == "tuning_epochs" and value):
+                raise ValueError(
+                    f"memory_budget: must be left out for {name}: {value}, which keeps none. Leave one out."
+                )
+        sizes = read_sizes(model, self._groups, next(iter(loader))["input_ids"].shape)
+        needs_fisher = self.importance == "obs" or self.allocation == "error_curve"
+        sensitivity = self.sensitivity != "none" and needs_fisher
+        self._placement = place_parts(self.memory_budget, sizes, num_moments, sensitivity)
+        logger.info(f"memory_budget: {self._placement}")
+
+    def read_dense(self, layer: nn.Module, group: UnitGroup) -> Tensor:
+        """Return the consumer's weights as :func:`read_consumer` does, where its system is solved."""
+        if not self._placement.solve_on_host:
+            return read_consumer(layer, group)
+        weight, bias = read_weight(find_linear(layer, group.consumer))
+        weight, bias = to_host(weight), None if bias is None else to_host(bias)
+        self.release(layer)
+        return append_bias(group.to_unit_order(weight), bias)
+
+    def place_moments(self, moments: Moments) -> Moments:
+        """Bring moments to where their system is solved."""
+        if not self._placement.solve_on_host:
+            return moments
+        return Moments(*(to_host(part) for part in vars(moments).values()))
+
+    def solve_room(self) -> AbstractContextManager[Any]:
+        """Give the block in which systems are solved: the host's, or the device's."""
+        return work_on_host() if self._placement.solve_on_host else nullcontext()
+
+    def release(self, layer: nn.Module) -> None:
+        """Take a layer's weights off the device where the budget asks for that."""
+        if self._placement.release_weights:
+            release_weights(layer)
+
     def measure_saliency(self, model: PreTrainedModel, loader: Iterable) -> None:
         """Score all units by gradients of the dense model, where the importance asks for that.
 
@@ -272,8 +338,15 @@ class StructuredModifier(Modifier):
         needed = self.importance == "obs" or self.allocation == "error_curve"
         if self.sensitivity != "none" and needed and not self._roots:
             with self.stage("sensitivity"), DisableQuantization(model):
-                fisher = measure_fisher(model, loader, self._groups, self.allocation_samples)
-                self._roots = {name: find_root(matrix) for name, matrix in fisher.items()}
+                fisher = measure_fisher(model, loader, self._groups, self.allocation_samples, self._placement.logits)
+                self._roots = {name: self._find_root(matrix) for name, matrix in fisher.items()}
+
+    def _find_root(self, matrix: Tensor) -> Tensor:
+        """Return the root, on the host, found on the device unless solves run on the host."""
+        if self._placement.solve_on_host:
+            with work_on_host():
+                return find_root(matrix)
+        return to_host(find_root(to_device(matrix, get_main_device())))
 
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Handle an event of the host; leave no hooks behind if it fails."""
@@ -281,7 +354,8 @@ class StructuredModifier(Modifier):
             super().update_event(state, event, **kwargs)
 
     def clean_up(self) -> None:
-        """Forget a run that was aborted: its hooks and what it observed."""
+        """Forget a run that was aborted: its hooks, its account and what it observed."""
+        self._spans.close()
         self.remove_hooks()
         if self._observer is not None:
             self._observer.close()
@@ -347,14 +421,41 @@ class StructuredModifier(Modifier):
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds and the peak memory of what runs inside to a stage of the manifest."""
         start = time.perf_counter()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        stage = self._stages.setdefault(name, {"seconds": 0.0, "peak_bytes": 0})
+        stage = self._stages.setdefault(name, {"seconds": 0.0, "peak_bytes": None})
+        span: AbstractContextManager[list[int]] = nullcontext([]) if self._account is None else self._account.watch()
+        with span as peaks:
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         stage["seconds"] += time.perf_counter() - start
-        stage["peak_bytes"] = max(stage["peak_bytes"], measure_peak_bytes())
+        stage["peak_bytes"] = max(*peaks, stage["peak_bytes"] or 0) if peaks else None
+
+    @property
+    def memory_measure(self) -> str:
+        """What ``peak_bytes`` counts."""
+        return self._measure
+
+    def list_stages(self) -> list[dict[str, Any]]:
+        """Return seconds and peak bytes of every stage, as the manifest has them."""
+        return [
+            {"name": name, "seconds": round(values["seconds"], 3), "peak_bytes": values["peak_bytes"]}
+            for name, values in self._stages.items()
+        ]
+
+    def start_account(self, model: PreTrainedModel) -> None:
+        """Hold one decoder layer on the device from here on, and count what is there."""
+        if not self._nested:
+            self._spans.enter_context(hold_one_layer(model, self._placement.release_weights))
+        self._account = self._spans.enter_context(open_account(self.measure_memory))
+        if self._account is not None:
+            self._peaks = self._spans.enter_context(self._account.watch())
+            self._measure = self._account.measure
+
+    def stop_account(self) -> int | None:
+        """Return the most bytes that the device held since the account was started; None where there is none."""
+        self._spans.close()
+        self._account = None
+        return self._peaks[0] if self._peaks else None
 
     def rotates(self, group: UnitGroup) -> bool:
         """Tell whether the values of a group are rotated before channels go."""
@@ -363,7 +464,11 @@ class StructuredModifier(Modifier):
     def weigh(self, group: UnitGroup, damped: Moments, weight: Tensor) -> Moments:
         """Return the moments that count errors by the sensitivity, or the same ones where none was measured."""
         root = self._roots.get(group.name)
-        return damped if root is None else weigh_outputs(damped, root.to(damped.gram), weight)
+        return damped if root is None else weigh_outputs(damped, self._place(root, damped.gram), weight)
+
+    def _place(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor of the host's where the system is solved."""
+        return tensor if self._placement.solve_on_host else to_device(tensor, like.device)
 
     def rank_units(
         self, layer: nn.Module, group: UnitGroup, moments: Moments, damped: Moments, num_remove: int
@@ -380,7 +485,7 @@ class StructuredModifier(Modifier):
             scores = elimination.increase.new_full((group.num_units,), torch.inf)
             scores[elimination.order] = elimination.increase
             return elimination.order, scores
-        dense = read_consumer(layer, group)
+        dense = self.read_dense(layer, group)
         weight = dense[:, :-1]
         columns = expand_units(torch.arange(group.num_units, device=weight.device), group.columns_per_unit)
         unit_columns = columns.view(group.num_units, -1)
@@ -389,17 +494,20 @@ class StructuredModifier(Modifier):
         elif self.importance == "wanda_l2":
             scores = score_wanda_l2(moments, weight, unit_columns)
         elif self.importance == "snip":
-            scores = self._snip[group.name].to(weight.device)
+            scores = self._place(self._snip[group.name], weight)
         elif self.importance == "closed_form":
             scores = self._score_closed_form(layer, group, score_wanda(moments, weight, unit_columns))
         elif self.importance == "l0":
             assert self.sparsity is not None
             scores = score_l0(damped, dense, unit_columns, retention=1 - self.sparsity)
         else:
-            rows = [
-                sum_rows(group, name, read_weight(find_linear(layer, name))[0].abs().sum(1, dtype=torch.float64))
-                for name in group.producers
-            ]
+            with work_on_host(False):
+                rows = [
+                    sum_rows(
+                        group, name, read_weight(find_linear(layer, name))[0].abs().sum(1, dtype=torch.float64)
+                    ).to(weight.device)
+                    for name in group.producers
+                ]
             scores = score_magnitude(weight, unit_columns, rows)
         return order_units(scores, group.num_blocks), scores
 
@@ -434,10 +542,3 @@ class StructuredModifier(Modifier):
         """Return the recipe fields, without the host's bookkeeping."""
         hosts = set(Modifier.model_fields)
         return {name: value for name, value in self.model_dump().items() if name not in hosts}
-
-
-def measure_peak_bytes() -> int:
-    """Return the accelerator's peak of allocated bytes since its reset, or, without one, the bytes resident now."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return psutil.Process().memory_info().rss

@@ -42,7 +42,8 @@ from struprune_plugin.modifiers.distributed import (
     decide_once,
     gather_digests,
 )
-from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier, measure_peak_bytes
+from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
+from struprune_plugin.modifiers.memory import work_on_host
 from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.rotation import Rotation, eliminate_directions, order_directions, rotate_columns, rotate_moments
@@ -51,7 +52,6 @@ from struprune_plugin.statistics import Moments, measure_error, with_bias_index
 from struprune_plugin.surgery import (
     LayerCopy,
     copy_layer,
-    read_consumer,
     restore_layer,
     rotate_group,
     rotate_producer,
@@ -186,6 +186,7 @@ class StruPruneModifier(StructuredModifier):
         self.check_model(model, self._groups, sparsity)
         num_sequences, num_tokens = self.count_calibration(model, state.data.calib, self._groups)
         self._calibration = {"num_sequences": num_sequences, "num_tokens": num_tokens}
+        self.place_parts(model, state.data.calib, 1 + (self.damping == "auto"))
         self._weights_digest = describe_weights(model)
         self._num_prunable = count_prunable_parameters(model)
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets")}
@@ -196,6 +197,7 @@ class StruPruneModifier(StructuredModifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
+        self.start_account(state.model)
         self._started = time.perf_counter()
         self.measure_saliency(state.model, state.data.calib)
         if self._plan is None:
@@ -205,7 +207,9 @@ class StruPruneModifier(StructuredModifier):
         num_before = (
             count_before(sum(len(batch["input_ids"]) for batch in state.data.calib)) if count_ranks() > 1 else 0
         )
-        self._observer = LayerObserver(self.target, hold_out=self.damping == "auto", num_before=num_before)
+        self._observer = LayerObserver(
+            self.target, hold_out=self.damping == "auto", placement=self._placement, num_before=num_before
+        )
         self._fingerprint = hashlib.sha256()
         self.register_hook(state.model.get_input_embeddings(), self._see_tokens, "forward_pre", with_kwargs=True)
         self.watch_layers(state.model, self._observer)
@@ -232,7 +236,7 @@ class StruPruneModifier(StructuredModifier):
         self._restore_pruned()
         self._stages["whole pass"] = {
             "seconds": time.perf_counter() - self._started,
-            "peak_bytes": measure_peak_bytes(),
+            "peak_bytes": self.stop_account(),
         }
         seen = {record["name"] for record in self._records}
         missing = [group.name for group in self._groups if group.name not in seen]
@@ -400,6 +404,7 @@ class StruPruneModifier(StructuredModifier):
         has seen its outputs; return the squared error summed over groups."""
         rehearsal = StruPruneModifier(**self.dump_fields() | {"tuning_epochs": 0})  # a search by the solves' errors
         rehearsal._rehearsed, rehearsal._roundings = plan, self._roundings
+        rehearsal._placement = self._placement
         rehearsal._snip, rehearsal._roots = self._snip, self._roots
         rehearsal.run_alone(state, self._pipeline_options, propagate_error=True)
         return sum(record["error_after"] * record["target_energy"] for record in rehearsal._records)
@@ -459,8 +464,10 @@ class StruPruneModifier(StructuredModifier):
         assert self._plan is not None
         assert self._observer is not None
         held = self._observer.take_held(group)
+        held = None if held is None else self.place_moments(held)
+        moments = self.place_moments(moments)
         self._changed = self._changed or self._plan.kept[group.name] < group.num_units
-        with self.stage("select and solve"):
+        with self.stage("select and solve"), self.solve_room():
             record, (keep, weight, *rotated) = decide_once(
                 lambda: self._decide(layer, group, moments, held), moments.gram.device
             )
@@ -472,6 +479,7 @@ class StruPruneModifier(StructuredModifier):
         elif self._changed:
             with self.stage("surgery"):
                 slice_group(layer, group, keep, weight, dict(zip(group.producers, rotated[1:], strict=False)))
+                self.release(layer)
         self._records.append(record)
 
     def _decide(self, layer: nn.Module, group: UnitGroup, moments: Moments, held: Moments | None) -> Decision:
@@ -483,7 +491,7 @@ class StruPruneModifier(StructuredModifier):
         assert self._plan is not None
         num_keep = self._plan.kept[group.name]
         has_bias = find_linear(layer, group.consumer).bias is not None
-        dense = read_consumer(layer, group)
+        dense = self.read_dense(layer, group)
         damped = damp_moments(moments, dense, self.base_damping, has_bias)
         weighed = self.weigh(group, damped, dense) if self.importance == "obs" else damped
         rotation: Rotation | None = None
@@ -497,7 +505,8 @@ class StruPruneModifier(StructuredModifier):
         keep, swaps = self._swap_units(group, weighed, keep)
         if rotation is not None:
             rows = group.find_kept_rows(next(iter(group.producers)), keep.cpu())
-            producer = rotate_producer(layer, group, rotation.basis)
+            with work_on_host(False):
+                producer = rotate_producer(layer, group, rotation.basis)
             rotated = [rotation.basis, producer[rows.to(producer.device)]]
         columns = expand_units(keep, group.columns_per_unit)
         deleted = dense[:, with_bias_index(columns, group.num_columns)]
@@ -601,10 +610,6 @@ class StruPruneModifier(StructuredModifier):
         assert self._plan is not None
         after = count_parameters(model)
         removed = sum((r["num_units"] - r["kept"]) * r["unit_cost"] for r in self._records)
-        stages = [
-            {"name": name, "seconds": round(values["seconds"], 3), "peak_bytes": int(values["peak_bytes"])}
-            for name, values in self._stages.items()
-        ]
         return {
             "model": {
                 "base": model.config._name_or_path,
@@ -624,10 +629,8 @@ class StruPruneModifier(StructuredModifier):
                 "rounding": describe_roundings(self._groups, self._roundings),
             },
             "allocation": self._plan.record,
-            "memory_measure": "accelerator bytes allocated"
-            if torch.cuda.is_available()
-            else "process resident bytes, sampled",
-            "stages": stages,
+            "memory_measure": self.memory_measure,
+            "stages": self.list_stages(),
             "tuning": self._tuning,
             "groups": self._records,
         }

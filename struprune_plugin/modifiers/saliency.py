@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.importance import score_snip
 from struprune_plugin.modifiers.distributed import sum_over_ranks
+from struprune_plugin.modifiers.sensitivity import freeze_weights
 from struprune_plugin.solve import expand_units
 from struprune_plugin.surgery import sum_rows
 from struprune_plugin.topology import UnitGroup, find_linear
@@ -66,17 +67,13 @@ def measure_snip(
     handles = [linear.register_forward_hook(watch(key)) for key, linear in linears.items()]
     embeddings: Any = model.get_input_embeddings()
     handles.append(embeddings.register_forward_hook(lambda _m, _a, out: out.requires_grad_()))
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(False)
-        for batch in tqdm(loader, desc="snip gradients"):
-            _add_batch(model, batch, linears, consumers, seen, sums)
+        with freeze_weights(model):
+            for batch in tqdm(loader, desc="snip gradients"):
+                _add_batch(model, batch, linears, consumers, seen, sums)
     finally:
         for handle in handles:
             handle.remove()
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
     for total in sums.values():
         sum_over_ranks(total)
     return {group.name: _score(group, sums) for group in groups}

@@ -7,20 +7,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from compressed_tensors.offload import disable_onloading
 from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from struprune_plugin.modifiers.budget import MAX_LOGITS
 from struprune_plugin.modifiers.capture import LayerCall
 from struprune_plugin.modifiers.distributed import count_before, count_ranks, gather_numbers, sum_over_ranks
+from struprune_plugin.modifiers.memory import to_device, to_host
 from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_linear
-
-_MAX_LOGITS = 1 << 26  # held at once, a quarter of a gigabyte; their gradient takes as much again, twice
 
 
 def measure_fisher(
-    model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup], num_sequences: int
+    model: PreTrainedModel,
+    loader: Iterable[dict[str, Tensor]],
+    groups: Sequence[UnitGroup],
+    num_sequences: int,
+    max_logits: int = MAX_LOGITS,
 ) -> dict[str, Tensor]:
     """Return the Fisher information of every consumer's output, mean over tokens, by group name.
 
@@ -33,15 +38,16 @@ def measure_fisher(
 
     :return: empty where the model's output is not finite: the calibration pass that follows names the linear
     :param num_sequences: at most this many sequences are used, of every process' loader an equal share
+    :param max_logits: held at once
     """
     sums: dict[str, Tensor] = {}
     share = -(-num_sequences // count_ranks())
     parts = _split_batches(loader, share, model.config.vocab_size)
     first = count_before(sum(len(part["input_ids"]) for part in parts))
     counted, finite = 0, True
-    with _freeze(model), HooksMixin.disable_hooks():
+    with freeze_weights(model), HooksMixin.disable_hooks():
         for batch in tqdm(parts, desc="sensitivity"):
-            calls, gradient, num_tokens = _run_forward(model, batch, first)
+            calls, gradient, num_tokens = _run_forward(model, batch, first, max_logits)
             finite = num_tokens > 0
             if not finite:
                 break
@@ -64,7 +70,7 @@ def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, voca
         tensors = {name: part[:left] for name, part in batch.items() if name in ("input_ids", "attention_mask")}
         ids = tensors["input_ids"]
         left -= len(ids)
-        size = max(1, _MAX_LOGITS // (ids.shape[1] * vocabulary))
+        size = max(1, MAX_LOGITS // (ids.shape[1] * vocabulary))
         splits = {name: part.split(size) for name, part in tensors.items()}
         parts += [dict(zip(splits, values, strict=True)) for values in zip(*splits.values(), strict=True)]
         if left <= 0:
@@ -73,11 +79,13 @@ def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, voca
 
 
 @contextmanager
-def _freeze(model: nn.Module) -> Iterator[None]:
-    """Let no weight collect gradients."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+def freeze_weights(model: nn.Module) -> Iterator[None]:
+    """Let no weight collect gradients; offloaded ones stay where they are."""
+    with disable_onloading():
+        parameters = list(model.parameters())
+    flags = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
-        for parameter, _ in flags:
+        for parameter in parameters:
             parameter.requires_grad_(False)
         yield
     finally:
@@ -85,7 +93,9 @@ def _freeze(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def _run_forward(model: PreTrainedModel, batch: dict[str, Tensor], first: int) -> tuple[list[LayerCall], Tensor, int]:
+def _run_forward(
+    model: PreTrainedModel, batch: dict[str, Tensor], first: int, max_logits: int
+) -> tuple[list[LayerCall], Tensor, int]:
     """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored.
 
     No tokens are scored where the output is not finite.
@@ -110,29 +120,47 @@ def _run_forward(model: PreTrainedModel, batch: dict[str, Tensor], first: int) -
     mask = batch.get("attention_mask")
     try:
         with torch.enable_grad():
-            logits = model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).logits
-            log_probs = torch.log_softmax(logits.float(), dim=-1)
-            valid = torch.ones_like(batch["input_ids"]) if mask is None else mask
-            valid = valid.to(log_probs.device).bool()
-            if not log_probs[valid].isfinite().all():
-                return calls, logits, 0
-            labels = _draw_labels(log_probs.detach().masked_fill(~valid[..., None], 0), first)
-            chosen = log_probs.gather(-1, labels[..., None])[..., 0]
-            (gradient,) = torch.autograd.grad(-chosen[valid].sum(), tail)
+            final = model.base_model(
+                input_ids=batch["input_ids"], attention_mask=mask, use_cache=False
+            ).last_hidden_state
+            valid = to_device((torch.ones_like(batch["input_ids"]) if mask is None else mask).bool(), final.device)
+            above = _find_output_gradient(model, final.detach(), valid, first, max_logits)
+            if above is None:
+                return calls, final, 0
+            (gradient,) = torch.autograd.grad(final, tail, above)
     finally:
         for handle in handles:
             handle.remove()
     return calls, gradient, int(valid.sum())
 
 
-def _draw_labels(log_probs: Tensor, first: int) -> Tensor:
-    """Draw a token at every position from the model's own distribution, shape [sequences, tokens]."""
-    generator = torch.Generator()
-    rows = []
-    for number, sequence in enumerate(log_probs, first):
-        generator.manual_seed(number)
-        rows.append(torch.multinomial(sequence.exp().cpu(), 1, generator=generator)[:, 0])
-    return torch.stack(rows).to(log_probs.device)
+def _find_output_gradient(
+    model: PreTrainedModel, final: Tensor, valid: Tensor, first: int, max_logits: int
+) -> Tensor | None:
+    """Return the gradient of -log p(y), y drawn from p, at the inputs of the output embeddings; None where not finite.
+
+    :param final: those inputs, shape [sequences, tokens, d]
+    :param valid: which tokens count, shape [sequences, tokens], bool
+    """
+    head: Any = model.get_output_embeddings()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    size = max(1, max_logits // model.config.vocab_size)
+    gradient, generator = torch.zeros_like(final), torch.Generator()
+    for row, (sequence, counted) in enumerate(zip(final, valid, strict=True)):
+        generator.manual_seed(first + row)
+        for start in range(0, len(sequence), size):
+            span = slice(start, start + size)
+            part = sequence[span].detach().requires_grad_()
+            logits = head(part).float()
+            log_probs = torch.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), dim=-1)
+            del logits
+            if not log_probs[counted[span]].isfinite().all():
+                return None
+            chances = to_host(log_probs.masked_fill(~counted[span, None], 0)).exp()
+            labels = to_device(torch.multinomial(chances, 1, generator=generator), log_probs.device)
+            chosen = log_probs.gather(-1, labels)[counted[span]]
+            gradient[row, span] = torch.autograd.grad(-chosen.sum(), part)[0]
+    return gradient
 
 
 def _run_backward(
@@ -145,7 +173,7 @@ def _run_backward(
         return lambda _module, _args, output: outputs.update({name: output})
 
     handles = [find_linear(layer, group.consumer).register_forward_hook(see(group.name)) for group in groups]
-    hidden = call.hidden.to(call.device).requires_grad_()
+    hidden = to_device(call.hidden, call.device).requires_grad_()
     try:
         with torch.enable_grad():
             output = call.repeat(layer, hidden)
@@ -156,7 +184,7 @@ def _run_backward(
     for group, part in zip(groups, found, strict=True):
         part = part.flatten(0, -2).float()
         if call.tokens is not None:
-            part = part[call.tokens.to(part.device)]
-        gram = (part.T @ part).double()
+            part = part[to_device(call.tokens, part.device)]
+        gram = to_host(part.T @ part).double()
         sums[group.name] = sums[group.name] + gram if group.name in sums else gram
     return below

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from struprune_plugin.modifiers.capture import LayerCall
+from struprune_plugin.modifiers.memory import to_device, to_host
 
 _FLOOR = 1e-3  # of a parameter's root mean square, so that a bias of zeros learns too
 
@@ -69,6 +70,7 @@ def tune_layer(
             curve.append(_measure(student, held))
             if curve[-1] < curve[best_epoch]:
                 best, best_epoch = _read_state(student), epoch
+        student.to("meta")  # hooks hold it in cycles, and its memory with it
     if best_epoch:
         _write_state(layer, best)
     return {"holdout": curve, "best_epoch": best_epoch}
@@ -78,7 +80,9 @@ def _copy_float(layer: nn.Module, device: torch.device) -> nn.Module:
     """Return a plain float32 copy of a layer, free of the host's offloading, all of it trainable."""
     student = copy.deepcopy(layer)
     remove_dispatch(student)
-    student = student.to(device=device, dtype=torch.float32)
+    student = student.to(dtype=torch.float32)
+    for parameter in (*student.parameters(), *student.buffers()):
+        parameter.data = to_device(parameter.data, device)
     return student.requires_grad_(True)
 
 
@@ -92,13 +96,13 @@ def _compare(student: nn.Module, call: LayerCall, target: Tensor) -> tuple[Tenso
     def widen(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(call.device, torch.float32 if value.is_floating_point() else value.dtype)
+        return to_device(value, call.device, torch.float32 if value.is_floating_point() else value.dtype)
 
     output = student(widen(call.hidden), *tree_map(widen, call.args), **tree_map(widen, call.kwargs))
     output = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
     target = widen(target).flatten(0, -2)
     if call.tokens is not None:
-        tokens = call.tokens.to(output.device)
+        tokens = to_device(call.tokens, output.device)
         output, target = output[tokens], target[tokens]
     return output - target, target.square().sum()
 
@@ -110,7 +114,7 @@ def _measure(student: nn.Module, pairs: Sequence[tuple[LayerCall, Tensor]]) -> f
 
 
 def _read_state(student: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().cpu().clone() for name, parameter in student.named_parameters()}
+    return {name: to_host(parameter).clone() for name, parameter in student.named_parameters()}
 
 
 def _write_state(layer: nn.Module, state: dict[str, Tensor]) -> None:

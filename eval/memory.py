@@ -1,0 +1,172 @@
+"""Memory of pruning against the size of the model: what the device holds, measured on shapes of OPT-125M to OPT-66B.
+
+    python -m eval.memory --output results/memory                       # as far as this machine's memory goes
+    python -m eval.memory --models OPT-125M,OPT-350M --modes "fast" --output results/memory
+
+Weights are random and made here; nothing is downloaded. A model has the published widths and vocabulary but few decoder
+layers, for the peak does not grow with them. Without an accelerator the peak is an account of what one would hold.
+Finished rows are read back, not measured again. Writes memory-growth.md, .json and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+
+from eval.methods import DEFAULT
+from eval.paper_sizes import OPT_SIZES, count_sizes, has_room, make_opt_config, measure_pruning_memory
+from eval.paper_tables import MEMORY_MODELS, PAPER_MEMORY
+from eval.rows import Ledger
+from struprune_plugin.report import format_table
+
+FAST: dict[str, Any] = {
+    "importance": "wanda",
+    "allocation": "uniform",
+    "sensitivity": "none",
+    "rotate_values": False,
+    "max_swaps": 0,
+    "damping": 0.01,
+}
+# mode -> (fields, memory budget in decoder layers)
+MODES: dict[str, tuple[dict[str, Any], float | None]] = {
+    "default": (dict(DEFAULT.fields), None),
+    "fast": (FAST, None),
+    "fast, 4 layers": (FAST, 4.0),
+    "fast, 1 layer": (FAST, 1.0),
+    "fast, least budget": (FAST, 0.0),
+}
+
+
+def fit_exponent(sizes: list[float], peaks: list[float]) -> float | None:
+    """Return e of ``peak ~ N^e`` by least squares on logarithms; None below two sizes."""
+    if len(sizes) < 2:
+        return None
+    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (sizes, peaks))
+    centred = x - x.mean()
+    return float((centred * y).sum() / centred.square().sum())
+
+
+def format_rows(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the table, a line a shape and mode, and below it why rows are refused."""
+    header = ["model", "mode", "model, 16 bit", "one layer", "peak", "peak / layer", "peak / model", "seconds"]
+    lines, notes = [], []
+    for key, row in rows.items():
+        name, mode = key.split(" | ")
+        told = [name, mode, f"{row['model_bytes'] / 1e9:.3f}", f"{row['layer_bytes'] / 1e9:.4f}"]
+        if "refused" in row:
+            notes.append(f"{key}: refused, {row['refused']}")
+            lines.append([*told, "refused", "", "", ""])
+            continue
+        peak = row["peak_bytes"]
+        told += [f"{peak / 1e9:.3f}", f"{peak / row['layer_bytes']:.2f}", f"{peak / row['model_bytes']:.3f}"]
+        lines.append([*told, f"{row['seconds']:.0f}"])
+    return "\n\n".join([format_table(header, lines), *notes])
+
+
+def group_by_mode(rows: dict[str, dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Return (parameters, peak bytes) of the measured rows, by mode."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for key, row in rows.items():
+        if "refused" not in row:
+            points.setdefault(key.split(" | ")[1], []).append((row["parameters"], row["peak_bytes"]))
+    return points
+
+
+def draw_figure(rows: dict[str, dict[str, Any]], file: Path) -> None:
+    """Draw measured peaks, the paper's figures, and the bytes of a layer and of a model, against N; both logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 4.5), layout="constrained")
+    for mode, points in group_by_mode(rows).items():
+        axis.plot(*zip(*sorted(points), strict=True), marker="o", label=f"measured: {mode}")
+    sizes = [count_sizes(name, make_opt_config(name)) for name in OPT_SIZES]
+    totals = {size.name: size.total for size in sizes}
+    for method, figures in PAPER_MEMORY.items():
+        at = [totals[name] for name in MEMORY_MODELS]
+        axis.plot(at, [1e9 * value for value in figures], marker="x", linestyle="none", label=f"paper: {method}")
+    ordered = sorted(sizes, key=lambda size: size.total)
+    axis.plot(
+        [s.total for s in ordered],
+        [2 * s.layer for s in ordered],
+        ":",
+        color="grey",
+        label="one layer, 16 bit, counted",
+    )
+    axis.plot(
+        [s.total for s in ordered], [2 * s.total for s in ordered], "--", color="grey", label="model, 16 bit, counted"
+    )
+    axis.set(xscale="log", yscale="log", xlabel="parameters N", ylabel="bytes on the device")
+    axis.legend(fontsize="small")
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def write_report(rows: dict[str, dict[str, Any]], left_out: list[str], folder: Path) -> str:
+    """Write the three files; return the text."""
+    exponents = {mode: fit_exponent(*map(list, zip(*p, strict=True))) for mode, p in group_by_mode(rows).items()}
+    measures = {row["measure"] for row in rows.values() if "measure" in row}
+    notes = [
+        f"Gigabytes, everything counted: {', '.join(sorted(measures))}. Models of {{}} decoder layers; one sequence of 2048 "
+        "tokens at a time.".format("/".join(sorted({str(row["num_layers"]) for row in rows.values()}))),
+        *(f"{mode}: peak ~ N^{e:.2f} (fit)" for mode, e in exponents.items() if e is not None),
+        *(
+            f"paper, its own figures on {', '.join(MEMORY_MODELS)}: {method} {' / '.join(map(str, figures))} GB"
+            for method, figures in PAPER_MEMORY.items()
+        ),
+    ]
+    if left_out:
+        notes.append(f"Left out, this machine's memory does not hold the solves: {', '.join(left_out)}.")
+    text = f"# Memory while pruning\n\n```\n{format_rows(rows)}\n```\n\n" + "\n".join(f"- {note}" for note in notes)
+    (folder / "memory-growth.md").write_text(text + "\n", encoding="utf-8")
+    data = {"rows": rows, "exponents": exponents, "left_out": left_out}
+    (folder / "memory-growth.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    draw_figure(rows, folder / "memory-growth.png")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(OPT_SIZES))
+    parser.add_argument("--modes", default=";".join(MODES), help="separated by semicolons")
+    parser.add_argument("--layers", type=int, default=1, help="decoder layers of every model")
+    parser.add_argument("--memory", type=float, help="gigabytes of this machine to use; what is free if unset")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the files")
+    args = parser.parse_args()
+    logger.remove()
+    warnings.filterwarnings("ignore")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    settings = {"layers": args.layers, "device": device, "version": version("struprune-plugin")}
+    ledger = Ledger(args.output / "memory-growth-rows.json", settings)
+    rows: dict[str, dict[str, Any]] = {}
+    left_out = []
+    for name in args.models.split(","):
+        if not has_room(name, None if args.memory is None else round(args.memory * 1e9)):
+            left_out.append(name)
+            continue
+        size = count_sizes(name, make_opt_config(name))
+        for mode in args.modes.split(";"):
+            fields, budget = MODES[mode]
+
+            def measure(
+                name: str = name, fields: dict[str, Any] = fields, budget: float | None = budget
+            ) -> dict[str, Any]:
+                return measure_pruning_memory(name, fields, budget, args.layers)
+
+            row = ledger.finish(f"{name} | {mode}", {"fields": fields, "budget": budget}, measure)
+            counted = {"parameters": size.total, "model_bytes": 2 * size.total, "num_layers": args.layers}
+            rows[f"{name} | {mode}"] = {**row, **counted}
+    print(write_report(rows, left_out, args.output))
+
+
+if __name__ == "__main__":
+    main()

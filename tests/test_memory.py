@@ -1,0 +1,129 @@
+"""What the device holds while layers are pruned, counted on a CPU; lines that it must not cross."""
+
+import gc
+
+import pytest
+import torch
+from conftest import make_dataset, run_oneshot, save_opt
+
+from struprune_plugin import read_manifest
+from struprune_plugin.modifiers.memory import LiveBytes, open_account, to_device, to_host
+
+CPU = torch.device("cpu")
+
+
+def measure_stages(folder, model, **fields):
+    run_oneshot(str(model), sparsity=0.3, measure_memory=True, output_dir=str(folder), **fields)
+    manifest = read_manifest(folder)
+    assert manifest["memory_measure"].startswith("account")
+    return {stage["name"]: stage["peak_bytes"] for stage in manifest["stages"]}
+
+
+def test_live_bytes_counts_what_is_alive_together_and_views_once():
+    with LiveBytes() as live:
+        first = torch.zeros(1000)
+        view = first.view(10, 100)[2:]
+        second = first + 1
+        assert live.live == 8000
+        del first, second
+        assert live.live == 4000, "the view keeps its storage"
+        del view
+        assert live.live == 0
+    assert live.peak == 8000
+
+
+def test_what_is_read_from_the_host_alone_stays_on_the_host():
+    outside = torch.ones(500)
+    with LiveBytes() as live:
+        double = outside * 2
+        assert live.live == 0
+        mixed = double + torch.ones(500)
+        assert live.live == 2000, "an operation with the device's tensors runs there"
+        double.copy_(mixed)
+        assert not live.holds(double)
+
+
+def test_moves_copy_while_the_account_is_open_and_share_otherwise():
+    tensor = torch.ones(500)
+    assert to_host(tensor).data_ptr() == tensor.data_ptr()
+    with open_account(on_cpu=True) as account:
+        moved = to_device(tensor, CPU)
+        assert moved.data_ptr() != tensor.data_ptr()
+        assert to_device(moved, CPU) is moved
+        assert account.live.live == 2000
+        kept = to_host(moved)
+        del moved
+        assert account.live.live == 0
+        assert torch.equal(kept, tensor)
+
+
+def test_watch_tells_the_peak_of_every_span_of_nested_ones():
+    with open_account(on_cpu=True) as account, account.watch() as whole:
+        first = torch.zeros(1000)
+        with account.watch() as inner:
+            del first
+            torch.zeros(100)
+        torch.zeros(300)
+    gc.collect()
+    assert inner == [4000]
+    assert whole == [4000]
+
+
+def test_the_account_changes_no_result(opt, tmp_path):
+    plain, counted = (run_oneshot(str(opt), sparsity=0.3, measure_memory=on).state_dict() for on in (False, True))
+    assert all(torch.equal(plain[name], counted[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"tuning_epochs": 1}, {"importance": "snip", "restoration": "admm", "allocation": "uniform"}],
+)
+def test_memory_grows_neither_with_layers_nor_with_samples(tmp_path, fields):
+    model, deep = save_opt(tmp_path / "model"), save_opt(tmp_path / "deep", num_hidden_layers=6)
+    peaks = measure_stages(tmp_path / "a", model, dataset=make_dataset(32), num_calibration_samples=32, **fields)
+    more = measure_stages(tmp_path / "b", model, dataset=make_dataset(64), num_calibration_samples=64, **fields)
+    deeper = measure_stages(tmp_path / "c", deep, dataset=make_dataset(32), num_calibration_samples=32, **fields)
+    for name, peak in peaks.items():
+        assert more[name] < 1.02 * peak, f"{name}: more samples"
+        if "gradients" not in peaks or name not in ("gradients", "whole pass"):  # gradients are the whole model's
+            assert deeper[name] < 1.02 * peak, f"{name}: more layers"
+
+
+FAST = {"allocation": "uniform", "sensitivity": "none"}
+
+
+def run_with_budget(folder, model, budget, **fields):
+    run_oneshot(
+        str(model), sparsity=0.3, measure_memory=True, memory_budget=budget, output_dir=str(folder),
+        dataset=make_dataset(32), num_calibration_samples=32, batch_size=1, **fields,
+    )  # fmt: skip
+    manifest = read_manifest(folder)
+    return max(stage["peak_bytes"] for stage in manifest["stages"]), manifest
+
+
+def make_wide(folder):
+    return save_opt(folder, hidden_size=64, word_embed_proj_dim=64, ffn_dim=256, vocab_size=2048)
+
+
+@pytest.mark.parametrize("fields", [FAST, {}])
+def test_a_budget_is_kept_and_refused_below_what_it_names(tmp_path, fields):
+    model = make_wide(tmp_path / "model")
+    with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
+        run_with_budget(tmp_path / "a", model, 1000, **fields)
+    least = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+    free, reference = run_with_budget(tmp_path / "free", model, None, **fields)
+    peaks = []
+    for factor in (1, 1.5, 3, 10):
+        peak, manifest = run_with_budget(tmp_path / str(factor), model, int(factor * least), **fields)
+        assert peak <= factor * least
+        peaks.append(peak)
+        found = [[group[name] for name in ("name", "kept")] for group in manifest["groups"]]
+        assert found == [[group[name] for name in ("name", "kept")] for group in reference["groups"]]
+        errors = [group["error_after"] for group in manifest["groups"]]
+        assert errors == pytest.approx([group["error_after"] for group in reference["groups"]], rel=1e-3)
+    assert peaks[0] < free
+
+
+def test_a_budget_is_refused_with_methods_that_keep_none(opt):
+    with pytest.raises(ValueError, match="memory_budget: must be left out for restoration: admm"):
+        run_oneshot(str(opt), sparsity=0.3, memory_budget=10**9, restoration="admm")

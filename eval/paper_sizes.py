@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin import StruPruneModifier, oneshot
-from struprune_plugin.modifiers.budget import find_least_budget, read_sizes
+from struprune_plugin.modifiers.budget import Demands, find_least_budget, read_sizes
 from struprune_plugin.topology import find_decoder_layers, find_family, find_linear
 
 # name -> (hidden size, layers, heads), the published configurations; FFN 4 d, vocabulary 50,272, 2048 positions
@@ -181,7 +181,8 @@ def measure_pruning_memory(
     budget = None if budget_layers is None else round(budget_layers * layer)
     if budget == 0:
         groups = StruPruneModifier(sparsity=sparsity, **fields).find_groups(model)
-        budget = find_least_budget(read_sizes(model, groups, ids[:1].shape), fields.get("sensitivity") != "none")
+        demands = Demands(together=True, hold_out=True, sensitivity=fields.get("sensitivity") != "none")
+        budget = find_least_budget(read_sizes(model, groups, ids[:1].shape), demands)
     modifier = StruPruneModifier(sparsity=sparsity, measure_memory=True, memory_budget=budget, **fields)
     shown = {"layer_bytes": layer, "tokens": samples * length, "budget_bytes": budget}
     with tempfile.TemporaryDirectory() as scratch:

@@ -30,7 +30,7 @@ from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.data import DEMO_MODEL, make_calibration_dataset
 from struprune_plugin.export import read_manifest
 from struprune_plugin.report import format_table
-from struprune_plugin.statistics import accumulate_moments, make_moments
+from struprune_plugin.statistics import MomentSums
 from struprune_plugin.topology import UnitGroup, find_groups
 
 
@@ -125,8 +125,8 @@ def _run_layers(model: PreTrainedModel, ids: Tensor) -> None:
 
 def _make_grams(model: PreTrainedModel, groups: list[UnitGroup], inputs: dict[int, Tensor]) -> None:
     for group in groups:
-        moments = make_moments(group.num_columns, model.config.hidden_size, "cpu", torch.float32)
-        accumulate_moments(moments, inputs[group.num_columns], inputs[model.config.hidden_size])
+        sums = MomentSums(group.num_columns, model.config.hidden_size, "cpu", torch.float32)
+        sums.add(inputs[group.num_columns], inputs[model.config.hidden_size])
 
 
 def make_table(stages: dict[str, float], floor: dict[str, float], total: float) -> str:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_NUM_BLOCKS = 16  # of rows of H, at most
+_LEAST_ROWS = 256  # of one
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -35,20 +38,6 @@ class Moments:
         return round(self.gram[-1, -1].item())  # the row of ones against itself
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How moments grow that live elsewhere than the activations.
-
-    :param rows: of the moments, made at once
-    :param tokens: widened to the moments' dtype at once
-    :param fetch: brings a tile to the moments
-    """
-
-    rows: int
-    tokens: int
-    fetch: Callable[[Tensor], Tensor]
-
-
 def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, dtype: torch.dtype) -> Moments:
     """Return empty moments of a linear with ``num_inputs`` inputs and ``num_outputs`` outputs.
 
@@ -63,7 +52,7 @@ def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, 
     )
 
 
-def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor, tiles: Tiles | None = None) -> None:
+def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor) -> None:
     """Add the tokens of one micro-batch.
 
     Sums, not means: the result does not depend on how the tokens are split into batches.
@@ -71,25 +60,111 @@ def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor, tiles:
     :param moments: grown in place
     :param inputs: inputs of the consuming linear, shape [tokens, n], any float dtype
     :param targets: target outputs of that linear, shape [tokens, d], any float dtype
-    :param tiles: how to go about it where the moments are elsewhere; at once where None
     """
     dtype = moments.gram.dtype
-    size = len(inputs) if tiles is None else tiles.tokens
-    for part, wanted in zip(inputs.split(max(size, 1)), targets.split(max(size, 1)), strict=True):
-        widened = part.new_ones(len(part), part.shape[1] + 1, dtype=dtype)  # the last column carries the bias
-        widened[:, :-1] = part
-        wanted = wanted.to(dtype)
-        if tiles is None:
-            moments.gram.addmm_(widened.T, widened)
-            moments.cross.addmm_(wanted.T, widened)
-        else:
-            for total, left in ((moments.gram, widened), (moments.cross, wanted)):
-                for start in range(0, len(total), tiles.rows):
-                    rows = slice(start, start + tiles.rows)
-                    total[rows] += tiles.fetch(left[:, rows].T @ widened)
-        fetch = (lambda tensor: tensor) if tiles is None else tiles.fetch
-        moments.target_energy.add_(fetch(_measure_energy(wanted)))
-        moments.absolute_sum.add_(fetch(torch.linalg.vector_norm(widened[:, :-1], 1, dim=0)))
+    widened, targets = _append_ones(inputs, dtype), targets.to(dtype)
+    moments.gram.addmm_(widened.T, widened)
+    moments.cross.addmm_(targets.T, widened)
+    moments.target_energy.add_(_measure_energy(targets))
+    moments.absolute_sum.add_(_sum_absolute(widened))
+
+
+class MomentSums:
+    """Moments of many tokens while they grow: of H only the upper triangle is made and held, in blocks of rows.
+
+    :param num_inputs: n of the linear
+    :param num_outputs: d of the linear
+    :param device: where the sums live
+    :param dtype: of the sums, float32 or float64
+    :param tokens: widened to that dtype at once
+    :param rows: of a product that is made at once, where ``fetch`` is given
+    :param fetch: brings a product to the sums, where the activations are elsewhere
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        tokens: int = 1 << 20,
+        rows: int = 1 << 20,
+        fetch: Callable[[Tensor], Tensor] | None = None,
+    ):
+        size = num_inputs + 1
+        self._dtype, self._tokens, self._rows, self._fetch = dtype, tokens, rows, fetch
+        self._upper = [torch.zeros(shape, device=device, dtype=dtype) for shape in _list_blocks(size)]
+        self._cross = torch.zeros(num_outputs, size, device=device, dtype=dtype)
+        self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
+        self._absolute_sum = torch.zeros(num_inputs, device=device, dtype=dtype)
+
+    def add(self, inputs: Tensor, targets: Tensor) -> None:
+        """Add the tokens of one micro-batch, as :func:`accumulate_moments` does."""
+        for part, wanted in zip(inputs.split(self._tokens), targets.split(self._tokens), strict=True):
+            widened, wanted = _append_ones(part, self._dtype), wanted.to(self._dtype)
+            for block in self._upper:
+                right = widened[:, -block.shape[1] :]
+                self._add_product(block, right[:, : len(block)], right)
+            self._add_product(self._cross, wanted, widened)
+            fetch = self._fetch or (lambda tensor: tensor)
+            self._target_energy.add_(fetch(_measure_energy(wanted)))
+            self._absolute_sum.add_(fetch(_sum_absolute(widened)))
+
+    def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        if self._fetch is None:
+            total.addmm_(left.T, right)
+            return
+        for start in range(0, len(total), self._rows):
+            rows = slice(start, start + self._rows)
+            total[rows] += self._fetch(left[:, rows].T @ right)
+
+    def is_finite(self) -> bool:
+        """Tell whether every token was finite; the diagonal of H and tr(Y Y^T) show it."""
+        shown = [block.diagonal() for block in self._upper]
+        return bool(torch.cat([*shown, self._target_energy[None].to(self._dtype)]).isfinite().all())
+
+    def list_parts(self) -> list[Tensor]:
+        """Return all sums, to be added to in place."""
+        return [*self._upper, self._cross, self._target_energy, self._absolute_sum]
+
+    def gather(self, fetch: Callable[[Tensor], Tensor] | None = None) -> Moments:
+        """Return the moments; the sums end here, block by block.
+
+        :param fetch: brings a sum to where the moments are wanted
+        """
+        fetch = fetch or (lambda tensor: tensor)
+        cross, energy, absolute = (fetch(part) for part in (self._cross, self._target_energy, self._absolute_sum))
+        gram = cross.new_empty(cross.shape[1], cross.shape[1])
+        while self._upper:
+            block = fetch(self._upper.pop())
+            start, height = len(gram) - block.shape[1], len(block)
+            gram[start : start + height, start:] = block
+            gram[start + height :, start : start + height] = block[:, height:].T
+        return Moments(gram, cross, energy, absolute)
+
+
+def count_sums(num_inputs: int, num_outputs: int) -> int:
+    """Return how many numbers :class:`MomentSums` hold."""
+    size = num_inputs + 1
+    return sum(height * width for height, width in _list_blocks(size)) + (num_outputs + 1) * size
+
+
+def _list_blocks(size: int) -> list[tuple[int, int]]:
+    """Return the shapes of the blocks of rows of an upper triangle, each from its own first column on."""
+    height = max(_LEAST_ROWS, -(-size // _NUM_BLOCKS))
+    return [(min(height, size - start), size - start) for start in range(0, size, height)]
+
+
+def _append_ones(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the inputs in another dtype with a last column that carries the bias, shape [tokens, n + 1]."""
+    widened = inputs.new_ones(len(inputs), inputs.shape[1] + 1, dtype=dtype)
+    widened[:, :-1] = inputs
+    return widened
+
+
+def _sum_absolute(widened: Tensor) -> Tensor:
+    """Return the sum of absolute inputs over tokens, without a copy of them, shape [n]."""
+    return torch.linalg.vector_norm(widened[:, :-1], 1, dim=0)
 
 
 def _measure_energy(targets: Tensor) -> Tensor:
@@ -105,13 +180,6 @@ def reorder_moments(moments: Moments, order: Tensor) -> Moments:
     rows = with_bias_index(order, len(order))
     return Moments(
         moments.gram[rows[:, None], rows], moments.cross[:, rows], moments.target_energy, moments.absolute_sum[order]
-    )
-
-
-def copy_empty(moments: Moments) -> Moments:
-    """Return empty moments of the same sizes, dtypes and device."""
-    return Moments(
-        *(torch.zeros_like(part) for part in (moments.gram, moments.cross, moments.target_energy, moments.absolute_sum))
     )
 
 
@@ -131,11 +199,6 @@ def subtract_moments(moments: Moments, part: Moments) -> Moments:
         target_energy=moments.target_energy - part.target_energy,
         absolute_sum=moments.absolute_sum - part.absolute_sum,
     )
-
-
-def is_finite(moments: Moments) -> bool:
-    """Tell whether every calibration token was finite; the diagonal of H and tr(Y Y^T) show it."""
-    return bool(moments.gram.diagonal().isfinite().all() and moments.target_energy.isfinite())
 
 
 def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:

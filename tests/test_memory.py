@@ -76,7 +76,11 @@ def test_the_account_changes_no_result(opt, tmp_path):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"tuning_epochs": 1}, {"importance": "snip", "restoration": "admm", "allocation": "uniform"}],
+    [
+        {},
+        {"tuning_epochs": 1},
+        {"importance": "snip", "restoration": "admm", "allocation": "uniform", "admm_steps": 1, "admm_inner_steps": 1},
+    ],
 )
 def test_memory_grows_neither_with_layers_nor_with_samples(tmp_path, fields):
     model, deep = save_opt(tmp_path / "model"), save_opt(tmp_path / "deep", num_hidden_layers=6)

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from struprune_plugin.statistics import accumulate_moments, append_bias, is_finite, make_moments, measure_error
+from struprune_plugin.statistics import (
+    MomentSums,
+    accumulate_moments,
+    append_bias,
+    count_sums,
+    make_moments,
+    measure_error,
+)
 
 
 def make_case(tokens=50, n=7, d=3, seed=0):
@@ -50,9 +57,32 @@ def test_measure_error_equals_second_pass():
     )
 
 
+PARTS = ("gram", "cross", "target_energy", "absolute_sum")
+
+
+@pytest.mark.parametrize("pieces", [{}, {"tokens": 7}, {"tokens": 7, "rows": 100, "fetch": torch.clone}])
+def test_moment_sums_gather_to_the_moments_of_all_tokens(pieces):
+    """Wide enough for several blocks of the upper triangle."""
+    inputs, targets, _, _ = make_case(tokens=40, n=600)
+    sums = MomentSums(600, 3, "cpu", torch.float64, **pieces)
+    for x, y in zip(inputs.split(15), targets.split(15), strict=True):
+        sums.add(x, y)
+    held = count_sums(600, 3)
+    assert held == sum(part.numel() for part in sums.list_parts())
+    found, wanted = sums.gather(), gather(inputs, targets, 40)
+    for name in PARTS:
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-12, atol=1e-12)
+    assert held < 0.75 * sum(getattr(wanted, name).numel() for name in PARTS)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_is_finite_sees_one_bad_token(bad):
+def test_moment_sums_see_one_bad_token(bad):
     inputs, targets, _, _ = make_case()
-    assert is_finite(gather(inputs, targets, 50))
-    inputs[3, 2] = bad
-    assert not is_finite(gather(inputs, targets, 50))
+    for part in (inputs, targets):
+        sums = MomentSums(inputs.shape[1], targets.shape[1], "cpu", torch.float64)
+        sums.add(inputs, targets)
+        assert sums.is_finite()
+        part[3, 2] = bad
+        sums.add(inputs, targets)
+        assert not sums.is_finite()
+        part[3, 2] = 0.0

@@ -12,7 +12,7 @@ from eval.peers import PeerResult
 from eval.peers.calibration import record_calls
 from struprune_plugin.allocation import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.modifiers.capture import LayerCall, accumulate_tokens, capture_streams, make_group_moments
+from struprune_plugin.modifiers.capture import LayerCall, accumulate_tokens, capture_streams, make_group_sums
 from struprune_plugin.solve import damp_moments, keep_last, solve_kept_weights
 from struprune_plugin.statistics import Moments, append_bias
 from struprune_plugin.surgery import mask_group, read_weight, slice_group
@@ -64,13 +64,14 @@ def _gather_moments(
     layer: nn.Module, group: UnitGroup, calls: Sequence[LayerCall], hidden: Sequence[Tensor]
 ) -> Moments:
     """Run the layer as it now is; return the moments of the group's consumer against its own outputs."""
-    moments = make_group_moments(layer, group)
+    sums = make_group_sums(layer, group, calls[0].device)
     with capture_streams(layer, [group]) as take:
         for call, states in zip(calls, hidden, strict=True):
             call.repeat(layer, states)
             stream = take(group)
-            accumulate_tokens(moments, stream.inputs, stream.output, call.tokens, group)
-    return moments
+            assert stream.output is not None
+            accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, group)
+    return sums.gather()
 
 
 def _prune_group(layer: nn.Module, group: UnitGroup, moments: Moments, num_keep: int, damping: float) -> None:

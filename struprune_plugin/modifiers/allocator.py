@@ -111,7 +111,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         self._groups = self.find_groups(state.model)
         self.check_model(state.model, self._groups, self.sparsity)
         self.count_calibration(state.model, state.data.calib, self._groups)
-        self.place_parts(state.model, state.data.calib, 2)
+        self.place_parts(state.model, state.data.calib, together=True)
         if not self._nested:
             self._check_stages()
         return True
@@ -198,7 +198,7 @@ class SparsityAllocatorModifier(StructuredModifier):
     def _measure_group(self, model: nn.Module, layer: nn.Module, group: UnitGroup, moments: Moments) -> Decision:
         """Return a group's importance, and its error curve and scores."""
         consumer = find_linear(layer, group.consumer)
-        weight, moments = self.read_dense(layer, group), self.place_moments(moments)
+        weight = self.read_dense(layer, group)
         damped = damp_moments(moments, weight, self.base_damping, consumer.bias is not None)
         weighed = self.weigh(group, damped, weight)
         if self.rotates(group):

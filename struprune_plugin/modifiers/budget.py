@@ -9,10 +9,12 @@ import torch
 from compressed_tensors.offload import disable_onloading
 from transformers import PreTrainedModel
 
+from struprune_plugin.statistics import count_sums
 from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_family, find_linear, list_linears
 
-MAX_LOGITS = 1 << 26  # held at once, a quarter of a gigabyte; their gradient takes as much again, thrice
+MAX_LOGITS = 1 << 24  # held at once; with their gradients a third of a gigabyte
 _MIN_ROWS = 64  # of a tile, and tokens of a chunk
+_MAX_TOKENS = 1024  # of a chunk, under a budget
 _SOLVE_COPIES = 9  # float64 Gram matrices alive together in the worst solve: swaps, or the choice of a damping
 _LOGIT_COPIES = 5  # float32
 
@@ -22,16 +24,21 @@ class Placement:
     """Where a run's parts live, and in what pieces they are made; all on the device and whole unless a budget forbids.
 
     :param gather_on_host: moments are kept on the host and grow by tiles made on the device
+    :param hold_on_host: those of sequences held out are
     :param solve_on_host: ranking, swaps and solves run on the host
-    :param release_weights: a linear's weights leave the device after every call, not with the layer
+    :param release_weights: a linear's weights leave the device after every call, not with the layer; what a backward
+        pass needs waits on the host
+    :param embed_on_host: input and output embeddings are applied on the host
     :param rows: of a tile of moments
     :param tokens: widened to float32 at once
     :param logits: held at once
     """
 
     gather_on_host: bool = False
+    hold_on_host: bool = False
     solve_on_host: bool = False
     release_weights: bool = False
+    embed_on_host: bool = False
     rows: int = 1 << 20
     tokens: int = 1 << 20
     logits: int = MAX_LOGITS
@@ -46,22 +53,34 @@ class Sizes:
 
     :param layer: bytes of the largest decoder layer
     :param linear: of its largest linear
-    :param embeddings: of the input embeddings, positions too, and of what is made from them
+    :param embeddings: of the input embeddings, positions too
     :param head: of the output embeddings
-    :param width: inputs of the widest consumer
-    :param hidden: its outputs
+    :param consumers: inputs and outputs of the consuming linears of a layer, the widest first
     :param tokens: of a micro-batch
-    :param activations: of a layer's forward pass on it, maps not materialised
+    :param activations: bytes of a layer's forward pass on it, maps not materialised
     """
 
     layer: int
     linear: int
     embeddings: int
     head: int
-    width: int
-    hidden: int
+    consumers: tuple[tuple[int, int], ...]
     tokens: int
     activations: int
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a run asks for.
+
+    :param together: moments of all modules of a layer are gathered in one pass
+    :param hold_out: those of sequences held out, too
+    :param sensitivity: a backward pass and the logits
+    """
+
+    together: bool
+    hold_out: bool
+    sensitivity: bool
 
 
 def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch.Size) -> Sizes:
@@ -77,67 +96,95 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
         embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
         item = linears[0].weight.element_size()
         producers = len(linears) - 4 if len(linears) > 4 else 2
-        width = max(group.num_columns for group in groups)
+        first = [group for group in groups if group.layer_index == groups[0].layer_index]
+        consumers = sorted(((group.num_columns, model.config.hidden_size) for group in first), reverse=True)
         hidden = model.config.hidden_size
         tokens, length = batch.numel(), batch[-1]
-        per_token = item * (max(2, producers) * width + 10 * hidden + 4 * length) + 4 * 3 * hidden
+        per_token = item * (max(2, producers) * consumers[0][0] + 7 * hidden + 2 * length) + 4 * 3 * hidden
         return Sizes(
             layer=max(map(count, layers)),
             linear=max(map(count, linears)),
-            embeddings=count(*embeddings) + item * tokens * (6 * hidden + 4 * length),
+            embeddings=count(*embeddings),
             head=count(model.get_output_embeddings()),
-            width=width,
-            hidden=hidden,
+            consumers=tuple(consumers),
             tokens=tokens,
             activations=tokens * per_token,
         )
 
 
-def find_least_budget(sizes: Sizes, sensitivity: bool) -> int:
-    """Return the bytes that even the smallest pieces need."""
-    least = max(sizes.linear + sizes.activations + _measure_pieces(sizes)[1], sizes.embeddings)
-    if sensitivity:
-        logits = 4 * _LOGIT_COPIES * sizes.head // sizes.hidden  # of one token
-        least = max(least, sizes.layer + 3 * sizes.activations, sizes.head + sizes.activations + logits)
-    return least
-
-
-def _measure_pieces(sizes: Sizes) -> tuple[int, int]:
-    """Return bytes of one row of moments, and of the smallest pieces: widened tokens, a tile and its product."""
-    row = 4 * (sizes.width + 1)
-    return row, 3 * _MIN_ROWS * row
-
-
-def place_parts(budget: int, sizes: Sizes, num_moments: int, sensitivity: bool) -> Placement:
+def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True) -> Placement:
     """Choose what goes to the host and how large pieces may be, the fastest that fits.
 
-    :param num_moments: moments of the widest consumer held together
-    :param sensitivity: whether a backward pass and the logits must fit
+    :param strict: refuse a budget that even the smallest pieces exceed; take these otherwise
     :raises ValueError: the least that is needed, and what would lower it
     """
-    row, pieces = _measure_pieces(sizes)
-    moments = num_moments * row * (sizes.width + 1 + sizes.hidden)
-    whole = sizes.activations + 2 * sizes.tokens * row
-    work = _SOLVE_COPIES * 2 * row * (sizes.width + 1) + 4 * 2 * row * sizes.hidden
-    resident = max(sizes.layer + sizes.activations, sizes.layer + sizes.embeddings)
-    gather_on_host = max(resident, sizes.layer + whole) + moments > budget
-    release = gather_on_host and max(resident, sizes.layer + sizes.activations + pieces) > budget
-    base = sizes.linear if release else sizes.layer
-    logits = (budget - sizes.head - sizes.activations) // (4 * _LOGIT_COPIES)
-    least = find_least_budget(sizes, sensitivity)
-    if least > budget:
-        remedy = " sensitivity: none," if sensitivity else ""
+    least = find_least_budget(sizes, demands)
+    if strict and least > budget:
+        remedy = " sensitivity: none," if demands.sensitivity else ""
         raise ValueError(
             f"memory_budget: must be at least {least:,} bytes ({least / sizes.layer:.2f} decoder layers) for "
             f"{sizes.tokens} tokens a batch, got {budget:,} ({budget / sizes.layer:.2f}). Raise it, or choose{remedy} a "
             "smaller batch_size or shorter sequences."
         )
-    rows = max(_MIN_ROWS, (budget - base - sizes.activations) // (3 * row)) if gather_on_host else 1 << 20
-    return Placement(
-        gather_on_host,
-        sizes.layer + moments + work > budget,
-        release,
-        rows,
-        min(rows, sizes.tokens) if gather_on_host else 1 << 20,
-        max(1, min(MAX_LOGITS, logits)),
+    row, sums = _measure_row(sizes), _measure_sums(sizes, demands.together)
+    free = budget - sizes.layer - sizes.activations
+    gather_on_host = sums + _MIN_ROWS * row > free
+    resident = 0 if gather_on_host else sums
+    hold_on_host = gather_on_host or 2 * sums + _MIN_ROWS * row > free
+    release = _measure_pieces(row) > free or (demands.sensitivity and _measure_backward(sizes) > budget)
+    embed_on_host = (
+        max(sizes.embeddings, sizes.head * demands.sensitivity) + sizes.activations + sizes.layer * (not release)
+        > budget
     )
+    left = budget - (sizes.linear if release else sizes.layer) - sizes.activations - resident
+    pieces = max(_MIN_ROWS, left // (3 * row))  # tokens, a tile and its product
+    logits = (budget - sizes.head * (not embed_on_host) - sizes.activations) // (4 * _LOGIT_COPIES)
+    return Placement(
+        gather_on_host=gather_on_host,
+        hold_on_host=hold_on_host,
+        solve_on_host=sizes.layer + _measure_solve(sizes) > budget,
+        release_weights=release,
+        embed_on_host=embed_on_host,
+        rows=pieces,
+        tokens=min(pieces, _MAX_TOKENS),
+        logits=max(1, min(MAX_LOGITS, logits)),
+    )
+
+
+def find_least_budget(sizes: Sizes, demands: Demands) -> int:
+    """Return the bytes that even the smallest pieces need."""
+    least = sizes.linear + sizes.activations + _measure_pieces(_measure_row(sizes))
+    if demands.sensitivity:
+        least = max(least, sizes.linear + sizes.activations + _measure_fisher(sizes))
+    return least
+
+
+def _measure_row(sizes: Sizes) -> int:
+    """Return the bytes of a row of the widest Gram matrix, float32."""
+    return 4 * (sizes.consumers[0][0] + 1)
+
+
+def _measure_pieces(row: int) -> int:
+    """Return the bytes of the smallest pieces: widened tokens, a tile and its product."""
+    return 3 * _MIN_ROWS * row
+
+
+def _measure_sums(sizes: Sizes, together: bool) -> int:
+    """Return the bytes of float32 moments while they grow."""
+    consumers = sizes.consumers if together else sizes.consumers[:1]
+    return sum(4 * count_sums(n, d) for n, d in consumers)
+
+
+def _measure_solve(sizes: Sizes) -> int:
+    n, d = sizes.consumers[0]
+    return 8 * (n + 1) * (_SOLVE_COPIES * (n + 1) + 4 * d)
+
+
+def _measure_fisher(sizes: Sizes) -> int:
+    """Return the bytes of the gradients of one module's output, and of their products."""
+    d = sizes.consumers[0][1]
+    return 4 * d * (sizes.tokens + d)
+
+
+def _measure_backward(sizes: Sizes) -> int:
+    return sizes.layer + 3 * sizes.activations + _measure_fisher(sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,19 +13,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from struprune_plugin.modifiers.budget import WHOLE, Placement
-from struprune_plugin.modifiers.distributed import count_ranks, reduce_moments
+from struprune_plugin.modifiers.distributed import count_ranks, reduce_sums
 from struprune_plugin.modifiers.memory import to_device, to_host, work_on_host
-from struprune_plugin.statistics import (
-    Moments,
-    Tiles,
-    accumulate_moments,
-    add_moments,
-    copy_empty,
-    is_finite,
-    make_moments,
-    reorder_moments,
-)
-from struprune_plugin.surgery import read_weight
+from struprune_plugin.statistics import Moments, MomentSums, add_moments, reorder_moments
 from struprune_plugin.topology import UnitGroup, find_linear
 
 _HOLD_EVERY = 4  # sequences
@@ -38,18 +28,27 @@ class Stream:
     :param residual: residual stream that the output is added to, shape [tokens, d]
     :param source: inputs of the producing linears, shape [tokens, d]
     :param inputs: inputs of the consuming linear, shape [tokens, n]
-    :param output: its outputs, shape [tokens, d]
+    :param output: its outputs, shape [tokens, d]; None where the pass stopped before it
     """
 
     residual: Tensor
     source: Tensor
     inputs: Tensor
-    output: Tensor
+    output: Tensor | None
+
+
+class _Stopped(Exception):
+    """No error: ends a forward pass that has shown all that was asked."""
 
 
 @contextmanager
-def capture_streams(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[Callable[[UnitGroup], Stream]]:
-    """Watch a decoder layer's forward passes; the function given returns, once, what the last one showed of a group."""
+def capture_streams(
+    layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False
+) -> Iterator[Callable[[UnitGroup], Stream]]:
+    """Watch a decoder layer's forward passes; the function given returns, once, what the last one showed of a group.
+
+    :param stop: end a pass with an exception once a consumer is reached
+    """
     seen: dict[tuple[str, str], Tensor] = {}
     handles = []
     for group in groups:
@@ -60,8 +59,13 @@ def capture_streams(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[C
 
             return hook
 
-        def see_consumer(_module: nn.Module, args: tuple, output: Tensor, name: str = group.name) -> None:
-            seen[name, "inputs"], seen[name, "output"] = _flatten(args[0]), _flatten(output)
+        def see_inputs(_module: nn.Module, args: tuple, name: str = group.name) -> None:
+            seen[name, "inputs"] = _flatten(args[0])
+            if stop:
+                raise _Stopped
+
+        def see_output(_module: nn.Module, _args: tuple, output: Tensor, name: str = group.name) -> None:
+            seen[name, "output"] = _flatten(output)
 
         def see_parallel(_module: nn.Module, args: tuple, output: Tensor, name: str = group.name) -> None:
             seen[name, "parallel"] = _flatten(output)
@@ -70,10 +74,12 @@ def capture_streams(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[C
             handles.append(layer.get_submodule(module).register_forward_pre_hook(see(part), with_kwargs=True))
         if group.parallel:
             handles.append(find_linear(layer, group.parallel).register_forward_hook(see_parallel))
-        handles.append(find_linear(layer, group.consumer).register_forward_hook(see_consumer))
+        handles.append(find_linear(layer, group.consumer).register_forward_pre_hook(see_inputs))
+        handles.append(find_linear(layer, group.consumer).register_forward_hook(see_output))
 
     def take(group: UnitGroup) -> Stream:
-        stream = Stream(**{part: seen.pop((group.name, part)) for part in ("residual", "source", "inputs", "output")})
+        residual, source, inputs = (seen.pop((group.name, part)) for part in ("residual", "source", "inputs"))
+        stream = Stream(residual, source, inputs, seen.pop((group.name, "output"), None))
         if group.parallel:
             stream.residual = stream.residual + seen.pop((group.name, "parallel"))
         return stream
@@ -173,23 +179,24 @@ def _reorder(moments: Moments, group: UnitGroup) -> Moments:
     return reorder_moments(moments, group.to_unit_order(order))
 
 
-def make_group_moments(layer: nn.Module, group: UnitGroup, placement: Placement = WHOLE) -> Moments:
-    """Return empty float32 moments for a group's consumer, on the device of its weights or on the host."""
+def make_group_sums(
+    layer: nn.Module, group: UnitGroup, device: torch.device, placement: Placement = WHOLE, apart: bool = False
+) -> MomentSums:
+    """Return empty float32 sums for a group's consumer, on a device or, where the placement says so, on the host.
+
+    :param device: where its inputs are
+    :param apart: of sequences held out
+    """
     consumer = find_linear(layer, group.consumer)
-    if placement.gather_on_host:
-        with work_on_host() as host:
-            return make_moments(consumer.in_features, consumer.out_features, host, torch.float32)
-    weight, _ = read_weight(consumer)
-    return make_moments(weight.shape[1], weight.shape[0], weight.device, torch.float32)
+    sizes = consumer.in_features, consumer.out_features
+    if not (placement.hold_on_host if apart else placement.gather_on_host):
+        return MomentSums(*sizes, device, torch.float32, placement.tokens)
+    with work_on_host() as host:
+        return MomentSums(*sizes, host, torch.float32, placement.tokens, placement.rows, to_host)
 
 
 def accumulate_tokens(
-    moments: Moments,
-    inputs: Tensor,
-    targets: Tensor,
-    tokens: Tensor | None,
-    group: UnitGroup,
-    placement: Placement = WHOLE,
+    sums: MomentSums, inputs: Tensor, targets: Tensor, tokens: Tensor | None, group: UnitGroup
 ) -> None:
     """Add the tokens of one micro-batch that are no padding, and refuse what is not finite.
 
@@ -199,9 +206,8 @@ def accumulate_tokens(
     if tokens is not None:
         tokens = to_device(tokens, inputs.device)
         inputs, targets = inputs[tokens], targets[tokens]
-    tiles = Tiles(placement.rows, placement.tokens, to_host) if placement.gather_on_host else None
-    accumulate_moments(moments, inputs, targets, tiles)
-    if not is_finite(moments):
+    sums.add(inputs, targets)
+    if not sums.is_finite():
         raise ValueError(
             f"{group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
             "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
@@ -251,13 +257,14 @@ class LayerObserver:
         self._num_before = num_before
         self.all_groups = all_groups
         self.hold_out = hold_out
-        self._held: dict[str, Moments] = {}
+        self._held: dict[str, MomentSums] = {}
+        self._held_moments: dict[str, Moments] = {}
         self._visits: dict[str, int] = {}  # sequences seen, by group
         self._dense: list[Tensor] = []  # dense hidden states that enter the current layer, by batch
         self._next_dense: list[Tensor] = []
         self._calls: list[LayerCall] = []
         self._targets: dict[str, list[Tensor]] = {}  # by group and batch; without the residual still to subtract
-        self._moments: dict[str, Moments] = {}
+        self._sums: dict[str, MomentSums] = {}
         self._watch = ExitStack()
         self._count: Callable[[], None] = lambda: None  # takes in what the watch saw
 
@@ -271,9 +278,7 @@ class LayerObserver:
 
         def count() -> None:
             for group in watched:
-                if group.name not in self._moments:
-                    self._moments[group.name] = make_group_moments(layer, group, self.placement)
-                self._accumulate(self._moments[group.name], group, self._make_visit(group, take(group), call))
+                self._accumulate(layer, group, self._make_visit(group, take(group), call))
 
         self._count = count
 
@@ -287,30 +292,35 @@ class LayerObserver:
 
         :return: of all processes' batches, whole in the first; inputs in unit order
         """
-        moments = self._moments.pop(group.name, None)
-        if moments is None:
-            moments = make_group_moments(layer, group, self.placement)
+        if group.name not in self._sums:
             for visit in self.visit_batches(layer, group, progress):
-                self._accumulate(moments, group, visit)
-        if group.name in self._held:
-            add_moments(moments, self._held[group.name])
-        reduce_moments(moments)
-        return _reorder(moments, group)
+                self._accumulate(layer, group, visit)
+        sums, held = self._sums.pop(group.name), self._held.pop(group.name, None)
+        moments = self._finish(sums, group)
+        if held is not None:
+            self._held_moments[group.name] = self._finish(held, group)
+            add_moments(moments, self._held_moments[group.name])
+        return moments
+
+    def _finish(self, sums: MomentSums, group: UnitGroup) -> Moments:
+        """Return sums as moments, on the host where its systems are solved there; those of other processes added."""
+        reduce_sums(sums.list_parts())
+        with work_on_host() if self.placement.solve_on_host else nullcontext():
+            return _reorder(sums.gather(to_host if self.placement.solve_on_host else None), group)
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the layer, as it now is, on every recorded batch of the pruned path."""
-        with HooksMixin.disable_hooks(), capture_streams(layer, [group]) as take:
+        known = len(self._targets.get(group.name, ())) == len(self._calls)
+        with HooksMixin.disable_hooks(), capture_streams(layer, [group], known and not group.parallel) as take:
             for index, call in enumerate(tqdm(self._calls, desc=progress)):
-                call.repeat(layer)
+                with suppress(_Stopped):
+                    call.repeat(layer)
                 yield self._make_visit(group, take(group), call, index)
 
     def take_held(self, group: UnitGroup) -> Moments | None:
         """Return the moments of a group's held-out sequences, inputs in unit order, once; None where there are none."""
-        held = self._held.pop(group.name, None)
-        if held is None:
-            return None
-        reduce_moments(held)
-        return _reorder(held, group) if held.num_tokens else None
+        held = self._held_moments.pop(group.name, None)
+        return held if held is not None and held.num_tokens else None
 
     def list_block_pairs(self) -> tuple[list[LayerCall], list[Tensor]]:
         """Return the layer's calls on the pruned path, and its dense outputs on the dense path, by batch, on the host."""
@@ -321,8 +331,9 @@ class LayerObserver:
         self._dense, self._next_dense = self._next_dense, []
         self._calls.clear()
         self._targets.clear()
-        self._moments.clear()
+        self._sums.clear()
         self._held.clear()
+        self._held_moments.clear()
         self._visits.clear()
 
     def close(self) -> None:
@@ -338,6 +349,7 @@ class LayerObserver:
             self._next_dense.append(to_host(call.repeat(layer, dense)))
             for group in groups:
                 stream = take(group)
+                assert stream.output is not None
                 wanted = stream.output.float() + (stream.residual.float() if self._is_residual(group) else 0)
                 self._targets.setdefault(group.name, []).append(to_host(wanted))
 
@@ -345,8 +357,9 @@ class LayerObserver:
         """Complete a target; ``local`` ones are what the consumer gave when the group was first visited."""
         stored = self._targets.setdefault(group.name, [])
         if self.target == "local" and (index == -1 or index >= len(stored)):
+            assert stream.output is not None
             stored.append(to_host(stream.output.float()))
-        target = to_device(stored[index], stream.output.device)
+        target = to_device(stored[index], stream.inputs.device)
         if self._is_residual(group):
             target = target - stream.residual.float()
         return Visit(stream.source, stream.inputs, target, call)
@@ -355,8 +368,14 @@ class LayerObserver:
         """Tell whether a group's target is the residual stream; past a norm, the dense output is all that can be asked."""
         return self.target == "residual" and not group.normed_output
 
-    def _accumulate(self, moments: Moments, group: UnitGroup, visit: Visit) -> None:
-        """Count every token once: here or, in sequences held out, apart; the two are added when all are counted."""
+    def _accumulate(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:
+        """Count every token once: with the rest or, in sequences held out, apart; the two are added when all are counted."""
+
+        def add(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
+            if group.name not in store:
+                store[group.name] = make_group_sums(layer, group, visit.inputs.device, self.placement, apart)
+            accumulate_tokens(store[group.name], visit.inputs, visit.target, tokens, group)
+
         tokens = visit.call.tokens
         if self.hold_out:
             first = self._visits.get(group.name, self._num_before)
@@ -364,9 +383,8 @@ class LayerObserver:
             rest, apart = _split_tokens(visit.call, first)
             tokens = rest if len(apart) else tokens
             if len(apart) or count_ranks() > 1:  # with several processes empty ones are sent too
-                held = self._held.setdefault(group.name, copy_empty(moments))
-                accumulate_tokens(held, visit.inputs, visit.target, apart, group, self.placement)
-        accumulate_tokens(moments, visit.inputs, visit.target, tokens, group, self.placement)
+                add(self._held, apart, apart=True)
+        add(self._sums, tokens, apart=False)
 
 
 def _split_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from compressed_tensors.distributed import get_source_rank, init_dist, is_distributed, is_source_process
 from torch import Tensor
-
-from struprune_plugin.statistics import Moments
 
 Decision = tuple[dict[str, Any], list[Tensor]]
 
@@ -51,10 +49,10 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def reduce_moments(moments: Moments) -> None:
-    """Add up moments over all processes, in place; whole in the first process only, which is the one that solves."""
+def reduce_sums(parts: Iterable[Tensor]) -> None:
+    """Add up tensors over all processes, in place; whole in the first process only, which is the one that solves."""
     if is_distributed():
-        for part in (moments.gram, moments.cross, moments.target_energy, moments.absolute_sum):
+        for part in parts:
             wire = part.to(_find_device())
             dist.reduce(wire, dst=get_source_rank())
             part.copy_(wire)

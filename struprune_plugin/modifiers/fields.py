@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation import MAX_SPARSITY, GroupSize, find_group_sparsity
 from struprune_plugin.importance import score_l0, score_magnitude, score_wanda, score_wanda_l2
 from struprune_plugin.modifiers.admm import ADMMSettings, score_by_admm
-from struprune_plugin.modifiers.budget import WHOLE, Placement, place_parts, read_sizes
+from struprune_plugin.modifiers.budget import WHOLE, Demands, Placement, place_parts, read_sizes
 from struprune_plugin.modifiers.capture import LayerObserver
 from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
@@ -37,6 +37,7 @@ from struprune_plugin.modifiers.distributed import check_one_process
 from struprune_plugin.modifiers.memory import (
     UNMEASURED,
     DeviceAccount,
+    find_free_bytes,
     hold_one_layer,
     open_account,
     release_weights,
@@ -102,7 +103,7 @@ class StructuredModifier(Modifier):
     :param measure_memory: count on a CPU, too, what an accelerator would hold, see
         :mod:`~struprune_plugin.modifiers.memory`; on an accelerator its own counters always tell
     :param memory_budget: bytes that the device may hold; moments and solves go to the host, and are made in pieces, where
-        they do not fit. None holds all on the device
+        they do not fit. None takes what an accelerator has free
     :param alpha: weight of ADMM's linear terms, above 0 (paper, Algorithm 4; method.md section 7)
     :param beta: weight of its activation terms, above 0
     :param admm_steps: outer steps K
@@ -282,25 +283,31 @@ class StructuredModifier(Modifier):
         needed = widest.num_columns + 1 if solves else 1
         return check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
 
-    def place_parts(self, model: PreTrainedModel, loader: Any, num_moments: int) -> None:
-        """Choose what goes to the host under the budget.
+    def place_parts(self, model: PreTrainedModel, loader: Any, together: bool = False, hold_out: bool = False) -> None:
+        """Choose what goes to the host under the budget; without one, under what the accelerator has free.
 
-        :param num_moments: moments of a layer's widest consumer held together
+        :param together: moments of all modules of a layer are gathered in one pass
+        :param hold_out: those of sequences held out, too
         :raises ValueError: the budget is too small, or a method asked for does not keep one
         """
-        if self.memory_budget is None:
+        strict = self.memory_budget is not None
+        budget = self.memory_budget or find_free_bytes()
+        if budget is None:
             return
         asked = {"restoration": self.restoration, "importance": self.importance}
         for name, value in (*asked.items(), ("tuning_epochs", getattr(self, "tuning_epochs", 0))):
             if value in ("admm", "snip", "l0", "closed_form") or (name == "tuning_epochs" and value):
+                if not strict:
+                    return
                 raise ValueError(
                     f"memory_budget: must be left out for {name}: {value}, which keeps none. Leave one out."
                 )
         sizes = read_sizes(model, self._groups, next(iter(loader))["input_ids"].shape)
         needs_fisher = self.importance == "obs" or self.allocation == "error_curve"
-        sensitivity = self.sensitivity != "none" and needs_fisher
-        self._placement = place_parts(self.memory_budget, sizes, num_moments, sensitivity)
-        logger.info(f"memory_budget: {self._placement}")
+        demands = Demands(together, hold_out, self.sensitivity != "none" and needs_fisher)
+        self._placement = place_parts(budget, sizes, demands, strict)
+        if self._placement.gather_on_host or self._placement.solve_on_host:
+            logger.info(f"{budget:,} bytes for the device: {self._placement}")
 
     def read_dense(self, layer: nn.Module, group: UnitGroup) -> Tensor:
         """Return the consumer's weights as :func:`read_consumer` does, where its system is solved."""
@@ -310,12 +317,6 @@ class StructuredModifier(Modifier):
         weight, bias = to_host(weight), None if bias is None else to_host(bias)
         self.release(layer)
         return append_bias(group.to_unit_order(weight), bias)
-
-    def place_moments(self, moments: Moments) -> Moments:
-        """Bring moments to where their system is solved."""
-        if not self._placement.solve_on_host:
-            return moments
-        return Moments(*(to_host(part) for part in vars(moments).values()))
 
     def solve_room(self) -> AbstractContextManager[Any]:
         """Give the block in which systems are solved: the host's, or the device's."""
@@ -338,7 +339,7 @@ class StructuredModifier(Modifier):
         needed = self.importance == "obs" or self.allocation == "error_curve"
         if self.sensitivity != "none" and needed and not self._roots:
             with self.stage("sensitivity"), DisableQuantization(model):
-                fisher = measure_fisher(model, loader, self._groups, self.allocation_samples, self._placement.logits)
+                fisher = measure_fisher(model, loader, self._groups, self.allocation_samples, self._placement)
                 self._roots = {name: self._find_root(matrix) for name, matrix in fisher.items()}
 
     def _find_root(self, matrix: Tensor) -> Tensor:
@@ -445,7 +446,9 @@ class StructuredModifier(Modifier):
     def start_account(self, model: PreTrainedModel) -> None:
         """Hold one decoder layer on the device from here on, and count what is there."""
         if not self._nested:
-            self._spans.enter_context(hold_one_layer(model, self._placement.release_weights))
+            self._spans.enter_context(
+                hold_one_layer(model, self._placement.release_weights, self._placement.embed_on_host)
+            )
         self._account = self._spans.enter_context(open_account(self.measure_memory))
         if self._account is not None:
             self._peaks = self._spans.enter_context(self._account.watch())

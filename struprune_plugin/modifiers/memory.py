@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from compressed_tensors.offload import disable_onloading
 from compressed_tensors.offload.cache import CPUCache, DiskCache, OffloadCache
 from compressed_tensors.utils import patch_attr
 from llmcompressor.pipelines.cache import IntermediatesCache, IntermediateValue, OverrideEqMode
+from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -116,6 +117,7 @@ class DeviceAccount:
 
 
 _open: DeviceAccount | None = None
+_host_caches: set[int] = set()  # of weights that are never onloaded
 
 
 @contextmanager
@@ -141,15 +143,17 @@ def open_account(on_cpu: bool) -> Iterator[DeviceAccount | None]:
 
 
 @contextmanager
-def hold_one_layer(model: PreTrainedModel, release: bool = False) -> Iterator[None]:
+def hold_one_layer(model: PreTrainedModel, release: bool = False, embed_on_host: bool = False) -> Iterator[None]:
     """Let decoder layers attend without maps, and let the host's weights of other modules leave the device while one runs.
 
     The host forces eager attention, whose maps take [heads, tokens, tokens] twice, in float32; a causal mask is all that it
     needs that for. It also keeps the embeddings on the device beside the first layer.
 
     :param release: let every linear's weights leave once it has run
+    :param embed_on_host: look embeddings up on the host
     """
-    family, handles = find_family(model), []
+    family = find_family(model)
+    handles = []
     for _, layer in find_decoder_layers(model):
         config = getattr(layer.get_submodule(family.attention), "config", model.config)
         fused = model._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None
@@ -172,10 +176,29 @@ def hold_one_layer(model: PreTrainedModel, release: bool = False) -> Iterator[No
             if isinstance(linear, nn.Linear):
                 handles.append(linear.register_forward_hook(lambda module, _args, _output: release_weights(module)))
     try:
-        yield
+        with _keep_embeddings_on_host(model) if embed_on_host else nullcontext():
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _keep_embeddings_on_host(model: PreTrainedModel) -> Iterator[None]:
+    """Look input embeddings up where their weights are, and let the output ones be applied there."""
+    device = get_main_device()
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    with ExitStack() as stack:
+        for module in (*embeddings, model.get_output_embeddings()):
+            for cache in (module._parameters, module._buffers):
+                if isinstance(cache, OffloadCache):
+                    stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
+                    stack.callback(_host_caches.discard, id(cache))
+                    _host_caches.add(id(cache))
+        for module in embeddings:
+            handle = module.register_forward_hook(lambda _module, _args, output: to_device(output, device))
+            stack.callback(handle.remove)
+        yield
 
 
 def _drop_others(layer: nn.Module) -> None:
@@ -201,6 +224,25 @@ def work_on_host(active: bool = True) -> Iterator[torch.device]:
     finally:
         if live:
             live._to_host = before
+
+
+def find_free_bytes() -> int | None:
+    """Return what the accelerator has free, less a tenth for what is not counted; None without one."""
+    return round(0.9 * torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+
+
+@contextmanager
+def wait_on_host(active: bool) -> Iterator[None]:
+    """Let what a backward pass needs wait on the host."""
+    if not active:
+        yield
+        return
+
+    def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
+        return to_host(tensor), tensor.device
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: to_device(*held)):
+        yield
 
 
 def release_weights(module: nn.Module) -> None:
@@ -240,7 +282,7 @@ def _let_caches_copy(live: LiveBytes) -> Iterator[None]:
         return moved
 
     def wrap_onload(onload: Any) -> Any:
-        return lambda cache, offloaded: turn(onload(cache, offloaded), to_host=False)
+        return lambda cache, offloaded: turn(onload(cache, offloaded), to_host=id(cache) in _host_caches)
 
     def offload(_cache: CPUCache, tensor: Tensor | None) -> Tensor | None:
         return turn(tensor, to_host=True)

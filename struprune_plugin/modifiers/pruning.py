@@ -32,7 +32,7 @@ from struprune_plugin.export import (
 )
 from struprune_plugin.modifiers.admm import run_admm
 from struprune_plugin.modifiers.allocator import Plan, SparsityAllocatorModifier
-from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_moments
+from struprune_plugin.modifiers.capture import LayerObserver, accumulate_tokens, make_group_sums
 from struprune_plugin.modifiers.checks import check_alone, count_parameters, describe_weights, list_modifiers
 from struprune_plugin.modifiers.distributed import (
     Decision,
@@ -186,7 +186,7 @@ class StruPruneModifier(StructuredModifier):
         self.check_model(model, self._groups, sparsity)
         num_sequences, num_tokens = self.count_calibration(model, state.data.calib, self._groups)
         self._calibration = {"num_sequences": num_sequences, "num_tokens": num_tokens}
-        self.place_parts(model, state.data.calib, 1 + (self.damping == "auto"))
+        self.place_parts(model, state.data.calib, hold_out=self.damping == "auto")
         self._weights_digest = describe_weights(model)
         self._num_prunable = count_prunable_parameters(model)
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets")}
@@ -464,8 +464,6 @@ class StruPruneModifier(StructuredModifier):
         assert self._plan is not None
         assert self._observer is not None
         held = self._observer.take_held(group)
-        held = None if held is None else self.place_moments(held)
-        moments = self.place_moments(moments)
         self._changed = self._changed or self._plan.kept[group.name] < group.num_units
         with self.stage("select and solve"), self.solve_room():
             record, (keep, weight, *rotated) = decide_once(
@@ -562,10 +560,11 @@ class StruPruneModifier(StructuredModifier):
             visits = self._observer.visit_batches(layer, group, f"{group.name} inputs")
             result = run_admm(layer, self._query_key, group, keep, weight, visits, self.admm_settings)
             slice_group(layer, group, keep, result.consumer, result.producers)
-            moments = make_group_moments(layer, group)
-            for visit in self._observer.visit_batches(layer, group, f"{group.name} closing"):
-                accumulate_tokens(moments, visit.inputs, visit.target, visit.call.tokens, group)
             consumer = find_linear(layer, group.consumer)
+            sums = make_group_sums(layer, group, keep.device)
+            for visit in self._observer.visit_batches(layer, group, f"{group.name} closing"):
+                accumulate_tokens(sums, visit.inputs, visit.target, visit.call.tokens, group)
+            moments = sums.gather()
             damped = damp_moments(moments, result.consumer.double(), self.base_damping, consumer.bias is not None)
             columns = torch.arange(len(keep) * group.columns_per_unit, device=moments.gram.device)
             solved = solve_kept_weights(damped, columns, group.name)

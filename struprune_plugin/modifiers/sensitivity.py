@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.modifiers.budget import MAX_LOGITS
+from struprune_plugin.modifiers.budget import WHOLE, Placement
 from struprune_plugin.modifiers.capture import LayerCall
 from struprune_plugin.modifiers.distributed import count_before, count_ranks, gather_numbers, sum_over_ranks
-from struprune_plugin.modifiers.memory import to_device, to_host
+from struprune_plugin.modifiers.memory import to_device, to_host, wait_on_host, work_on_host
 from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_linear
 
 
@@ -25,7 +25,7 @@ def measure_fisher(
     loader: Iterable[dict[str, Tensor]],
     groups: Sequence[UnitGroup],
     num_sequences: int,
-    max_logits: int = MAX_LOGITS,
+    placement: Placement = WHOLE,
 ) -> dict[str, Tensor]:
     """Return the Fisher information of every consumer's output, mean over tokens, by group name.
 
@@ -38,23 +38,24 @@ def measure_fisher(
 
     :return: empty where the model's output is not finite: the calibration pass that follows names the linear
     :param num_sequences: at most this many sequences are used, of every process' loader an equal share
-    :param max_logits: held at once
+    :param placement: what is done on the host, and how many logits are held at once
     """
     sums: dict[str, Tensor] = {}
     share = -(-num_sequences // count_ranks())
-    parts = _split_batches(loader, share, model.config.vocab_size)
+    parts = _take_sequences(loader, share)
     first = count_before(sum(len(part["input_ids"]) for part in parts))
     counted, finite = 0, True
     with freeze_weights(model), HooksMixin.disable_hooks():
         for batch in tqdm(parts, desc="sensitivity"):
-            calls, gradient, num_tokens = _run_forward(model, batch, first, max_logits)
+            calls, gradient, num_tokens = _run_forward(model, batch, first, placement)
             finite = num_tokens > 0
             if not finite:
                 break
             first, counted = first + len(batch["input_ids"]), counted + num_tokens
             for (name, layer), call in zip(reversed(find_decoder_layers(model)), reversed(calls), strict=True):
                 here = [group for group in groups if group.layer_name == name]
-                gradient = _run_backward(layer, call, here, gradient, sums)
+                with wait_on_host(placement.release_weights):
+                    gradient = _run_backward(layer, call, here, gradient, sums)
     counts = gather_numbers(counted, finite)
     if not all(row[1] for row in counts):
         return {}
@@ -62,17 +63,13 @@ def measure_fisher(
     return {name: sum_over_ranks(part) / total for name, part in sums.items()}
 
 
-def _split_batches(loader: Iterable[dict[str, Tensor]], num_sequences: int, vocabulary: int) -> list[dict[str, Tensor]]:
-    """Return the first sequences in micro-batches whose logits, in float32, stay small."""
+def _take_sequences(loader: Iterable[dict[str, Tensor]], num_sequences: int) -> list[dict[str, Tensor]]:
+    """Return the first sequences, in the loader's batches."""
     parts: list[dict[str, Tensor]] = []
     left = num_sequences
     for batch in loader:
-        tensors = {name: part[:left] for name, part in batch.items() if name in ("input_ids", "attention_mask")}
-        ids = tensors["input_ids"]
-        left -= len(ids)
-        size = max(1, MAX_LOGITS // (ids.shape[1] * vocabulary))
-        splits = {name: part.split(size) for name, part in tensors.items()}
-        parts += [dict(zip(splits, values, strict=True)) for values in zip(*splits.values(), strict=True)]
+        parts.append({name: part[:left] for name, part in batch.items() if name in ("input_ids", "attention_mask")})
+        left -= len(parts[-1]["input_ids"])
         if left <= 0:
             break
     return parts
@@ -94,7 +91,7 @@ def freeze_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _run_forward(
-    model: PreTrainedModel, batch: dict[str, Tensor], first: int, max_logits: int
+    model: PreTrainedModel, batch: dict[str, Tensor], first: int, placement: Placement
 ) -> tuple[list[LayerCall], Tensor, int]:
     """Return every decoder layer's call, the gradient at the last one's output, and the number of tokens scored.
 
@@ -124,7 +121,7 @@ def _run_forward(
                 input_ids=batch["input_ids"], attention_mask=mask, use_cache=False
             ).last_hidden_state
             valid = to_device((torch.ones_like(batch["input_ids"]) if mask is None else mask).bool(), final.device)
-            above = _find_output_gradient(model, final.detach(), valid, first, max_logits)
+            above = _find_output_gradient(model, final.detach(), valid, first, placement)
             if above is None:
                 return calls, final, 0
             (gradient,) = torch.autograd.grad(final, tail, above)
@@ -135,13 +132,24 @@ def _run_forward(
 
 
 def _find_output_gradient(
-    model: PreTrainedModel, final: Tensor, valid: Tensor, first: int, max_logits: int
+    model: PreTrainedModel, final: Tensor, valid: Tensor, first: int, placement: Placement
 ) -> Tensor | None:
     """Return the gradient of -log p(y), y drawn from p, at the inputs of the output embeddings; None where not finite.
 
     :param final: those inputs, shape [sequences, tokens, d]
     :param valid: which tokens count, shape [sequences, tokens], bool
     """
+    if placement.embed_on_host:
+        with work_on_host():
+            below = _find_gradient_below_head(model, to_host(final), to_host(valid), first, placement.logits)
+        return None if below is None else to_device(below, final.device)
+    return _find_gradient_below_head(model, final, valid, first, placement.logits)
+
+
+def _find_gradient_below_head(
+    model: PreTrainedModel, final: Tensor, valid: Tensor, first: int, max_logits: int
+) -> Tensor | None:
+    """Do the work of :func:`_find_output_gradient` where its tensors are."""
     head: Any = model.get_output_embeddings()
     cap = getattr(model.config, "final_logit_softcapping", None)
     size = max(1, max_logits // model.config.vocab_size)

@@ -117,10 +117,8 @@ def _sizes(group: UnitGroup, model: PreTrainedModel) -> tuple[int, int]:
 
 @torch.no_grad()
 def _run_layers(model: PreTrainedModel, ids: Tensor) -> None:
-    """Run all decoder layers with the attention that the host calibrates with, without the head."""
-    model.set_attn_implementation("eager")
+    """Run all decoder layers with the attention that they calibrate with, without the head."""
     model.get_decoder()(ids, use_cache=False)
-    model.set_attn_implementation("sdpa")
 
 
 def _make_grams(model: PreTrainedModel, groups: list[UnitGroup], inputs: dict[int, Tensor]) -> None:

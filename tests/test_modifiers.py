@@ -1,6 +1,7 @@
 import copy
 import itertools
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.equivalence import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.modifiers import capture
 from struprune_plugin.modifiers.capture import find_tokens
 from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
 from struprune_plugin.topology import find_groups
@@ -606,3 +608,22 @@ def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_
     assert set(chosen["few"]) == {0.01}
     assert set(chosen["fixed"]) == {0.02}
     assert set(chosen["many"]) != {0.01}
+
+
+@pytest.mark.parametrize("propagate", [True, False])
+def test_calibration_passes_skip_what_nobody_reads(opt, monkeypatch, propagate):
+    skipped = []
+
+    def skip(layer, groups, inner=capture._skip_linears):
+        skipped.append([group.kind for group in groups])
+        return inner(layer, groups)
+
+    def run():
+        return run_oneshot(str(opt), sparsity=0.3, propagate_error=propagate)
+
+    monkeypatch.setattr(capture, "_skip_linears", skip)
+    fast = run()
+    assert bool(skipped) == propagate
+    assert all(kinds == ["ffn"] for kinds in skipped)
+    monkeypatch.setattr(capture, "_skip_linears", lambda layer, groups: nullcontext())
+    assert_same_weights(fast, run())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from compressed_tensors.utils import patch_attr
 from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -89,6 +90,21 @@ def capture_streams(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _skip_linears(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[None]:
+    """Let the linears of groups give zeros at once, in a pass whose output nobody reads."""
+
+    def answer(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: hidden.new_zeros(()).expand(*hidden.shape[:-1], linear.out_features)
+
+    with ExitStack() as stack:
+        for group in groups:
+            for name in (*group.producers, group.consumer):
+                linear = find_linear(layer, name)
+                stack.enter_context(patch_attr(linear, "forward", answer(linear)))
+        yield
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -265,6 +281,8 @@ class LayerObserver:
         self._calls: list[LayerCall] = []
         self._targets: dict[str, list[Tensor]] = {}  # by group and batch; without the residual still to subtract
         self._sums: dict[str, MomentSums] = {}
+        self._propagates = False
+        self._notice = ExitStack()
         self._watch = ExitStack()
         self._count: Callable[[], None] = lambda: None  # takes in what the watch saw
 
@@ -275,6 +293,8 @@ class LayerObserver:
         self._run_dense(layer, groups, call)
         watched = groups if self.all_groups else groups[:1]
         take = self._watch.enter_context(capture_streams(layer, watched))
+        if self._propagates and not any(group.parallel for group in watched):
+            self._watch.enter_context(_skip_linears(layer, groups[len(watched) :]))
 
         def count() -> None:
             for group in watched:
@@ -336,9 +356,20 @@ class LayerObserver:
         self._held_moments.clear()
         self._visits.clear()
 
+    def watch_propagation(self, layer: nn.Module) -> None:
+        """Notice that a finished layer runs again: the host then reads no outputs of its calibration passes."""
+        self._notice.close()
+
+        def see(_module: nn.Module, _args: tuple) -> None:
+            self._propagates = True
+
+        if not self._propagates:
+            self._notice.callback(layer.register_forward_pre_hook(see).remove)
+
     def close(self) -> None:
-        """Take the hooks off a layer whose forward pass failed."""
+        """Take all hooks off."""
         self._watch.close()
+        self._notice.close()
 
     def _run_dense(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
         """Run the still dense layer on the dense hidden states, and keep what the targets need, on the host."""

@@ -230,9 +230,12 @@ class StruPruneModifier(StructuredModifier):
             if self.tuning_epochs and self._changed:
                 self._tune_layer(name, layer)
             self._observer.finish_layer()
+            self._observer.watch_propagation(layer)
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         self.remove_hooks()
+        assert self._observer is not None
+        self._observer.close()
         self._restore_pruned()
         self._stages["whole pass"] = {
             "seconds": time.perf_counter() - self._started,

@@ -1,7 +1,7 @@
 """Memory of pruning against the size of the model: what the device holds, measured on shapes of OPT-125M to OPT-66B.
 
     python -m eval.memory --output results/memory                       # as far as this machine's memory goes
-    python -m eval.memory --models OPT-125M,OPT-350M --modes "fast" --output results/memory
+    python -m eval.memory --models OPT-125M,OPT-350M --modes "no budget;4 layers" --output results/memory
 
 Weights are random and made here; nothing is downloaded. A model has the published widths and vocabulary but few decoder
 layers, for the peak does not grow with them. Without an accelerator the peak is an account of what one would hold.
@@ -19,29 +19,23 @@ from typing import Any
 
 import torch
 from loguru import logger
+from transformers import AutoModelForCausalLM
 
 from eval.methods import DEFAULT
-from eval.paper_sizes import OPT_SIZES, count_sizes, has_room, make_opt_config, measure_pruning_memory
+from eval.paper_sizes import (
+    OPT_SIZES,
+    count_least_budget,
+    count_sizes,
+    has_room,
+    make_opt_config,
+    measure_pruning_memory,
+)
 from eval.paper_tables import MEMORY_MODELS, PAPER_MEMORY
 from eval.rows import Ledger
 from struprune_plugin.report import format_table
 
-FAST: dict[str, Any] = {
-    "importance": "wanda",
-    "allocation": "uniform",
-    "sensitivity": "none",
-    "rotate_values": False,
-    "max_swaps": 0,
-    "damping": 0.01,
-}
-# mode -> (fields, memory budget in decoder layers)
-MODES: dict[str, tuple[dict[str, Any], float | None]] = {
-    "default": (dict(DEFAULT.fields), None),
-    "fast": (FAST, None),
-    "fast, 4 layers": (FAST, 4.0),
-    "fast, 1 layer": (FAST, 1.0),
-    "fast, least budget": (FAST, 0.0),
-}
+# mode -> memory budget in decoder layers; 0 is the least possible
+MODES: dict[str, float | None] = {"no budget": None, "4 layers": 4.0, "1 layer": 1.0, "least": 0.0}
 
 
 def fit_exponent(sizes: list[float], peaks: list[float]) -> float | None:
@@ -68,6 +62,20 @@ def format_rows(rows: dict[str, dict[str, Any]]) -> str:
         told += [f"{peak / 1e9:.3f}", f"{peak / row['layer_bytes']:.2f}", f"{peak / row['model_bytes']:.3f}"]
         lines.append([*told, f"{row['seconds']:.0f}"])
     return "\n\n".join([format_table(header, lines), *notes])
+
+
+def count_budgets(length: int) -> str:
+    """Return a table of what every shape asks for at least, counted from its sizes alone."""
+    lines = []
+    for name in OPT_SIZES:
+        with torch.device("meta"):
+            config = make_opt_config(name, num_hidden_layers=1, dtype="bfloat16")
+            model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        layer = 2 * count_sizes(name, config).layer
+        least = [count_least_budget(model, DEFAULT.fields, tokens) for tokens in (length, length // 4)]
+        cells = [f"{bytes_ / 1e9:.3f} ({bytes_ / layer:.2f} layers)" for bytes_ in least]
+        lines.append([name, f"{layer / 1e9:.4f}", *cells])
+    return format_table(["model", "one layer", f"least budget, {length} tokens", f"{length // 4} tokens"], lines)
 
 
 def group_by_mode(rows: dict[str, dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -111,12 +119,12 @@ def draw_figure(rows: dict[str, dict[str, Any]], file: Path) -> None:
     pyplot.close(figure)
 
 
-def write_report(rows: dict[str, dict[str, Any]], left_out: list[str], folder: Path) -> str:
+def write_report(rows: dict[str, dict[str, Any]], left_out: list[str], length: int, folder: Path) -> str:
     """Write the three files; return the text."""
     exponents = {mode: fit_exponent(*map(list, zip(*p, strict=True))) for mode, p in group_by_mode(rows).items()}
     measures = {row["measure"] for row in rows.values() if "measure" in row}
     notes = [
-        f"Gigabytes, everything counted: {', '.join(sorted(measures))}. Models of {{}} decoder layers; one sequence of 2048 "
+        f"Gigabytes, everything counted: {', '.join(sorted(measures))}. Models of {{}} decoder layers; one sequence of {length} "
         "tokens at a time.".format("/".join(sorted({str(row["num_layers"]) for row in rows.values()}))),
         *(f"{mode}: peak ~ N^{e:.2f} (fit)" for mode, e in exponents.items() if e is not None),
         *(
@@ -127,6 +135,7 @@ def write_report(rows: dict[str, dict[str, Any]], left_out: list[str], folder: P
     if left_out:
         notes.append(f"Left out, this machine's memory does not hold the solves: {', '.join(left_out)}.")
     text = f"# Memory while pruning\n\n```\n{format_rows(rows)}\n```\n\n" + "\n".join(f"- {note}" for note in notes)
+    text += f"\n\nCounted from sizes, for every shape:\n\n```\n{count_budgets(length)}\n```"
     (folder / "memory-growth.md").write_text(text + "\n", encoding="utf-8")
     data = {"rows": rows, "exponents": exponents, "left_out": left_out}
     (folder / "memory-growth.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -139,13 +148,14 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(OPT_SIZES))
     parser.add_argument("--modes", default=";".join(MODES), help="separated by semicolons")
     parser.add_argument("--layers", type=int, default=1, help="decoder layers of every model")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence, one at a time")
     parser.add_argument("--memory", type=float, help="gigabytes of this machine to use; what is free if unset")
     parser.add_argument("--output", type=Path, required=True, help="folder for the files")
     args = parser.parse_args()
     logger.remove()
     warnings.filterwarnings("ignore")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    settings = {"layers": args.layers, "device": device, "version": version("struprune-plugin")}
+    settings = {"layers": args.layers, "length": args.length, "device": device, "version": version("struprune-plugin")}
     ledger = Ledger(args.output / "memory-growth-rows.json", settings)
     rows: dict[str, dict[str, Any]] = {}
     left_out = []
@@ -155,17 +165,15 @@ def main() -> None:
             continue
         size = count_sizes(name, make_opt_config(name))
         for mode in args.modes.split(";"):
-            fields, budget = MODES[mode]
+            budget = MODES[mode]
 
-            def measure(
-                name: str = name, fields: dict[str, Any] = fields, budget: float | None = budget
-            ) -> dict[str, Any]:
-                return measure_pruning_memory(name, fields, budget, args.layers)
+            def measure(name: str = name, budget: float | None = budget) -> dict[str, Any]:
+                return measure_pruning_memory(name, DEFAULT.fields, budget, args.layers, length=args.length)
 
-            row = ledger.finish(f"{name} | {mode}", {"fields": fields, "budget": budget}, measure)
+            row = ledger.finish(f"{name} | {mode}", {"fields": DEFAULT.fields, "budget": budget}, measure)
             counted = {"parameters": size.total, "model_bytes": 2 * size.total, "num_layers": args.layers}
             rows[f"{name} | {mode}"] = {**row, **counted}
-    print(write_report(rows, left_out, args.output))
+    print(write_report(rows, left_out, args.length, args.output))
 
 
 if __name__ == "__main__":

@@ -160,13 +160,15 @@ def measure_pruning_memory(
     budget_layers: float | None = None,
     num_layers: int = MEMORY_LAYERS,
     sparsity: float = 0.2,
+    length: int = 2048,
 ) -> dict[str, Any]:
     """Prune random weights of an OPT's shape; return the bytes of one layer, the peak on the device, and what led to it.
 
-    The model has the published widths and vocabulary but few decoder layers, in bfloat16; calibration is as few sequences of
-    2048 tokens as the widest solve needs, one at a time. What is counted: see ``struprune_plugin.modifiers.memory``.
+    The model has the published widths and vocabulary but few decoder layers, in bfloat16; calibration is as few sequences
+    as the widest solve needs, one at a time. What is counted: see ``struprune_plugin.modifiers.memory``.
 
     :param fields: of :class:`StruPruneModifier`
+    :param length: tokens of a sequence
     :param budget_layers: ``memory_budget`` in bytes of one decoder layer; 0 for the least possible, none where None
     :return: ``refused`` holds the reason where the budget cannot be kept
     """
@@ -174,15 +176,12 @@ def measure_pruning_memory(
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     layer = sum(p.numel() * p.element_size() for p in find_decoder_layers(model)[0][1].parameters())
-    length = config.max_position_embeddings
     samples = config.ffn_dim // length + 1
     ids = torch.randint(4, config.vocab_size, (samples, length))
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
     budget = None if budget_layers is None else round(budget_layers * layer)
     if budget == 0:
-        groups = StruPruneModifier(sparsity=sparsity, **fields).find_groups(model)
-        demands = Demands(together=True, hold_out=True, sensitivity=fields.get("sensitivity") != "none")
-        budget = find_least_budget(read_sizes(model, groups, ids[:1].shape), demands)
+        budget = count_least_budget(model, fields, length)
     modifier = StruPruneModifier(sparsity=sparsity, measure_memory=True, memory_budget=budget, **fields)
     shown = {"layer_bytes": layer, "tokens": samples * length, "budget_bytes": budget}
     with tempfile.TemporaryDirectory() as scratch:
@@ -209,6 +208,13 @@ def measure_pruning_memory(
         "stages": stages,
         "measure": modifier.memory_measure,
     }
+
+
+def count_least_budget(model: PreTrainedModel, fields: Mapping[str, Any], length: int) -> int:
+    """Return the least ``memory_budget`` that a run with sequences of so many tokens, one at a time, accepts."""
+    modifier = StruPruneModifier(sparsity=0.2, **fields)
+    demands = Demands(together=True, hold_out=True, sensitivity=modifier.sensitivity != "none")
+    return find_least_budget(read_sizes(model, modifier.find_groups(model), torch.Size([1, length])), demands)
 
 
 def has_room(name: str, free: int | None = None) -> bool:

@@ -298,18 +298,20 @@ def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4), "OPT-350M": (48, 2, 4)})
     monkeypatch.setattr(memory, "MEMORY_MODELS", ("OPT-125M", "OPT-350M"))
     monkeypatch.setattr(memory, "PAPER_MEMORY", {"FASP": (0.24, 0.69)})
-    modes = ["--modes", "fast;fast, 1 layer;fast, least budget"]
+    modes = ["--length", "64", "--modes", "no budget;1 layer;least"]
     monkeypatch.setattr(sys, "argv", ["memory", *modes, "--output", str(tmp_path)])
     memory.main()
-    monkeypatch.setattr(memory, "measure_pruning_memory", lambda *_: pytest.fail("a finished row was measured again"))
+    monkeypatch.setattr(
+        memory, "measure_pruning_memory", lambda *_, **__: pytest.fail("a finished row was measured again")
+    )
     memory.main()
     data = json.loads((tmp_path / "memory-growth.json").read_text())
     rows = data["rows"]
-    assert "memory_budget: must be at least" in rows["OPT-125M | fast, 1 layer"]["refused"]
-    least = rows["OPT-125M | fast, least budget"]
+    assert "memory_budget: must be at least" in rows["OPT-125M | 1 layer"]["refused"]
+    least = rows["OPT-125M | least"]
     assert least["peak_bytes"] <= least["budget_bytes"]
-    assert rows["OPT-125M | fast"]["peak_bytes"] > least["peak_bytes"]
-    assert data["exponents"].keys() == {"fast", "fast, least budget"}
+    assert rows["OPT-125M | no budget"]["peak_bytes"] > least["peak_bytes"]
+    assert data["exponents"].keys() == {"no budget", "least"}
     assert (tmp_path / "memory-growth.png").stat().st_size > 0
 
 
@@ -365,6 +367,6 @@ def test_quality_runs_both_studies_and_reads_finished_rows(opt, texts, tmp_path,
     printed = capsys.readouterr().out
     for corpus in ("books, 256", "books, 320", "WikiText-2, 256"):
         assert f"0.3 | {corpus} tokens" in printed
-    monkeypatch.setattr(quality, "run_row", lambda *_: pytest.fail("a finished row was made again"))
+    monkeypatch.setattr(quality, "run_row", lambda *_, **__: pytest.fail("a finished row was made again"))
     quality.main()
     assert {"ladder.md", "data.md", "quality.json"} <= {file.name for file in tmp_path.iterdir()}

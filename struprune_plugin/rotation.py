@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from struprune_plugin.solve import invert_gram
+from struprune_plugin.solve import invert_in_place
 from struprune_plugin.statistics import Moments
 
 
@@ -43,7 +43,7 @@ def eliminate_directions(damped: Moments, num_blocks: int, copies: int, where: s
     :param damped: from :func:`~struprune_plugin.solve.damp_moments`
     :param where: name of the linear, for the error
     """
-    inverse = invert_gram(damped.gram, where)
+    inverse = invert_in_place(damped.gram.clone(), where)
     weight = damped.cross @ inverse
     size = inverse.shape[0] - 1
     width = size // (num_blocks * copies)

@@ -401,12 +401,13 @@ def swap_units(
 def _sweep_all(gram: Tensor, cross: Tensor, kept: Tensor, where: str) -> tuple[Tensor, Tensor]:
     """Return (table, values) of :func:`swap_units`, shapes [n + 1, n + 1] and [n + 1, d], with ``kept`` swept in."""
     rows, rest = kept.nonzero().flatten(), (~kept).nonzero().flatten()
-    table, values = torch.empty_like(gram), cross.new_empty(cross.T.shape)
     between = gram[rows[:, None], rest]
     inverse = invert_in_place(gram[rows[:, None], rows], where)
-    reach = inverse @ between
+    values = cross.new_empty(cross.T.shape)
     values[rows] = inverse @ cross[:, rows].T
     values[rest] = torch.addmm(cross[:, rest].T, between.T, values[rows], alpha=-1)
+    reach = inverse @ between
+    table = torch.empty_like(gram)
     table[rows[:, None], rows] = inverse.neg_()
     del inverse
     table[rows[:, None], rest], table[rest[:, None], rows] = reach, reach.T

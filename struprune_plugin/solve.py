@@ -359,7 +359,6 @@ def swap_units(
     where: str,
     num_blocks: int = 1,
     max_swaps: int = 0,
-    output_root: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Exchange a kept column for a removed one, each time the pair that lowers the re-solved error most, until none does.
 
@@ -375,6 +374,8 @@ def swap_units(
     :param max_swaps: stop after so many
     :return: (kept columns, sorted; swaps made)
     """
+    if not max_swaps:
+        return keep, 0
     size = damped.gram.shape[0] - 1
     kept = torch.zeros(size + 1, dtype=torch.bool, device=keep.device)
     kept[with_bias_index(keep, size)] = True
@@ -434,7 +435,10 @@ def _find_changes(table: Tensor, values: Tensor, inside: Tensor, outside: Tensor
 
 
 def _sweep_pair(table: Tensor, values: Tensor, u: int, v: int) -> None:
-    """Take column u into the kept set and v out of it, in place."""
+    """Take column u into the kept set and v out of it, in place: the sweep operator on both at once.
+
+    With ``K = {u, v}``, ``P = T_KK`` and ``R = T_K:``, the table loses ``R^T P^-1 R``, and its rows K become ``+-P^-1 R``.
+    """
     pair = torch.tensor([u, v], device=table.device)
     signs = table.new_tensor([1, -1])
     rows, old = table[pair], values[pair]

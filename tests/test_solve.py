@@ -218,6 +218,17 @@ def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
     assert swap_units(damped, torch.tensor(start), "x", max_swaps=0)[0].tolist() == start
 
 
+def test_sweep_pair_gives_the_table_of_the_swapped_columns():
+    _, _, damped = make_problem(n=8, d=2, seed=1)
+    kept = torch.tensor([True, True, False, True, False, False, True, False, True])  # the last is the bias
+    table, values = solve._sweep_all(damped.gram, damped.cross, kept, "x")
+    for u, v in [(2, 0), (7, 6), (0, 2)]:
+        solve._sweep_pair(table, values, u, v)
+        kept[u], kept[v] = True, False
+        for mine, fresh in zip((table, values), solve._sweep_all(damped.gram, damped.cross, kept, "x"), strict=True):
+            torch.testing.assert_close(mine, fresh, rtol=1e-9, atol=1e-9)
+
+
 def test_weigh_outputs_counts_errors_by_the_root():
     moments, dense, _ = make_problem(n=6, d=3)
     damped = damp_moments(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from struprune_plugin.solve import invert_gram
-from struprune_plugin.statistics import Moments
+from struprune_plugin.solve import invert_in_place
+from struprune_plugin.statistics import Moments, with_bias_index
 
 
 @dataclass(frozen=True)
@@ -43,29 +43,36 @@ def eliminate_directions(damped: Moments, num_blocks: int, copies: int, where: s
     :param damped: from :func:`~struprune_plugin.solve.damp_moments`
     :param where: name of the linear, for the error
     """
-    inverse = invert_gram(damped.gram, where)
-    weight = damped.cross @ inverse
-    size = inverse.shape[0] - 1
-    width = size // (num_blocks * copies)
-    columns = torch.arange(size, device=inverse.device).view(num_blocks, width, copies).mT  # [blocks, copies, width]
+    size = damped.gram.shape[0] - 1
+    pairs = num_blocks * copies
+    width = size // pairs
+    columns = torch.arange(size, device=damped.gram.device).view(num_blocks, width, copies).mT.flatten()  # copy by copy
+    rows = with_bias_index(columns, size)
+    inverse = invert_in_place(damped.gram[rows[:, None], rows], where)
+    weight = inverse @ damped.cross[:, rows].T
+    parts = weight[:-1].view(pairs, width, -1)
+    energy = parts @ parts.mT
+    spread = (
+        inverse[:-1, :-1].view(pairs, width, pairs, width).diagonal(dim1=0, dim2=2).movedim(2, 0)
+    )  # a view: it follows
     left = torch.eye(width, dtype=inverse.dtype, device=inverse.device).expand(num_blocks, width, width)
     basis, increases = [], []
     for _ in range(width):
-        direction = _find_directions(inverse, weight, columns, left)
-        gone = inverse.new_zeros(inverse.shape[0], num_blocks * copies)
-        pairs = torch.arange(num_blocks * copies, device=inverse.device).view(num_blocks, copies, 1)
-        gone[columns, pairs] = (left @ direction).mT.expand(-1, copies, -1)
-        increases.append(_remove(inverse, weight, gone))
+        sums = (part.reshape(num_blocks, copies, width, width).sum(1) for part in (spread, energy))
+        direction = _find_directions(next(sums), next(sums), left)
         basis.append((left @ direction)[..., 0])
+        gone = basis[-1].repeat_interleave(copies, dim=0)
+        increases.append(_remove(inverse, weight, energy, gone))
         left = left @ torch.linalg.qr(direction, mode="complete").Q[..., 1:]
     return Rotation(torch.stack(basis, dim=1), torch.stack(increases))
 
 
-def _find_directions(inverse: Tensor, weight: Tensor, columns: Tensor, left: Tensor) -> Tensor:
-    """Return the cheapest direction of every block, in coordinates of ``left``, shape [blocks, rest, 1], norm 1."""
-    spread = inverse[columns[..., :, None], columns[..., None, :]].sum(1)
-    parts = weight[:, columns].movedim(0, 2)  # [blocks, copies, d, width]
-    energy = (parts.mT @ parts).sum(1)
+def _find_directions(spread: Tensor, energy: Tensor, left: Tensor) -> Tensor:
+    """Return the cheapest direction of every block, in coordinates of ``left``, shape [blocks, rest, 1], norm 1.
+
+    :param spread: (H^-1)_bb, shape [blocks, width, width]
+    :param energy: W_b^T W_b, the same shape
+    """
     factor = torch.linalg.cholesky_ex(left.mT @ spread @ left).L
     half = torch.linalg.solve_triangular(factor, left.mT @ energy @ left, upper=False)
     whitened = torch.linalg.solve_triangular(factor, half.mT, upper=False)
@@ -75,14 +82,29 @@ def _find_directions(inverse: Tensor, weight: Tensor, columns: Tensor, left: Ten
     return sign * direction / direction.norm(dim=1, keepdim=True)
 
 
-def _remove(inverse: Tensor, weight: Tensor, gone: Tensor) -> Tensor:
-    """Remove directions, shape [n + 1, removed], from W and H^-1 in place; return the increase of the error."""
-    reach, moved = inverse @ gone, weight @ gone
-    gain = torch.linalg.solve(gone.T @ reach, reach.T)
-    increase = (moved * torch.linalg.solve(gone.T @ reach, moved.T).T).sum()
-    weight.addmm_(moved, gain, alpha=-1)
-    inverse.addmm_(reach, gain, alpha=-1)
-    return increase
+def _remove(inverse: Tensor, weight: Tensor, energy: Tensor, gone: Tensor) -> Tensor:
+    """Remove one direction of every copy, shape [pairs, width], in place; return the increase of the error.
+
+    :param inverse: H^-1, shape [n + 1, n + 1]
+    :param weight: W^T, shape [n + 1, d]
+    :param energy: what of ``W^T W`` lies within each copy, shape [pairs, width, width]
+    """
+    pairs, width = gone.shape
+
+    def project(matrix: Tensor) -> Tensor:
+        return (gone[:, None] @ matrix[:-1].reshape(pairs, width, -1))[:, 0]
+
+    reach, moved = project(inverse), project(weight)
+    pivot, lost = project(reach.T), moved @ moved.T
+    gain = torch.linalg.solve(pivot, reach)
+    part, shared = (
+        rows.view(pairs, pairs, width).movedim(1, 0) for rows in (gain[:, :-1], moved @ weight[:-1].T)
+    )  # [copies, removed, width]
+    cross = part.mT @ (shared - lost / 2 @ part)
+    energy -= cross + cross.mT
+    weight.addmm_(gain.T, moved, alpha=-1)
+    inverse.addmm_(gain.T, reach, alpha=-1)
+    return torch.linalg.solve(pivot, lost).trace()
 
 
 def order_directions(rotation: Rotation) -> tuple[Tensor, Tensor]:

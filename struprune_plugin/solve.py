@@ -18,6 +18,7 @@ DAMPING = 0.01  # where none was chosen
 _DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
 _MAX_CANDIDATES = 512  # a swap looks at so many columns on either side
 _PANEL = 64  # columns whose removal changes the matrices at once
+_GONE = 1 / 16  # share of removed units that the matrices may carry along, a copy being dearer
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,15 @@ def damp_moments(moments: Moments, weight: Tensor, damping: float, has_bias: boo
     gram.diagonal()[:-1].add_(strength)
     cross[:, :-1].add_(strength * weight[:, :-1])
     if not has_bias:
-        gram[-1], gram[:, -1], cross[:, -1] = 0, 0, 0
-        gram[-1, -1] = 1
+        _uncouple_bias(gram, cross)
     energy = moments.target_energy + strength * weight[:, :-1].square().sum()
     return Moments(gram, cross, energy, moments.absolute_sum)
+
+
+def _uncouple_bias(gram: Tensor, cross: Tensor) -> None:
+    """Make every solve give a bias of 0, in place."""
+    gram[-1], gram[:, -1], cross[:, -1] = 0, 0, 0
+    gram[-1, -1] = 1
 
 
 def weigh_outputs(damped: Moments, root: Tensor, weight: Tensor) -> Moments:
@@ -94,12 +100,11 @@ def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWe
     :raises ValueError: the damped system is singular or its condition number exceeds 1e12
     """
     rows = with_bias_index(columns, damped.gram.shape[0] - 1)
-    system = damped.gram[rows[:, None], rows]
-    factor = _factorize(system, where)
-    condition = _estimate_condition(system, factor)
+    factor = _factorize_in_place(damped.gram[rows[:, None], rows], where)
+    condition = _estimate_condition(factor)
     if not condition <= MAX_CONDITION:
         raise _describe_singular(where, condition, len(columns))
-    weight = torch.cholesky_solve(damped.cross[:, rows].T, factor).T
+    weight = _solve_factorized(factor, damped.cross[:, rows].T).T
     return SolvedWeights(weight.contiguous(), condition)
 
 
@@ -113,29 +118,52 @@ def choose_damping(
     :param weight: dense weights, shape [d, n + 1], float64, bias last
     :param columns: kept input columns, sorted, shape [k]
     """
-    rest = subtract_moments(moments, held)
+    rows = with_bias_index(columns, weight.shape[1] - 1)
+    scale = float((moments.gram.diagonal()[:-1].double() - held.gram.diagonal()[:-1]).mean())
+    held = _restrict_moments(held, rows)
+    rest = subtract_moments(_restrict_moments(moments, rows), held)
+    if not has_bias:
+        _uncouple_bias(rest.gram, rest.cross)
+    dense = torch.nn.functional.pad(weight[:, columns], (0, 1))  # the bias is not damped
+    system = torch.empty_like(rest.gram)
 
     def measure(damping: float) -> float:
-        damped = damp_moments(rest, weight, damping, has_bias)
-        return measure_error(held, solve_kept_weights(damped, columns, where).weight, columns)
+        system.copy_(rest.gram).diagonal()[:-1].add_(damping * scale)
+        cross = torch.add(rest.cross, dense, alpha=damping * scale)
+        return measure_error(held, _solve_factorized(_factorize_in_place(system, where), cross.T).T)
 
     return min(_DAMPINGS, key=measure)
 
 
-def _factorize(system: Tensor, where: str) -> Tensor:
-    """Return the Cholesky factor of a damped system, or raise with its name."""
-    factor, info = torch.linalg.cholesky_ex(system)
-    if int(info) or not factor.isfinite().all():
+def _restrict_moments(moments: Moments, rows: Tensor) -> Moments:
+    """Return the float64 moments of some inputs, a copy."""
+    gram, cross = moments.gram[rows[:, None], rows].double(), moments.cross[:, rows].double()
+    return replace(moments, gram=gram, cross=cross)
+
+
+def _factorize_in_place(system: Tensor, where: str) -> Tensor:
+    """Return the lower Cholesky factor of a damped system within its own storage, or raise with its name."""
+    factor = system.mT  # the same matrix, by columns, as LAPACK wants it
+    info = torch.empty((), dtype=torch.int32, device=system.device)
+    torch.linalg.cholesky_ex(factor, out=(factor, info))
+    if int(info) or not factor.diagonal().isfinite().all():
         raise _describe_singular(where, float("inf"), len(system) - 1)
     return factor
 
 
-def invert_gram(gram: Tensor, where: str) -> Tensor:
-    """Return the inverse of a damped Gram matrix.
+def _solve_factorized(factor: Tensor, right: Tensor) -> Tensor:
+    """Return ``H^-1 B`` from the Cholesky factor of H; ``torch.cholesky_solve`` would copy it."""
+    half = torch.linalg.solve_triangular(factor, right, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+
+
+def invert_in_place(gram: Tensor, where: str) -> Tensor:
+    """Return the inverse of a damped Gram matrix within its own storage.
 
     :raises ValueError: it is singular; the message names ``where``
     """
-    return torch.cholesky_inverse(_factorize(gram, where))
+    factor = _factorize_in_place(gram, where)
+    return torch.cholesky_inverse(factor, out=factor)
 
 
 def _describe_singular(where: str, condition: float, num_inputs: int) -> ValueError:
@@ -145,14 +173,14 @@ def _describe_singular(where: str, condition: float, num_inputs: int) -> ValueEr
     )
 
 
-def _estimate_condition(system: Tensor, factor: Tensor, iterations: int = 12) -> float:
-    """Estimate the 2-norm condition number of a symmetric positive definite matrix by power iterations."""
-    vector = torch.ones(len(system), 1, dtype=system.dtype, device=system.device)
+def _estimate_condition(factor: Tensor, iterations: int = 12) -> float:
+    """Estimate the 2-norm condition number of a matrix from its Cholesky factor, by power iterations."""
+    vector = torch.ones(len(factor), 1, dtype=factor.dtype, device=factor.device)
     inverse_vector = vector / vector.norm()
     vector = inverse_vector
     for _ in range(iterations):
-        vector = system @ (vector / vector.norm())
-        inverse_vector = torch.cholesky_solve(inverse_vector / inverse_vector.norm(), factor)
+        vector = factor @ (factor.mT @ (vector / vector.norm()))
+        inverse_vector = _solve_factorized(factor, inverse_vector / inverse_vector.norm())
     return float(vector.norm() * inverse_vector.norm())
 
 
@@ -209,8 +237,8 @@ def eliminate_units(
     :raises ValueError: H is singular
     """
     num_units = (damped.gram.shape[0] - 1) // columns_per_unit
-    inverse = invert_gram(damped.gram, where)
-    left = _Remaining(inverse, damped.cross @ inverse, columns_per_unit)
+    inverse = invert_in_place(damped.gram.clone(), where)
+    left = _Remaining(inverse, inverse @ damped.cross.T, columns_per_unit, num_blocks)
     waiting = torch.ones(num_blocks, dtype=torch.bool, device=inverse.device)  # blocks yet to lose one this round
     block_size = num_units // num_blocks
     order, increases = [], []
@@ -231,18 +259,21 @@ class _Remaining:
     """W and H^-1 on the units not yet removed, downdated a panel of removals at a time.
 
     A removal of U changes ``H^-1`` by ``-V V^T`` and ``W`` by ``-A V^T``, with ``V = (H^-1)_:U L^-T``, ``A = W_U L^-T`` and
-    ``L L^T = (H^-1)_UU``. Costs need only what lies within each unit, ``(H^-1)_UU`` and ``W_U^T W_U``, which is kept up to date;
-    the matrices get the V and A of several removals as one product, and lose the rows that are gone.
+    ``L L^T = (H^-1)_UU``. Costs need only what lies within each unit, ``(H^-1)_UU`` and ``W_U^T W_U``, which V and ``W^T A``
+    keep up to date; the matrices get the V and A of several removals as one product.
+
+    Of ``W^T W`` only the columns of removed units are ever read. A panel makes those of the units that are cheapest when it
+    starts as one product, and any other when its unit goes.
 
     :param inverse: H^-1, shape [n + 1, n + 1], float64; changed in place
-    :param weight: W, shape [d, n + 1], float64; the same
+    :param weight: W^T, shape [n + 1, d], float64; the same
     """
 
-    def __init__(self, inverse: Tensor, weight: Tensor, width: int):
-        self._inverse, self._weight, self._width = inverse, weight, width
-        self.units = torch.arange(
-            (len(inverse) - 1) // width, device=inverse.device
-        )  # original index of every unit here
+    def __init__(self, inverse: Tensor, weight: Tensor, width: int, num_blocks: int):
+        self._inverse, self._weight, self._width, self._num_blocks = inverse, weight, width, num_blocks
+        self._num_units = (len(inverse) - 1) // width
+        self.units = torch.arange(self._num_units, device=inverse.device)  # original index of every unit here
+        self._alive = torch.ones_like(self.units, dtype=torch.bool)
         self._start_panel()
 
     def _start_panel(self) -> None:
@@ -250,13 +281,23 @@ class _Remaining:
         size = len(self.units) * self._width
         index = torch.arange(size, device=self.units.device).view(-1, self._width)
         self._within = self._inverse[index[:, :, None], index[:, None, :]]
-        parts = self._weight[:, :-1].T.reshape(-1, self._width, len(self._weight))
-        self._energy = parts.square().sum(-1, keepdim=True) if self._width == 1 else parts @ parts.mT
-        self._alive = torch.ones_like(self.units, dtype=torch.bool)
-        self._num_pending = 0
+        parts = self._weight[:-1].view(-1, self._width, self._weight.shape[1])
+        self._energy = parts @ parts.mT
         columns = min(max(_PANEL, self._width), size)
-        self._reach = self._inverse.new_empty(size + 1, columns)  # V
-        self._moved = self._weight.new_empty(len(self._weight), columns)  # A
+        self._sizes = [size + 1, size + 1, self._weight.shape[1]]
+        self._pending = self._inverse.new_empty(columns, sum(self._sizes))  # rows: V^T, A^T W at the panel's start, A^T
+        self._num_pending = 0
+        self._multiply_cheapest(columns // self._width)
+
+    def _multiply_cheapest(self, num_removals: int) -> None:
+        """Make the rows of ``W^T W`` of twice as many units as the panel removes, in the order that they would go now."""
+        scores = self._energy.new_full((self._num_units,), torch.inf)
+        scores[self.units] = self.measure_costs()
+        cheapest = order_units(scores, self._num_blocks)
+        cheapest = cheapest[scores[cheapest].isfinite()][: 2 * num_removals if num_removals > 1 else 0]
+        at = torch.searchsorted(self.units, cheapest)
+        self._products = self._weight[expand_units(at, self._width)] @ self._weight.T
+        self._places = {u: slice(i * self._width, (i + 1) * self._width) for i, u in enumerate(at.tolist())}
 
     def measure_costs(self) -> Tensor:
         """Return ``tr(W_U [(H^-1)_UU]^-1 W_U^T)`` of every unit, infinite where it is gone, shape [units]."""
@@ -268,38 +309,48 @@ class _Remaining:
 
     def remove(self, u: int) -> None:
         """Remove the unit at a position of ``units``; positions may change thereafter."""
-        unit, old = slice(u * self._width, (u + 1) * self._width), slice(self._num_pending)
-        reach, moved = self._reach[:, old], self._moved[:, old]
-        factor = torch.linalg.cholesky_ex(self._within[u]).L
-        columns = torch.addmm(self._inverse[unit].T, reach, reach[unit].T, alpha=-1)
-        columns = torch.linalg.solve_triangular(factor.T, columns, upper=True, left=False)
-        amount = torch.addmm(self._weight[:, unit], moved, reach[unit].T, alpha=-1)
-        amount = torch.linalg.solve_triangular(factor.T, amount, upper=True, left=False)
-        shared = torch.addmm(self._weight.T @ amount, reach, moved.T @ amount, alpha=-1)  # W^T A, of every column
-        self._update_within(columns, shared, amount.T @ amount)
-        new = slice(self._num_pending, self._num_pending + self._width)
-        self._reach[:, new], self._moved[:, new] = columns, amount
+        unit, pending = slice(u * self._width, (u + 1) * self._width), self._pending[: self._num_pending]
+        weight = self._weight[unit]
+        products = self._products[self._places[u]] if u in self._places else weight @ self._weight.T
+        rows = torch.cat([self._inverse[unit], products, weight], dim=1)
+        rows.addmm_(pending[:, unit].T, pending, alpha=-1)
+        rows = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(self._within[u]).L, rows, upper=False)
+        reach, shared, moved = rows.split(self._sizes, dim=1)
+        past, _, past_moved = pending.split(self._sizes, dim=1)
+        self._update_within(reach, torch.addmm(shared, moved @ past_moved.T, past, alpha=-1), moved @ moved.T)
+        self._pending[self._num_pending : self._num_pending + self._width] = rows
         self._num_pending += self._width
         self._alive[u] = False
-        if self._num_pending + self._width > self._reach.shape[1]:
+        if self._num_pending + self._width > len(self._pending):
             self._apply_panel()
 
-    def _update_within(self, columns: Tensor, shared: Tensor, energy: Tensor) -> None:
-        part = columns[:-1].view(-1, self._width, self._width)
-        cross = part @ (shared[:-1].view_as(part).mT - energy / 2 @ part.mT)
+    def _update_within(self, reach: Tensor, shared: Tensor, energy: Tensor) -> None:
+        """Downdate the parts by V^T, A^T W and A^T A of one removal."""
+        part, shared = (rows[:, :-1].view(self._width, -1, self._width).movedim(0, 1) for rows in (reach, shared))
+        cross = part.mT @ (shared - energy / 2 @ part)
         self._energy -= cross + cross.mT
-        self._within -= part @ part.mT
+        self._within -= part.mT @ part
 
     def _apply_panel(self) -> None:
         """Downdate the matrices by all removals of the panel, and drop what is gone."""
-        pending = self._reach[:, : self._num_pending]
-        self._inverse.addmm_(pending, pending.T, alpha=-1)
-        self._weight.addmm_(self._moved[:, : self._num_pending], pending.T, alpha=-1)
+        reach, _, moved = self._pending[: self._num_pending].split(self._sizes, dim=1)
+        self._inverse.addmm_(reach.T, reach, alpha=-1)
+        self._weight.addmm_(reach.T, moved, alpha=-1)
         left = self._alive.nonzero().flatten()
-        stay = with_bias_index(expand_units(left, self._width), len(self._inverse) - 1)
-        self._inverse, self._weight = self._inverse[stay][:, stay], self._weight[:, stay]
-        self.units = self.units[left]
+        if len(left) < (1 - _GONE) * len(self.units):
+            stay = with_bias_index(expand_units(left, self._width), len(self._inverse) - 1)
+            self._inverse = _restrict(self._inverse, stay)
+            self._weight, self.units, self._alive = self._weight[stay], self.units[left], self._alive[left]
         self._start_panel()
+
+
+def _restrict(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Return the sorted rows, and the same columns, of a square matrix within its own storage."""
+    start = 0
+    for part in rows.split(64):  # few enough for the cache; none lies before where it goes, so that nothing is lost
+        matrix[start : start + len(part), : len(rows)] = matrix[part][:, rows]
+        start += len(part)
+    return matrix[:start, :start]
 
 
 def swap_units(
@@ -308,28 +359,29 @@ def swap_units(
     where: str,
     num_blocks: int = 1,
     max_swaps: int = 0,
-    output_root: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Exchange a kept column for a removed one, each time the pair that lowers the re-solved error most, until none does.
 
     Pairs are made of the 512 columns cheapest to drop and the 512 that gain most when added: all, in small modules.
 
     With S kept, the sweep operator holds ``-H_SS^-1``, ``B = H_SS^-1 H_SR`` and the Schur complement s of the removed in one
-    matrix, and the weights W_S with the residual correlations r_R in another. Adding u and then dropping v changes the
+    matrix, and the weights W_S with the residual correlations r_R, transposed, in another. Adding u and then dropping v changes the
     error by ``-|r_u|^2 / s_uu + |W_v - r_u b_uv / s_uu|^2 / ((H_SS^-1)_vv + b_uv^2 / s_uu)``, exactly, for all pairs at
-    once; a swap is two rank-one updates. Source: the local search of OSSCAR (Meng et al., 2024), over single columns.
+    once; a swap is one update of rank two. Source: the local search of OSSCAR (Meng et al., 2024), over single columns.
 
     :param keep: sorted kept columns, shape [k], int64, one unit each
     :param num_blocks: a swap stays within one of so many equal runs of columns
     :param max_swaps: stop after so many
     :return: (kept columns, sorted; swaps made)
     """
+    if not max_swaps:
+        return keep, 0
     size = damped.gram.shape[0] - 1
     kept = torch.zeros(size + 1, dtype=torch.bool, device=keep.device)
     kept[with_bias_index(keep, size)] = True
     table, values = _sweep_all(damped.gram, damped.cross, kept, where)
     block = torch.arange(size, device=keep.device) // (size // num_blocks)
-    least = -1e-9 * (values[:, kept] * damped.cross[:, kept]).sum()  # of what is explained: below it is rounding
+    least = -1e-9 * (values[kept].T * damped.cross[:, kept]).sum()  # of what is explained: below it is rounding
     swaps = 0
     while swaps < max_swaps:
         inside, outside = _find_candidates(table, values, kept[:-1])
@@ -341,28 +393,32 @@ def swap_units(
         if not change.flatten()[best] < least:
             break
         u, v = int(outside[best // len(inside)]), int(inside[best % len(inside)])
-        _sweep(table, values, u, add=True)
-        _sweep(table, values, v, add=False)
+        _sweep_pair(table, values, u, v)
         kept[u], kept[v] = True, False
         swaps += 1
     return kept[:-1].nonzero().flatten(), swaps
 
 
 def _sweep_all(gram: Tensor, cross: Tensor, kept: Tensor, where: str) -> tuple[Tensor, Tensor]:
-    """Return (table, values) of :func:`swap_units`, shapes [n + 1, n + 1] and [d, n + 1], with ``kept`` swept in."""
-    inverse = invert_gram(gram[kept][:, kept], where)
-    reach, weight = inverse @ gram[kept][:, ~kept], cross[:, kept] @ inverse
-    table, values = torch.empty_like(gram), torch.empty_like(cross)
-    rows, rest = kept.nonzero(), (~kept).nonzero()
-    table[rows, rows.T], table[rows, rest.T], table[rest, rows.T] = -inverse, reach, reach.T
-    table[rest, rest.T] = gram[~kept][:, ~kept] - gram[~kept][:, kept] @ reach
-    values[:, kept], values[:, ~kept] = weight, cross[:, ~kept] - weight @ gram[kept][:, ~kept]
+    """Return (table, values) of :func:`swap_units`, shapes [n + 1, n + 1] and [n + 1, d], with ``kept`` swept in."""
+    rows, rest = kept.nonzero().flatten(), (~kept).nonzero().flatten()
+    between = gram[rows[:, None], rest]
+    inverse = invert_in_place(gram[rows[:, None], rows], where)
+    values = cross.new_empty(cross.T.shape)
+    values[rows] = inverse @ cross[:, rows].T
+    values[rest] = torch.addmm(cross[:, rest].T, between.T, values[rows], alpha=-1)
+    reach = inverse @ between
+    table = torch.empty_like(gram)
+    table[rows[:, None], rows] = inverse.neg_()
+    del inverse
+    table[rows[:, None], rest], table[rest[:, None], rows] = reach, reach.T
+    table[rest[:, None], rest] = gram[rest[:, None], rest].addmm_(between.T, reach, alpha=-1)
     return table, values
 
 
 def _find_candidates(table: Tensor, values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Return the kept columns that are cheapest to drop, and the removed ones that gain most, at most 512 of each."""
-    worth = values[:, :-1].square().sum(0) / table.diagonal()[:-1].abs()
+    worth = torch.linalg.vector_norm(values[:-1], dim=1).square() / table.diagonal()[:-1].abs()
     inside = worth.masked_fill(~kept, torch.inf).argsort(stable=True)[: min(int(kept.sum()), _MAX_CANDIDATES)]
     outside = worth.masked_fill(kept, -1).argsort(descending=True, stable=True)
     return inside, outside[: min(int((~kept).sum()), _MAX_CANDIDATES)]
@@ -371,21 +427,28 @@ def _find_candidates(table: Tensor, values: Tensor, kept: Tensor) -> tuple[Tenso
 def _find_changes(table: Tensor, values: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
     """Return what every swap does to the error, shape [removed, kept]."""
     schur, inverse = table.diagonal()[outside, None], -table.diagonal()[inside]
-    ratio = table[outside][:, inside] / schur
-    residual, weight = values[:, outside], values[:, inside]
-    gain = residual.square().sum(0)[:, None]
-    left = weight.square().sum(0) - 2 * ratio * (residual.T @ weight) + ratio.square() * gain
+    ratio = table[outside[:, None], inside] / schur
+    residual, weight = values[outside], values[inside]
+    gain = residual.square().sum(1, keepdim=True)
+    left = weight.square().sum(1) - 2 * ratio * (residual @ weight.T) + ratio.square() * gain
     return left.clamp(min=0) / (inverse + ratio.square() * schur) - gain / schur
 
 
-def _sweep(table: Tensor, values: Tensor, k: int, add: bool) -> None:
-    """Take one column into the kept set, or out of it, in place."""
-    pivot, row, value = table[k, k].clone(), table[k].clone(), values[:, k].clone()
-    sign = 1 if add else -1
-    values.addr_(value, row / pivot, alpha=-1)
-    table.addr_(row, row / pivot, alpha=-1)
-    values[:, k], table[k], table[:, k] = sign * value / pivot, sign * row / pivot, sign * row / pivot
-    table[k, k] = -1 / pivot
+def _sweep_pair(table: Tensor, values: Tensor, u: int, v: int) -> None:
+    """Take column u into the kept set and v out of it, in place: the sweep operator on both at once.
+
+    With ``K = {u, v}``, ``P = T_KK`` and ``R = T_K:``, the table loses ``R^T P^-1 R``, and its rows K become ``+-P^-1 R``.
+    """
+    pair = torch.tensor([u, v], device=table.device)
+    signs = table.new_tensor([1, -1])
+    rows, old = table[pair], values[pair]
+    pivot = torch.linalg.inv(rows[:, pair])
+    gain = pivot @ rows
+    values.addmm_(gain.T, old, alpha=-1)
+    table.addmm_(gain.T, rows, alpha=-1)
+    gain *= signs[:, None]
+    values[pair], table[pair], table[:, pair] = signs[:, None] * (pivot @ old), gain, gain.T
+    table[pair[:, None], pair] = -signs[:, None] * pivot * signs
 
 
 def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:
@@ -402,7 +465,7 @@ def measure_restored_curve(damped: Moments, order: Tensor, columns_per_unit: int
     columns = expand_units(order.flip(0), columns_per_unit)
     bias = damped.gram.shape[0] - 1
     rows = torch.cat([columns.new_tensor([bias]), columns])
-    factor = _factorize(damped.gram[rows[:, None], rows], where)
+    factor = _factorize_in_place(damped.gram[rows[:, None], rows], where)
     explained = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False).square().sum(1)
     return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
 
@@ -417,10 +480,11 @@ def measure_deletion_curve(damped: Moments, weight: Tensor, order: Tensor, colum
     columns = expand_units(order.flip(0), columns_per_unit)
     bias = damped.gram.shape[0] - 1
     rows = torch.cat([columns.new_tensor([bias]), columns])
-    products = (weight[:, rows].T @ weight[:, rows]) * damped.gram[rows[:, None], rows]
-    quadratic = products.cumsum(0).cumsum(1).diagonal()
-    linear = (weight[:, rows] * damped.cross[:, rows]).sum(0).cumsum(0)
-    return (damped.target_energy - 2 * linear + quadratic)[::columns_per_unit].clamp(min=0)
+    weight = weight[:, rows]
+    products = damped.gram[rows[:, None], rows].mul_(weight.T @ weight)
+    added = 2 * products.tril_().sum(1) - products.diagonal()
+    linear = (weight * damped.cross[:, rows]).sum(0)
+    return (damped.target_energy + (added - 2 * linear).cumsum(0))[::columns_per_unit].clamp(min=0)
 
 
 def find_root(matrix: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from test_statistics import gather, make_case
 
 from struprune_plugin import solve
+from struprune_plugin.rotation import eliminate_directions
 from struprune_plugin.solve import (
     choose_damping,
     damp_moments,
@@ -86,11 +87,13 @@ def test_solve_kept_weights_condition_number_is_near_the_true_one():
     assert solve_kept_weights(damped, columns, "fc2").condition_number == pytest.approx(true, rel=0.2)
 
 
+@pytest.mark.parametrize("gone", [0, 0.4])
 @pytest.mark.parametrize("panel", [1, 4, 5, 64])
-@pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3)])
-def test_eliminate_units_equals_naive_greedy(width, num_blocks, panel, monkeypatch):
+@pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2)])
+def test_eliminate_units_equals_naive_greedy(width, num_blocks, panel, gone, monkeypatch):
     """method.md section 3, obs: at every step remove the unit whose removal raises the re-solved error least."""
     monkeypatch.setattr(solve, "_PANEL", panel)
+    monkeypatch.setattr(solve, "_GONE", gone)
     n = 12
     _, _, damped = make_problem(n=n)
     result = eliminate_units(damped, width, "fc2", num_blocks)
@@ -152,6 +155,22 @@ def test_eliminate_units_stops_where_asked_and_keeps_the_same_prefix():
     assert eliminate_units(damped, 1, "fc2", num_remove=0).order.numel() == 0
 
 
+def test_nothing_changes_the_moments_that_it_reads():
+    moments, dense, damped = make_problem(n=12)
+    held = dataclasses.replace(moments, gram=moments.gram / 4, cross=moments.cross / 4)
+    before = [part.clone() for part in (moments.gram, moments.cross, damped.gram, damped.cross, dense)]
+    order = eliminate_units(damped, 1, "x").order
+    swap_units(damped, order[:6].sort().values, "x", max_swaps=3)
+    for has_bias in (True, False):
+        solve_kept_weights(damp_moments(moments, dense, 0.1, has_bias), torch.arange(5), "x")
+        choose_damping(moments, held, dense, torch.arange(5), has_bias, "x")
+    measure_restored_curve(damped, order, 1, "x")
+    measure_deletion_curve(damped, dense, order, 1)
+    eliminate_directions(damped, 2, 1, "x")
+    after = (moments.gram, moments.cross, damped.gram, damped.cross, dense)
+    assert all(map(torch.equal, before, after))
+
+
 def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
     inputs, targets, weight, bias = make_case()
     inputs[:, 3] = 0
@@ -197,6 +216,17 @@ def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
     assert swaps == 1
     assert keep.tolist() == min(options, key=lambda option: _naive_restored_error(damped, option))
     assert swap_units(damped, torch.tensor(start), "x", max_swaps=0)[0].tolist() == start
+
+
+def test_sweep_pair_gives_the_table_of_the_swapped_columns():
+    _, _, damped = make_problem(n=8, d=2, seed=1)
+    kept = torch.tensor([True, True, False, True, False, False, True, False, True])  # the last is the bias
+    table, values = solve._sweep_all(damped.gram, damped.cross, kept, "x")
+    for u, v in [(2, 0), (7, 6), (0, 2)]:
+        solve._sweep_pair(table, values, u, v)
+        kept[u], kept[v] = True, False
+        for mine, fresh in zip((table, values), solve._sweep_all(damped.gram, damped.cross, kept, "x"), strict=True):
+            torch.testing.assert_close(mine, fresh, rtol=1e-9, atol=1e-9)
 
 
 def test_weigh_outputs_counts_errors_by_the_root():

@@ -218,10 +218,10 @@ def count_least_budget(model: PreTrainedModel, fields: Mapping[str, Any], length
 
 
 def has_room(name: str, free: int | None = None) -> bool:
-    """Tell whether the host's memory holds a measurement: nine float64 Gram matrices of the FFN and the weights.
+    """Tell whether the host's memory holds a measurement: six float64 Gram matrices of the FFN and the weights.
 
     :param free: bytes to use; what is available where None
     """
     width = 4 * OPT_SIZES[name][0]
-    needed = 9 * 8 * width**2 + 4 * 50272 * OPT_SIZES[name][0] * 2
+    needed = 6 * 8 * width**2 + 4 * 50272 * OPT_SIZES[name][0] * 2
     return (psutil.virtual_memory().available if free is None else free) > needed

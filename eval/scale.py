@@ -19,9 +19,10 @@ from torch import Tensor
 
 from eval.measure import count_own_seconds, time_side_by_side
 from struprune_plugin.report import format_table
+from struprune_plugin.statistics import count_sums
 
 _DAMPINGS = 8  # solves that choose the damping, and the last one
-_PASSES = 4  # of the pruned and the dense path through every layer: the host's two, the dense one, the FFN's statistics
+_SENSED = 16  # sequences that the sensitivity is measured on
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,14 @@ class Size:
     other: int = 0  # parameters outside of the decoder layers
 
     @property
+    def attention(self) -> int:
+        """Parameters of one layer's attention."""
+        return 2 * self.hidden * (self.hidden + self.kv_width)
+
+    @property
     def layer(self) -> int:
         """Parameters of one layer."""
-        return 2 * self.hidden * (self.hidden + self.kv_width) + self.linears * self.hidden * self.ffn
+        return self.attention + self.linears * self.hidden * self.ffn
 
 
 @dataclass(frozen=True)
@@ -77,17 +83,24 @@ OPT_LAB = Size("opt-lab", hidden=256, ffn=1024, layers=8, kv_width=256, linears=
 
 
 def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[str, float]:
-    """Return the seconds of every stage: operations over rates, none of them overlapped."""
-    forward = 2 * size.layer * job.tokens + 4 * job.tokens * job.length * size.hidden
+    """Return the seconds of every stage: operations over rates, none of them overlapped.
+
+    Passes through a layer: the host's calibration (attention alone) and propagation, the dense path, and the FFN's statistics
+    up to its consumer.
+    """
+    maps = 4 * job.tokens * job.length * size.hidden
+    forward = 2 * size.layer * job.tokens + maps
+    producers = size.layer - size.hidden * size.ffn
+    passes = 2 * forward + 2 * job.tokens * (size.attention + producers) + 2 * maps
     allocated = min(1.0, max(16, 4 * size.ffn / job.length) / job.samples)
-    sensed = min(1.0, 16 / job.samples)
+    sensed = min(1.0, _SENSED / job.samples)
     widths = (size.ffn, size.hidden)
-    gram = sum(2 * job.tokens * n * (n + size.hidden) for n in widths)
+    gram = sum(2 * job.tokens * count_sums(n, size.hidden) for n in widths)
     per_layer = {
         "sensitivity": 4 * forward * sensed / rates.model / ranks,
         "allocation, statistics": (forward / rates.model + gram / rates.single) * allocated / ranks,
         "allocation, curves": sum(_count_elimination(size, n, 1.0, rates) + n**3 / 3 / rates.double for n in widths),
-        "passes": _PASSES * forward / rates.model / ranks,
+        "passes": passes / rates.model / ranks,
         "Gram products": gram / rates.single / ranks,
         "selection": sum(_count_elimination(size, n, job.sparsity, rates) for n in widths),
         "solves": sum(_count_solves(size, n * (1 - job.sparsity)) for n in widths) / rates.double,
@@ -98,10 +111,13 @@ def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[st
 
 
 def _count_elimination(size: Size, n: int, removed: float, rates: Rates) -> float:
-    """Return seconds: inverse, weights and panels at the float64 rate, and one read of W a removal at the memory's."""
+    """Return seconds: inverse, weights and panels at the float64 rate, and reads of the panels at the memory's.
+
+    A removal takes 2 n^2 operations on H^-1, 2 d n on W, and 4 d n for its share of the columns of W^T W.
+    """
     left = 1 - removed
-    panels = 2 / 3 * n**3 * (1 - left**3) + size.hidden * n**2 * (1 - left**2)
-    reads = 8 * size.hidden * n**2 * (1 - left**2) / 2
+    panels = 2 / 3 * n**3 * (1 - left**3) + 3 * size.hidden * n**2 * (1 - left**2)
+    reads = 8 * 64 * (n + size.hidden) * removed * n
     return (n**3 + 4 * size.hidden * n**2 + panels) / rates.double + reads / rates.memory
 
 
@@ -112,24 +128,26 @@ def _count_solves(size: Size, kept: float) -> float:
 def count_traffic(size: Size, job: Job) -> dict[str, float]:
     """Return bytes a layer: weights and hidden states between host and card, and moments between cards.
 
-    Weights go up for either pass of the host and down once; moments are reduced for the allocation, and for all and the
-    held-out tokens of the run.
+    Weights go up for either pass of the host and down once, and twice for every sequence of the sensitivity; moments are
+    reduced for the allocation, and for the held-out tokens and the rest of the run.
     """
     hidden = 2.0 * job.tokens * size.hidden
     weights = 2.0 * size.layer
-    moments = sum(4.0 * n * (n + size.hidden) for n in (size.ffn, size.hidden))
+    moments = sum(4.0 * count_sums(n, size.hidden) for n in (size.ffn, size.hidden))
     decisions = 8.0 * size.hidden * (size.ffn + size.hidden)
-    return {"host": 3 * weights + 8 * hidden + 4 * 2 * hidden, "between": 3 * moments + decisions}
+    sensed = 2 * min(_SENSED, job.samples)
+    return {"host": (3 + sensed) * weights + 8 * hidden + 4 * 2 * hidden, "between": 3 * moments + decisions}
 
 
 def count_memory(size: Size, job: Job, ranks: int = 1) -> dict[str, float]:
     """Return bytes: of one layer with one sequence on its way, of the largest solve, and of the host in all.
 
-    The solve holds H of all and of the held-out tokens in float32, and in float64 the damped H, its factor and inverse.
+    The solve holds H of all and of the held-out tokens in float32, and in float64 the damped H and what the choice of the
+    damping makes of them.
     """
     activations = 4.0 * job.length * (4 * size.hidden + 2 * size.ffn)
-    moments = 2 * 4.0 * size.ffn * (size.ffn + size.hidden)
-    solve = moments + 3 * 8.0 * size.ffn**2 + 3 * 8.0 * size.hidden * size.ffn
+    moments = 2 * 4.0 * count_sums(size.ffn, size.hidden)
+    solve = 2 * 4.0 * size.ffn * (size.ffn + size.hidden) + 8.0 * size.ffn * (3.7 * size.ffn + 3 * size.hidden)
     states = job.tokens * size.hidden * (4 * 2.0 + 2 * 4.0) / ranks
     return {
         "statistics": 2.0 * size.layer + moments + activations,

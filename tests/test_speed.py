@@ -9,7 +9,7 @@ from conftest import make_opt
 
 from eval import profile, scale, speed
 from struprune_plugin.data import DEMO_CALIBRATION
-from struprune_plugin.statistics import accumulate_moments, make_moments
+from struprune_plugin.statistics import MomentSums
 
 
 def run_command(module, monkeypatch, *words):
@@ -50,10 +50,7 @@ def test_scale_counts_parameters_and_moments_as_they_are():
     size = scale.Size("tiny", hidden=24, ffn=40, layers=3, kv_width=24, linears=2)
     weights = [m.weight for m in model.model.decoder.layers[0].modules() if isinstance(m, torch.nn.Linear)]
     assert size.layer == sum(weight.numel() for weight in weights)
-    moments = [make_moments(n, 24, "cpu", torch.float32) for n in (40, 24)]
-    for part, n in zip(moments, (40, 24), strict=True):
-        accumulate_moments(part, torch.ones(2, n), torch.ones(2, 24))
-    held = sum(4 * (part.gram[:-1, :-1].numel() + part.cross[:, :-1].numel()) for part in moments)
+    held = sum(4 * sum(p.numel() for p in MomentSums(n, 24, "cpu", torch.float32).list_parts()) for n in (40, 24))
     assert scale.count_traffic(size, scale.Job(1, 2))["between"] == 3 * held + 8 * 24 * 64
 
 
@@ -64,4 +61,8 @@ def test_scale_splits_over_cards_what_is_per_token_only():
         assert eight[name] == pytest.approx(one[name] / 8)
     for name in ("selection", "solves", "allocation, curves"):
         assert eight[name] == one[name]
-    assert one["passes"] > 4 * 2 * size.layers * size.layer * job.tokens / scale.CARD.model
+    read = (
+        4 * size.attention + (2 * 3 + 2) * size.hidden * size.ffn
+    )  # all twice; attention twice more, FFN producers once
+    maps = 4 * 4 * job.tokens * job.length * size.hidden
+    assert one["passes"] == pytest.approx(size.layers * (2 * job.tokens * read + maps) / scale.CARD.model)

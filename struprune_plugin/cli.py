@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -97,11 +99,17 @@ def _add_prune(commands: Any) -> None:
         help="set a field of StruPrune's modifiers, e.g. attention_unit=head; may be repeated",
     )
     change.add_argument(
-        "--memory-budget", type=_positive, metavar="BYTES", help="what the device may hold; refused where too little"
+        "--memory-budget",
+        type=_bytes,
+        metavar="BYTES",
+        help="what the device may hold, e.g. 4GB; refused where too little",
     )
     prune.add_argument("--seed", type=int, default=0, help="seed of every random choice")
     prune.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model"
+    )
+    prune.add_argument(
+        "--offload", type=Path, metavar="FOLDER", help="for weights that the memory does not hold, while the run lasts"
     )
     prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is not empty")
     prune.add_argument("--verbose", action="store_true", help="show the host's log")
@@ -175,6 +183,17 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _bytes(text: str) -> int:
+    """Read a number of bytes: digits, or digits before kB, MB, GB."""
+    number, unit = text, 1
+    for name, value in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
+        if text.endswith(name):
+            number, unit = text.removesuffix(name), value
+    if not number.replace(".", "", 1).isdigit() or float(number) * unit < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of bytes, e.g. 500MB or 4GB, got {text!r}")
+    return round(float(number) * unit)
+
+
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N")
 
@@ -220,22 +239,35 @@ def _prune(args: argparse.Namespace) -> None:
     dataset = make_calibration_dataset(
         args.data or DEMO_CALIBRATION, tokenizer, args.num_samples, args.seq_length, args.text_column
     )
-    oneshot(
-        model=args.model,
-        recipe=recipe,
-        output_dir=args.output,
-        overwrite=args.overwrite,
-        dataset=dataset,
-        batch_size=args.batch_size,
-        num_calibration_samples=args.num_samples,
-        shuffle_calibration_samples=False,
-        precision=args.dtype,
-    )
+    with _make_scratch(args.offload) as scratch:
+        oneshot(
+            model=args.model,
+            recipe=recipe,
+            output_dir=args.output,
+            overwrite=args.overwrite,
+            offload_folder=scratch,
+            dataset=dataset,
+            batch_size=args.batch_size,
+            num_calibration_samples=args.num_samples,
+            shuffle_calibration_samples=False,
+            precision=args.dtype,
+        )
     if not any(isinstance(modifier, StruPruneModifier) for modifier in recipe.modifiers):
         print(f"wrote {args.output}")
         return
     manifest = read_manifest(args.output)
     print(summarize_layers(manifest), summarize_manifest(manifest, args.output), f"wrote {args.output}", sep="\n\n")
+
+
+@contextmanager
+def _make_scratch(parent: Path | None) -> Iterator[str | None]:
+    """Give a folder inside another that goes with the block; None without one."""
+    if parent is None:
+        yield None
+        return
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        yield folder
 
 
 def _read_changes(args: argparse.Namespace) -> dict[str, Any]:

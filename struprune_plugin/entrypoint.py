@@ -13,15 +13,24 @@ from typing import Any
 import torch
 import yaml
 from compressed_tensors.distributed import is_source_process
+from compressed_tensors.offload import load_offloaded_model
 from compressed_tensors.utils import patch_attr
 from datasets import Dataset
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
+from llmcompressor.pytorch.model_load.helpers import parse_dtype
 from llmcompressor.recipe import Recipe
 from pydantic import ValidationError
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
@@ -37,6 +46,8 @@ def oneshot(
     recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe,
     output_dir: str | os.PathLike | None = None,
     overwrite: bool = False,
+    offload_folder: str | os.PathLike | None = None,
+    offload_memory: int | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
@@ -52,6 +63,9 @@ def oneshot(
     :param recipe: a YAML file, a YAML text, or modifiers
     :param output_dir: where to save; nothing is saved where None
     :param overwrite: whether ``output_dir`` may replace a folder that is not empty
+    :param offload_folder: where weights lie that the host's memory does not hold, for a model given by name; the returned
+        model reads them, so that the folder is the caller's to remove
+    :param offload_memory: bytes of weights that the memory may hold then; all but 5 GB of what is free where None
     :param kwargs: everything else that the host's ``oneshot`` takes
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
@@ -60,6 +74,10 @@ def oneshot(
     join_processes()
     loaded = load_recipe(recipe)
     _check_arguments(model, loaded, kwargs)
+    if offload_folder is not None and isinstance(model, PreTrainedModel):
+        raise ValueError(
+            "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
+        )
     if isinstance(model, PreTrainedModel):
         config = model.config
         check_model_type(config.model_type)
@@ -76,6 +94,8 @@ def oneshot(
     if output_dir is not None:
         check_output(Path(output_dir), overwrite)
     kwargs = _split_dataset(_make_dataset(model, kwargs))
+    if offload_folder is not None:
+        model = _load_offloaded(str(model), Path(offload_folder), offload_memory, kwargs)
     try:
         with _pin_no_memory_without_an_accelerator():
             if output_dir is None:
@@ -114,6 +134,21 @@ def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> N
         raise ValueError(
             f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
             "calibration pass of its own. Leave it out."
+        )
+
+
+def _load_offloaded(path: str, folder: Path, memory: int | None, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Load a model as the host does, with the weights that the memory does not hold in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with load_offloaded_model():
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=kwargs.get("model_revision", "main"),
+            dtype=parse_dtype(kwargs.get("precision", "auto")),
+            trust_remote_code=kwargs.get("trust_remote_code_model", False),
+            device_map="auto_offload",
+            offload_folder=str(folder),
+            **({} if memory is None else {"max_memory": {"cpu": memory}}),
         )
 
 

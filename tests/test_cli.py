@@ -192,3 +192,19 @@ def test_convert_writes_a_folder_whole_or_not_at_all(pruned, tmp_path, capsys):
     assert AutoConfig.from_pretrained(tmp_path / "masked").model_type == "opt"
     assert cli.main(["convert", str(DEMO_MODEL), "--to", "masked", "--output", str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_prune_keeps_a_budget_and_leaves_no_offloaded_weights(tmp_path):
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), *SMALL]
+    assert cli.main([*argv, "--memory-budget", "60MB", "--offload", str(tmp_path / "scratch")]) == 0
+    assert read_manifest(tmp_path / "out")["settings"]["memory_budget"] == 60_000_000
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.parametrize("value", ["4 layers", "GB", "0", "-1MB"])
+def test_prune_refuses_budgets_that_are_no_bytes(tmp_path, capsys, value):
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), f"--memory-budget={value}"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert "must be a number of bytes" in capsys.readouterr().err

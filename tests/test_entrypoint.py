@@ -325,3 +325,27 @@ def test_bfloat16_models_stay_bfloat16(opt, tmp_path):
 def test_oneshot_refuses_a_model_that_came_from_no_folder():
     with pytest.raises(ValueError, match="must come from a folder or the hub"):
         run_oneshot(make_opt(), sparsity=0.3)
+
+
+def test_a_model_larger_than_the_memory_is_pruned_off_the_disk(opt, tmp_path):
+    """Most weights lie on the disk, the first few in memory: the same model comes out, bit by bit."""
+    plain = run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "plain"))
+    offloaded = run_oneshot(
+        str(opt),
+        sparsity=0.3,
+        output_dir=str(tmp_path / "out"),
+        offload_folder=tmp_path / "disk",
+        offload_memory=200_000,
+    )
+    kinds = {type(module._parameters).__name__ for module in offloaded.modules()}
+    assert {"DiskCache", "CPUCache"} <= kinds
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("plain", "out"))
+    assert first.keys() == second.keys() == plain.state_dict().keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_loaded_model_cannot_be_offloaded_afterwards(opt, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(opt)
+    with pytest.raises(ValueError, match="offload_folder: must be left out for a loaded model"):
+        run_oneshot(model, sparsity=0.3, offload_folder=tmp_path / "disk")
+    assert not (tmp_path / "disk").exists()

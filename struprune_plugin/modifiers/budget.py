@@ -15,7 +15,9 @@ from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_famil
 MAX_LOGITS = 1 << 24  # held at once; with their gradients a third of a gigabyte
 _MIN_ROWS = 64  # of a tile, and tokens of a chunk
 _MAX_TOKENS = 1024  # of a chunk, under a budget
-_SOLVE_COPIES = 9  # float64 Gram matrices alive together in the worst solve: swaps, or the choice of a damping
+_SOLVE_COPIES = (
+    5  # float64 Gram matrices alive together in the worst solve, the choice of a damping, float32 ones counted half
+)
 _LOGIT_COPIES = 5  # float32
 
 

@@ -6,10 +6,12 @@ change or ``.data =`` would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from compressed_tensors.offload import disable_onloading
+from compressed_tensors.offload.cache import OffloadCache
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
 from torch import Tensor, nn
 
@@ -72,13 +74,20 @@ def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
     set_consumer(layer, group, columns)
 
 
-def rotate_producer(layer: nn.Module, group: UnitGroup, basis: Tensor) -> Tensor:
+def rotate_producer(
+    layer: nn.Module, group: UnitGroup, basis: Tensor, fetch: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Return the weights of the linear that makes the values, these rotated, shape [rows, columns + 1], float64, bias last.
 
     Parameters as in :func:`rotate_group`.
+
+    :param fetch: brings weights to where they are rotated
     """
     (name,) = group.producers
-    rows = append_bias(*read_weight(find_linear(layer, name)))
+    weight, bias = read_weight(find_linear(layer, name))
+    if fetch is not None:
+        weight, bias = fetch(weight), None if bias is None else fetch(bias)
+    rows = append_bias(weight, bias)
     basis = basis.to(rows.device)
     values = (group.find_row_owners(name) >= 0).nonzero().flatten().to(rows.device)
     rows[values] = (basis @ rows[values].view(*basis.shape[:2], -1)).flatten(0, 1)
@@ -130,11 +139,27 @@ def set_weight(linear: nn.Linear, weight: Tensor) -> None:
     _set_parameters(linear, weight[:, :-1], None if linear.bias is None else weight[:, -1])
 
 
+def release_weights(module: nn.Module) -> None:
+    """Take the onloaded weights of a module and all below it off the device; the host loads them again when they are used."""
+    kept = OffloadCache.keep_onloaded_values
+    if kept:
+        with disable_onloading():
+            for tensor in (*module.parameters(), *module.buffers()):
+                kept.pop(tensor, None)
+
+
 def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    old = linear.weight
-    linear.weight = nn.Parameter(weight.detach().to(old.dtype).to(old.device).contiguous(), old.requires_grad)
+    release_weights(linear)  # the host would keep the old ones, of another size, beside the new
+    with disable_onloading():
+        old = linear.weight
+    device = None if isinstance(linear._parameters, OffloadCache) else old.device  # the cache places what it is given
+
+    def cast(tensor: Tensor) -> nn.Parameter:
+        return nn.Parameter(tensor.detach().to(old.dtype).to(device).contiguous(), old.requires_grad)
+
+    linear.weight = cast(weight)
     if bias is not None:
-        linear.bias = nn.Parameter(bias.detach().to(old.dtype).to(old.device).contiguous(), old.requires_grad)
+        linear.bias = cast(bias)
     linear.out_features, linear.in_features = weight.shape
     if hasattr(linear, "quantization_scheme"):  # a quantiser later in the recipe has sized its parameters already
         assert linear.quantization_status <= QuantizationStatus.INITIALIZED  # type: ignore[operator]

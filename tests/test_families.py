@@ -351,3 +351,16 @@ def test_lm_eval_scores_the_output(model_type, tmp_path, monkeypatch):
     task = "struprune_demo_word_order"
     scores = run_tasks(model, tokenizer, [task], str(ROOT / "eval" / "tasks"), limit=4)
     assert 0 <= scores[task]["acc,none"] <= 1
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "phi3"])
+def test_the_least_budget_is_kept_and_changes_no_choice(model_type, tmp_path):
+    folder = save_model(make_model(model_type), tmp_path / "dense")
+    run_oneshot(str(folder), sparsity=0.3, output_dir=str(tmp_path / "free"))
+    with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
+        run_oneshot(str(folder), sparsity=0.3, memory_budget=1)
+    least = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+    run_oneshot(str(folder), sparsity=0.3, memory_budget=least, measure_memory=True, output_dir=str(tmp_path / "tight"))
+    free, tight = read_manifest(tmp_path / "free"), read_manifest(tmp_path / "tight")
+    assert [group["keep"] for group in tight["groups"]] == [group["keep"] for group in free["groups"]]
+    assert max(stage["peak_bytes"] for stage in tight["stages"]) <= least

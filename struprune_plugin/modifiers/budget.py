@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from compressed_tensors.offload import disable_onloading
 from transformers import PreTrainedModel
 
+from struprune_plugin.modifiers.memory import can_fuse_attention
 from struprune_plugin.statistics import count_sums
 from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_family, find_linear, list_linears
 
 MAX_LOGITS = 1 << 24  # held at once; with their gradients a third of a gigabyte
 _MIN_ROWS = 64  # of a tile, and tokens of a chunk
 _MAX_TOKENS = 1024  # of a chunk, under a budget
-_SOLVE_COPIES = (
-    5  # float64 Gram matrices alive together in the worst solve, the choice of a damping, float32 ones counted half
-)
+# float64 Gram matrices alive together in the worst solve, float32 ones counted half: choice of a damping, or rotation
+_SOLVE_COPIES = {"ffn": 7, "head": 7, "vo": 12}
 _LOGIT_COPIES = 5  # float32
 
 
@@ -54,19 +54,20 @@ class Sizes:
     """Bytes and widths that the estimate needs.
 
     :param layer: bytes of the largest decoder layer
-    :param linear: of its largest linear
+    :param largest: of the largest module that holds its own weights: a linear, or all experts
     :param embeddings: of the input embeddings, positions too
     :param head: of the output embeddings
-    :param consumers: inputs and outputs of the consuming linears of a layer, the widest first
+    :param consumers: inputs and outputs of the consuming linears of a layer, the widest first, and how many float64 Gram
+        matrices their solves hold
     :param tokens: of a micro-batch
-    :param activations: bytes of a layer's forward pass on it, maps not materialised
+    :param activations: bytes of a layer's forward pass on it
     """
 
     layer: int
-    linear: int
+    largest: int
     embeddings: int
     head: int
-    consumers: tuple[tuple[int, int], ...]
+    consumers: tuple[tuple[int, int, int], ...]
     tokens: int
     activations: int
 
@@ -97,21 +98,35 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
         linears = [find_linear(layers[0], name) for name in list_linears(family, layers[0])]
         embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
         item = linears[0].weight.element_size()
-        producers = len(linears) - 4 if len(linears) > 4 else 2
         first = [group for group in groups if group.layer_index == groups[0].layer_index]
-        consumers = sorted(((group.num_columns, model.config.hidden_size) for group in first), reverse=True)
         hidden = model.config.hidden_size
+        consumers = sorted(((g.num_columns, hidden, _SOLVE_COPIES[g.kind]) for g in first), reverse=True)
         tokens, length = batch.numel(), batch[-1]
-        per_token = item * (max(2, producers) * consumers[0][0] + 7 * hidden + 2 * length) + 4 * 3 * hidden
+        outputs = _sum_outputs(family.attention_producers, layers[0]), _sum_outputs(family.ffn_producers, layers[0])
+        widest = max((3 if family.rotary else 2) * outputs[0], outputs[1] + consumers[0][0])
+        single = (5 if family.rotary else 3) * hidden  # float32: targets, and norms that widen
+        per_token = item * (widest + 7 * hidden + 2 * length) + 4 * single
+        maps = 0 if can_fuse_attention(model) else 12 * model.config.num_attention_heads * length
         return Sizes(
             layer=max(map(count, layers)),
-            linear=max(map(count, linears)),
+            largest=max(_count_own(module) for layer in layers for module in layer.modules()),
             embeddings=count(*embeddings),
             head=count(model.get_output_embeddings()),
             consumers=tuple(consumers),
             tokens=tokens,
-            activations=tokens * per_token,
+            activations=tokens * (per_token + maps),
         )
+
+
+def _sum_outputs(names: Iterable[str], layer: torch.nn.Module) -> int:
+    """Return the outputs of all linears of some names that a layer has."""
+    found = [module for name, module in layer.named_modules() if name in names and isinstance(module, torch.nn.Linear)]
+    return sum(linear.out_features for linear in found)
+
+
+def _count_own(module: torch.nn.Module) -> int:
+    """Return the bytes of the weights that a module holds itself."""
+    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
 
 
 def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True) -> Placement:
@@ -138,7 +153,7 @@ def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True
         max(sizes.embeddings, sizes.head * demands.sensitivity) + sizes.activations + sizes.layer * (not release)
         > budget
     )
-    left = budget - (sizes.linear if release else sizes.layer) - sizes.activations - resident
+    left = budget - (sizes.largest if release else sizes.layer) - sizes.activations - resident
     pieces = max(_MIN_ROWS, left // (3 * row))  # tokens, a tile and its product
     logits = (budget - sizes.head * (not embed_on_host) - sizes.activations) // (4 * _LOGIT_COPIES)
     return Placement(
@@ -155,9 +170,9 @@ def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True
 
 def find_least_budget(sizes: Sizes, demands: Demands) -> int:
     """Return the bytes that even the smallest pieces need."""
-    least = sizes.linear + sizes.activations + _measure_pieces(_measure_row(sizes))
+    least = sizes.largest + sizes.activations + _measure_pieces(_measure_row(sizes))
     if demands.sensitivity:
-        least = max(least, sizes.linear + sizes.activations + _measure_fisher(sizes))
+        least = max(least, sizes.largest + sizes.activations + _measure_fisher(sizes))
     return least
 
 
@@ -174,12 +189,11 @@ def _measure_pieces(row: int) -> int:
 def _measure_sums(sizes: Sizes, together: bool) -> int:
     """Return the bytes of float32 moments while they grow."""
     consumers = sizes.consumers if together else sizes.consumers[:1]
-    return sum(4 * count_sums(n, d) for n, d in consumers)
+    return sum(4 * count_sums(n, d) for n, d, _ in consumers)
 
 
 def _measure_solve(sizes: Sizes) -> int:
-    n, d = sizes.consumers[0]
-    return 8 * (n + 1) * (_SOLVE_COPIES * (n + 1) + 4 * d)
+    return max(8 * (n + 1) * (copies * (n + 1) + 4 * d) for n, d, copies in sizes.consumers)
 
 
 def _measure_fisher(sizes: Sizes) -> int:

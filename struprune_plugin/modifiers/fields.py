@@ -40,7 +40,6 @@ from struprune_plugin.modifiers.memory import (
     find_free_bytes,
     hold_one_layer,
     open_account,
-    release_weights,
     to_device,
     to_host,
     work_on_host,
@@ -58,7 +57,7 @@ from struprune_plugin.solve import (
     weigh_outputs,
 )
 from struprune_plugin.statistics import Moments, append_bias
-from struprune_plugin.surgery import check_sliceable, read_consumer, read_weight, sum_rows
+from struprune_plugin.surgery import check_sliceable, read_consumer, read_weight, release_weights, sum_rows
 from struprune_plugin.topology import (
     Family,
     UnitGroup,

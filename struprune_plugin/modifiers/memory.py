@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
+from struprune_plugin.surgery import release_weights
 from struprune_plugin.topology import find_decoder_layers, find_family
 
 ON_ACCELERATOR = "accelerator bytes allocated"
@@ -149,14 +150,14 @@ def hold_one_layer(model: PreTrainedModel, release: bool = False, embed_on_host:
     The host forces eager attention, whose maps take [heads, tokens, tokens] twice, in float32; a causal mask is all that it
     needs that for. It also keeps the embeddings on the device beside the first layer.
 
-    :param release: let every linear's weights leave once it has run
+    :param release: let the weights of every module of a layer leave once it has run
     :param embed_on_host: look embeddings up on the host
     """
     family = find_family(model)
     handles = []
     for _, layer in find_decoder_layers(model):
         config = getattr(layer.get_submodule(family.attention), "config", model.config)
-        fused = model._supports_sdpa and getattr(config, "attn_logit_softcapping", None) is None
+        fused = can_fuse_attention(model)
         before: list[str] = []
 
         def enter(
@@ -172,9 +173,9 @@ def hold_one_layer(model: PreTrainedModel, release: bool = False, embed_on_host:
 
         handles.append(layer.register_forward_pre_hook(enter, prepend=True))
         handles.append(layer.register_forward_hook(leave, always_call=True))
-        for linear in layer.modules() if release else ():
-            if isinstance(linear, nn.Linear):
-                handles.append(linear.register_forward_hook(lambda module, _args, _output: release_weights(module)))
+        for module in layer.modules() if release else ():
+            if module._parameters:
+                handles.append(module.register_forward_hook(lambda module, _args, _output: release_weights(module)))
     try:
         with _keep_embeddings_on_host(model) if embed_on_host else nullcontext():
             yield
@@ -199,6 +200,11 @@ def _keep_embeddings_on_host(model: PreTrainedModel) -> Iterator[None]:
             handle = module.register_forward_hook(lambda _module, _args, output: to_device(output, device))
             stack.callback(handle.remove)
         yield
+
+
+def can_fuse_attention(model: PreTrainedModel) -> bool:
+    """Tell whether layers may attend without maps: sdpa drops a soft cap."""
+    return model._supports_sdpa and getattr(model.config, "attn_logit_softcapping", None) is None
 
 
 def _drop_others(layer: nn.Module) -> None:
@@ -243,15 +249,6 @@ def wait_on_host(active: bool) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: to_device(*held)):
         yield
-
-
-def release_weights(module: nn.Module) -> None:
-    """Take the onloaded weights of a module and all below it off the device; the host loads them again when they are used."""
-    kept = OffloadCache.keep_onloaded_values
-    if kept:
-        with disable_onloading():
-            for tensor in (*module.parameters(), *module.buffers()):
-                kept.pop(tensor, None)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -243,13 +243,15 @@ def eliminate_units(
     block_size = num_units // num_blocks
     order, increases = [], []
     for _ in range(num_units if num_remove is None else num_remove):
-        costs = left.measure_costs().masked_fill(~waiting[left.units // block_size], torch.inf)
+        costs = left.measure_costs()
+        if num_blocks > 1:
+            costs.masked_fill_(~waiting[left.units // block_size], torch.inf)
         u = int(costs.argmin())
         order.append(int(left.units[u]))
         increases.append(costs[u])
         left.remove(u)
         waiting[order[-1] // block_size] = False
-        if not waiting.any():
+        if num_blocks > 1 and not waiting.any():
             waiting[:] = True
     removed = torch.tensor(order, dtype=torch.int64, device=inverse.device)
     return Elimination(removed, torch.stack(increases) if increases else inverse.new_zeros(0))
@@ -314,7 +316,10 @@ class _Remaining:
         products = self._products[self._places[u]] if u in self._places else weight @ self._weight.T
         rows = torch.cat([self._inverse[unit], products, weight], dim=1)
         rows.addmm_(pending[:, unit].T, pending, alpha=-1)
-        rows = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(self._within[u]).L, rows, upper=False)
+        if self._width == 1:
+            rows /= self._within[u].sqrt()
+        else:
+            rows = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(self._within[u]).L, rows, upper=False)
         reach, shared, moved = rows.split(self._sizes, dim=1)
         past, _, past_moved = pending.split(self._sizes, dim=1)
         self._update_within(reach, torch.addmm(shared, moved @ past_moved.T, past, alpha=-1), moved @ moved.T)
@@ -327,9 +332,10 @@ class _Remaining:
     def _update_within(self, reach: Tensor, shared: Tensor, energy: Tensor) -> None:
         """Downdate the parts by V^T, A^T W and A^T A of one removal."""
         part, shared = (rows[:, :-1].view(self._width, -1, self._width).movedim(0, 1) for rows in (reach, shared))
-        cross = part.mT @ (shared - energy / 2 @ part)
+        multiply = torch.mul if self._width == 1 else torch.matmul  # the same, without a call for every unit
+        cross = multiply(part.mT, shared - multiply(energy / 2, part))
         self._energy -= cross + cross.mT
-        self._within -= part.mT @ part
+        self._within -= multiply(part.mT, part)
 
     def _apply_panel(self) -> None:
         """Downdate the matrices by all removals of the panel, and drop what is gone."""

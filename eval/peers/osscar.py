@@ -66,8 +66,7 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
         members = [group for group in groups if group.layer_name == name]
         for call, stream in zip(calls, hidden, strict=True):
             observer.before_layer(layer, members, (stream,), call.kwargs)
-            call.repeat(layer, stream)
-            observer.after_layer()
+            observer.after_layer(call.repeat(layer, stream))
         for group in members:
             moments = observer.collect_moments(layer, group, group.name)
             changed = changed or kept[group.name] < group.num_units

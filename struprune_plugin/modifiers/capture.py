@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -284,28 +284,37 @@ class LayerObserver:
         self._propagates = False
         self._notice = ExitStack()
         self._watch = ExitStack()
-        self._count: Callable[[], None] = lambda: None  # takes in what the watch saw
+        self._count: Callable[[Tensor], None] = lambda _output: None  # takes in what the watch saw
 
     def before_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], args: tuple, kwargs: dict[str, Any]) -> None:
-        """Take the arguments of a layer's call; run the dense path; watch the call for the first group."""
+        """Take the arguments of a layer's call; run the dense path; watch the call for the first group.
+
+        In the first layer the two paths are one, which is run once.
+        """
         call = LayerCall.record(args, kwargs, self._calls[-1] if self._calls else None)
         self._calls.append(call)
-        self._run_dense(layer, groups, call)
-        watched = groups if self.all_groups else groups[:1]
+        counted = groups if self.all_groups else groups[:1]
+        is_dense = self.target != "local" and not self._dense
+        if self._dense:
+            self._run_dense(layer, groups, call)
+        watched = groups if is_dense else counted
         take = self._watch.enter_context(capture_streams(layer, watched))
         if self._propagates and not any(group.parallel for group in watched):
             self._watch.enter_context(_skip_linears(layer, groups[len(watched) :]))
 
-        def count() -> None:
-            for group in watched:
-                self._accumulate(layer, group, self._make_visit(group, take(group), call))
+        def count(output: Tensor) -> None:
+            streams = {group.name: take(group) for group in watched}
+            if is_dense:
+                self._keep_targets(groups, streams, output)
+            for group in counted:
+                self._accumulate(layer, group, self._make_visit(group, streams[group.name], call))
 
         self._count = count
 
-    def after_layer(self) -> None:
+    def after_layer(self, output: Any) -> None:
         """Close the watch that :meth:`before_layer` opened, and count what it saw."""
         self._watch.close()
-        self._count()
+        self._count(output[0] if isinstance(output, tuple) else output)
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> Moments:
         """Return the moments of the next group: gathered already for a layer's first, by a pass for the others.
@@ -372,17 +381,19 @@ class LayerObserver:
         self._notice.close()
 
     def _run_dense(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
-        """Run the still dense layer on the dense hidden states, and keep what the targets need, on the host."""
-        if self.target == "local":
-            return
-        dense = self._dense[len(self._next_dense)] if self._dense else call.hidden
+        """Run the still dense layer on the dense hidden states."""
         with HooksMixin.disable_hooks(), capture_streams(layer, groups) as take:
-            self._next_dense.append(to_host(call.repeat(layer, dense)))
-            for group in groups:
-                stream = take(group)
-                assert stream.output is not None
-                wanted = stream.output.float() + (stream.residual.float() if self._is_residual(group) else 0)
-                self._targets.setdefault(group.name, []).append(to_host(wanted))
+            output = call.repeat(layer, self._dense[len(self._next_dense)])
+            self._keep_targets(groups, {group.name: take(group) for group in groups}, output)
+
+    def _keep_targets(self, groups: Sequence[UnitGroup], streams: Mapping[str, Stream], output: Tensor) -> None:
+        """Keep what a dense forward pass showed of the targets, and its output, on the host."""
+        self._next_dense.append(to_host(output))
+        for group in groups:
+            stream = streams[group.name]
+            assert stream.output is not None
+            wanted = stream.output.float() + (stream.residual.float() if self._is_residual(group) else 0)
+            self._targets.setdefault(group.name, []).append(to_host(wanted))
 
     def _make_visit(self, group: UnitGroup, stream: Stream, call: LayerCall, index: int = -1) -> Visit:
         """Complete a target; ``local`` ones are what the consumer gave when the group was first visited."""

@@ -399,7 +399,7 @@ class StructuredModifier(Modifier):
 
             def after(module: nn.Module, args: tuple, output: Any) -> None:
                 with self._clean_on_error(), self.stage("statistics"):
-                    observer.after_layer()
+                    observer.after_layer(output)
 
             self.register_hook(layer, before, "forward_pre", with_kwargs=True)
             self.register_hook(layer, after, "forward")

@@ -84,10 +84,7 @@ def rotate_producer(
     :param fetch: brings weights to where they are rotated
     """
     (name,) = group.producers
-    weight, bias = read_weight(find_linear(layer, name))
-    if fetch is not None:
-        weight, bias = fetch(weight), None if bias is None else fetch(bias)
-    rows = append_bias(weight, bias)
+    rows = append_bias(*read_weight(find_linear(layer, name), fetch))
     basis = basis.to(rows.device)
     values = (group.find_row_owners(name) >= 0).nonzero().flatten().to(rows.device)
     rows[values] = (basis @ rows[values].view(*basis.shape[:2], -1)).flatten(0, 1)
@@ -110,14 +107,21 @@ def mask_group(
     set_consumer(layer, group, masked)
 
 
-def read_weight(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of a linear, onloaded where they are offloaded, detached."""
-    return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+def read_weight(linear: nn.Linear, fetch: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a linear, onloaded where they are offloaded, detached.
+
+    :param fetch: brings them to where they are wanted
+    """
+    fetch = fetch or Tensor.detach
+    return fetch(linear.weight), None if linear.bias is None else fetch(linear.bias)
 
 
-def read_consumer(layer: nn.Module, group: UnitGroup) -> Tensor:
-    """Return the consumer's weights, columns in unit order, bias last, shape [d, n + 1], float64."""
-    weight, bias = read_weight(find_linear(layer, group.consumer))
+def read_consumer(layer: nn.Module, group: UnitGroup, fetch: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return the consumer's weights, columns in unit order, bias last, shape [d, n + 1], float64.
+
+    :param fetch: brings them to where they are wanted
+    """
+    weight, bias = read_weight(find_linear(layer, group.consumer), fetch)
     return append_bias(group.to_unit_order(weight), bias)
 
 

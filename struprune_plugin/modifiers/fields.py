@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -56,7 +56,7 @@ from struprune_plugin.solve import (
     order_units,
     weigh_outputs,
 )
-from struprune_plugin.statistics import Moments, append_bias
+from struprune_plugin.statistics import Moments
 from struprune_plugin.surgery import check_sliceable, read_consumer, read_weight, release_weights, sum_rows
 from struprune_plugin.topology import (
     Family,
@@ -310,12 +310,14 @@ class StructuredModifier(Modifier):
 
     def read_dense(self, layer: nn.Module, group: UnitGroup) -> Tensor:
         """Return the consumer's weights as :func:`read_consumer` does, where its system is solved."""
-        if not self._placement.solve_on_host:
-            return read_consumer(layer, group)
-        weight, bias = read_weight(find_linear(layer, group.consumer))
-        weight, bias = to_host(weight), None if bias is None else to_host(bias)
+        dense = read_consumer(layer, group, self.fetch)
         self.release(layer)
-        return append_bias(group.to_unit_order(weight), bias)
+        return dense
+
+    @property
+    def fetch(self) -> Callable[[Tensor], Tensor] | None:
+        """What brings a tensor to the host, where systems are solved there; None where they are solved on the device."""
+        return to_host if self._placement.solve_on_host else None
 
     def solve_room(self) -> AbstractContextManager[Any]:
         """Give the block in which systems are solved: the host's, or the device's."""

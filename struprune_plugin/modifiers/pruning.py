@@ -43,7 +43,6 @@ from struprune_plugin.modifiers.distributed import (
     gather_digests,
 )
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
-from struprune_plugin.modifiers.memory import to_host
 from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.rotation import Rotation, eliminate_directions, order_directions, rotate_columns, rotate_moments
@@ -506,8 +505,7 @@ class StruPruneModifier(StructuredModifier):
         keep, swaps = self._swap_units(group, weighed, keep)
         if rotation is not None:
             rows = group.find_kept_rows(next(iter(group.producers)), keep.cpu())
-            fetch = to_host if self._placement.solve_on_host else None
-            producer = rotate_producer(layer, group, rotation.basis, fetch)
+            producer = rotate_producer(layer, group, rotation.basis, self.fetch)
             rotated = [rotation.basis, producer[rows.to(producer.device)]]
         columns = expand_units(keep, group.columns_per_unit)
         deleted = dense[:, with_bias_index(columns, group.num_columns)]

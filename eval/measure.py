@@ -50,6 +50,6 @@ def measure_peak_bytes(model: torch.nn.Module, run: Callable[[], object]) -> int
 
 def count_live_bytes(run: Callable[[], object]) -> int:
     """Return the bytes of all tensors made during one run and alive together, at their peak; on any device."""
-    with LiveBytes() as account:
+    with LiveBytes(everything=True) as account:
         run()
     return account.peak

@@ -35,15 +35,16 @@ UNMEASURED = "not measured (measure_memory: true counts it on a CPU)"
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages on the device, now and at their peak; kernels' inner workspaces stay unseen.
 
+    :param everything: count all that operations make, of the host's tensors too
     :ivar live: bytes now
     :ivar peak: most bytes since it was last set
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everything: bool = False) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._held: set[int] = set()  # addresses of the storages on the device
-        self._to_host: bool | None = None  # what a move, the operation in progress, decides
+        self._to_host: bool | None = False if everything else None  # what a move, the operation in progress, decides
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -74,6 +74,11 @@ def oneshot(
     join_processes()
     loaded = load_recipe(recipe)
     _check_arguments(model, loaded, kwargs)
+    if offload_memory is not None and (offload_folder is None or offload_memory < 1):
+        raise ValueError(
+            f"offload_memory: must be bytes, at least 1, given with offload_folder, got {offload_memory} and "
+            f"offload_folder={offload_folder!r}. Give both, or neither."
+        )
     if offload_folder is not None and isinstance(model, PreTrainedModel):
         raise ValueError(
             "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."

@@ -120,8 +120,8 @@ class MomentSums:
 
     def is_finite(self) -> bool:
         """Tell whether every token was finite; the diagonal of H and tr(Y Y^T) show it."""
-        shown = [block.diagonal() for block in self._upper]
-        return bool(torch.cat([*shown, self._target_energy[None].to(self._dtype)]).isfinite().all())
+        diagonal = torch.cat([block.diagonal() for block in self._upper])
+        return bool(diagonal.isfinite().all() and self._target_energy.isfinite())
 
     def list_parts(self) -> list[Tensor]:
         """Return all sums, to be added to in place."""

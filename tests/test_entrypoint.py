@@ -344,6 +344,14 @@ def test_a_model_larger_than_the_memory_is_pruned_off_the_disk(opt, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize(("folder", "memory"), [(None, 1000), ("disk", 0)])
+def test_offload_memory_asks_for_a_folder_and_some_bytes(opt, tmp_path, folder, memory):
+    place = folder and tmp_path / folder
+    with pytest.raises(ValueError, match="offload_memory: must be bytes"):
+        run_oneshot(str(opt), sparsity=0.3, offload_folder=place, offload_memory=memory)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_loaded_model_cannot_be_offloaded_afterwards(opt, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(opt)
     with pytest.raises(ValueError, match="offload_folder: must be left out for a loaded model"):

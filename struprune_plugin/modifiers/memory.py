@@ -155,15 +155,13 @@ def hold_one_layer(model: PreTrainedModel, release: bool = False, embed_on_host:
     :param embed_on_host: look embeddings up on the host
     """
     family = find_family(model)
+    fused = can_fuse_attention(model)
     handles = []
     for _, layer in find_decoder_layers(model):
         config = getattr(layer.get_submodule(family.attention), "config", model.config)
-        fused = can_fuse_attention(model)
         before: list[str] = []
 
-        def enter(
-            module: nn.Module, _args: Any, config: Any = config, fused: bool = fused, before: Any = before
-        ) -> None:
+        def enter(module: nn.Module, _args: Any, config: Any = config, before: Any = before) -> None:
             _drop_others(module)
             before.append(config._attn_implementation)
             if fused:

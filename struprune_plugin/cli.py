@@ -23,8 +23,8 @@ from struprune_plugin.entrypoint import check_checkpoint, check_output, load_rec
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder
+from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.modifiers import StruPruneModifier
-from struprune_plugin.modifiers.checks import count_parameters
 from struprune_plugin.report import (
     format_bytes,
     format_table,

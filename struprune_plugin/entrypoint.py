@@ -33,12 +33,12 @@ from transformers import (
 )
 
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
+from struprune_plugin.device.ranks import count_ranks, join_processes, send_text, split_range, wait_for_all
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
+from struprune_plugin.model.families import check_model_type
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
-from struprune_plugin.modifiers.distributed import count_ranks, join_processes, send_text, split_range, wait_for_all
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.topology import check_model_type
 
 
 def oneshot(

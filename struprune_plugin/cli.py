@@ -6,8 +6,10 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +18,15 @@ from typing import Any, NoReturn, get_args
 import torch
 import yaml
 from loguru import logger
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, set_seed
 
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.entrypoint import check_checkpoint, check_output, load_recipe, oneshot, write_folder
+from struprune_plugin.entrypoint import check_checkpoint, list_inputs, load_recipe, oneshot
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder
+from struprune_plugin.folder import check_output, write_folder
 from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.modifiers.checks import count_parameters
 from struprune_plugin.report import (
@@ -45,18 +49,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 when the whole job is done, 2 for bad input."""
     args = _make_parser().parse_args(argv)
     try:
-        args.run(args)
-    except (ValueError, OSError) as error:
+        with _raise_on_sigterm():
+            args.run(args)
+    except (ValueError, OSError, SafetensorError) as error:
         print(f"struprune: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) and error.errno is not None else 2  # a full disk is no bad input
+        failed = isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno is not None)
+        return 1 if failed else 2  # a full disk is no bad input
+    except (KeyboardInterrupt, _Terminated) as stop:
+        print(f"\nstruprune: {'interrupted' if isinstance(stop, KeyboardInterrupt) else 'terminated'}", file=sys.stderr)
+        return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
     return 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as Ctrl-C is a KeyboardInterrupt: what was begun is undone on the way out."""
+
+
+@contextmanager
+def _raise_on_sigterm() -> Iterator[None]:
+    def stop(*_: object) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="struprune",
         description="Structured pruning of large language models: physically smaller, layer by layer.",
-        epilog="Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), 1 otherwise.",
+        epilog="Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), "
+        "130 and 143 when stopped by Ctrl-C and SIGTERM, 1 otherwise.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_prune(commands)
@@ -111,7 +140,7 @@ def _add_prune(commands: Any) -> None:
     prune.add_argument(
         "--offload", type=Path, metavar="FOLDER", help="for weights that the memory does not hold, while the run lasts"
     )
-    prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is not empty")
+    prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output, unchanged")
     prune.add_argument("--verbose", action="store_true", help="show the host's log")
     _add_device(prune)
     prune.set_defaults(run=_prune)
@@ -162,7 +191,7 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument(
         "--output", required=True, metavar="DIR", type=Path, help="folder to write; whole or not at all"
     )
-    convert.add_argument("--overwrite", action="store_true", help="replace DIR if it is not empty")
+    convert.add_argument("--overwrite", action="store_true", help="replace DIR if it is an earlier output, unchanged")
     convert.set_defaults(run=_convert)
 
 
@@ -232,7 +261,10 @@ def _prune(args: argparse.Namespace) -> None:
     _choose_device(args.device)
     _quiet(args.verbose)
     recipe = load_recipe(args.recipe, changes=_read_changes(args))
-    check_output(args.output, args.overwrite)
+    kwargs = {"dataset": args.data}
+    check_output(
+        args.output, args.overwrite, list_inputs(args.model, args.recipe, recipe.modifiers, args.offload, kwargs)
+    )
     check_checkpoint(args.model)
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -341,7 +373,7 @@ def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
 
 def _convert(args: argparse.Namespace) -> None:
     _quiet(verbose=False)
-    with write_folder(args.output, args.overwrite) as partial:
+    with write_folder(args.output, args.overwrite, [args.path]) as partial:
         convert_folder(args.path, args.to, partial)
     how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
     print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights{how})")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,12 @@ from transformers import (
 
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
+from struprune_plugin.folder import prepare_output, write_folder
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
-from struprune_plugin.modifiers.distributed import count_ranks, join_processes, send_text, split_range, wait_for_all
+from struprune_plugin.modifiers.distributed import count_ranks, join_processes, split_range
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.report import measure_weight_bytes
 from struprune_plugin.topology import check_model_type
 
 
@@ -62,13 +63,14 @@ def oneshot(
     :param model: a folder, a hub name or a loaded model
     :param recipe: a YAML file, a YAML text, or modifiers
     :param output_dir: where to save; nothing is saved where None
-    :param overwrite: whether ``output_dir`` may replace a folder that is not empty
+    :param overwrite: whether ``output_dir`` may replace an earlier output of StruPrune, whole and unchanged, and nothing else
     :param offload_folder: where weights lie that the host's memory does not hold, for a model given by name; the returned
         model reads them, so that the folder is the caller's to remove
     :param offload_memory: bytes of weights that the memory may hold then; all but 5 GB of what is free where None
     :param kwargs: everything else that the host's ``oneshot`` takes
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
+    :raises OSError: the model is finished and written, and cannot take its place; the message says where it is
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     join_processes()
@@ -96,8 +98,10 @@ def oneshot(
         trust = kwargs.get("trust_remote_code_model", False)
         config = check_checkpoint(model, trust, kwargs.get("model_revision", "main"))
     check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
+    source = model if isinstance(model, str) else config.name_or_path
+    inputs = list_inputs(source, recipe, loaded.modifiers, offload_folder, kwargs)
     if output_dir is not None:
-        check_output(Path(output_dir), overwrite)
+        prepare_output(Path(output_dir), overwrite, inputs, estimate_output_bytes(source, loaded.modifiers, kwargs))
     kwargs = _split_dataset(_make_dataset(model, kwargs))
     if offload_folder is not None:
         model = _load_offloaded(str(model), Path(offload_folder), offload_memory, kwargs)
@@ -105,11 +109,11 @@ def oneshot(
         with _pin_no_memory_without_an_accelerator():
             if output_dir is None:
                 return host_oneshot(model=model, recipe=loaded, **kwargs)
-            with write_folder(Path(output_dir), overwrite) as partial:
+            with write_folder(Path(output_dir), overwrite, inputs) as partial:
                 compressed = host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
                 if is_source_process():
                     tidy_recipe(partial)
-                    _carry_manifest(model if isinstance(model, str) else config._name_or_path, partial)
+                    _carry_manifest(source, partial)
                 return compressed
     except BaseException:
         for modifier in loaded.modifiers:
@@ -140,6 +144,35 @@ def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> N
             f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
             "calibration pass of its own. Leave it out."
         )
+
+
+def list_inputs(
+    model: object,
+    recipe: object,
+    modifiers: Iterable[Modifier],
+    offload_folder: str | os.PathLike | None,
+    kwargs: dict[str, Any],
+) -> list[str | os.PathLike]:
+    """Return the paths that a run reads, and its offload folder: what its output must not replace."""
+    named = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
+    told = [getattr(modifier, name, None) for modifier in modifiers for name in ("teacher", "replay")]
+    candidates = [model, recipe, offload_folder, *named, *told]
+    return [path for path in candidates if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
+
+
+def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[str, Any]) -> int:
+    """Return what the weights of a run's output take at least, in bytes; 0 where the input's are not in a local folder.
+
+    A lower bound, so that nothing is refused that would fit: all weights shrink by the sparsity, though embeddings do
+    not; by half where the model is loaded in half precision, and to a quarter where a modifier of the host's follows.
+    """
+    ours = [modifier for modifier in modifiers if isinstance(modifier, StructuredModifier)]
+    left = min([1.0, *(1 - modifier.sparsity for modifier in ours if modifier.sparsity)])
+    if kwargs.get("precision") in ("bfloat16", "float16"):
+        left /= 2
+    if any(not isinstance(modifier, (StructuredModifier, LoRARecoveryModifier)) for modifier in modifiers):
+        left /= 4
+    return int(measure_weight_bytes(source) * left)
 
 
 def _load_offloaded(path: str, folder: Path, memory: int | None, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -348,60 +381,3 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
             "Prune the full-precision checkpoint and quantise afterwards."
         )
     return config
-
-
-def check_output(folder: Path, overwrite: bool) -> None:
-    """Refuse an output path that cannot become the output folder.
-
-    :raises ValueError: a file, the current folder, a folder that holds something and may not be overwritten, or a place
-        where nothing can be written
-    """
-    folder = folder.resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir: must be a folder, {folder} is a file. Choose another path.")
-    if folder == Path.cwd():
-        raise ValueError("output_dir: must not be the current folder, which cannot be replaced. Choose another path.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise ValueError(
-            f"output_dir: must be empty or absent, {folder} is neither. Choose another, or pass overwrite."
-        )
-    parent = next(path for path in folder.parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"output_dir: {parent} must be a folder that can be written, it is not. Choose another path.")
-
-
-@contextmanager
-def write_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a scratch folder beside ``folder`` that takes its place when the block ends well, and vanishes otherwise.
-
-    :raises ValueError: as :func:`check_output`
-    """
-    if not is_source_process():  # of several processes the first makes the folder, and moves it when all are done
-        yield Path(send_text(""))
-        wait_for_all()
-        wait_for_all()
-        return
-    check_output(folder, overwrite)
-    folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-    partial.chmod(0o777 & ~_read_umask())
-    try:
-        yield Path(send_text(str(partial)))
-        wait_for_all()
-        if folder.exists():
-            old = partial.with_name(partial.name.replace(".partial-", ".old-"))
-            folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old)
-        else:
-            partial.rename(folder)
-        wait_for_all()
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _read_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

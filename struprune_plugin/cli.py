@@ -1,4 +1,4 @@
-"""``struprune``: prune, eval and inspect from the command line."""
+"""``struprune``: prune, eval, convert, inspect and recipes from the command line."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import Any, NoReturn, get_args
 import torch
 import yaml
 from loguru import logger
-from safetensors import SafetensorError
 from transformers import AutoTokenizer, set_seed
 
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.entrypoint import check_checkpoint, list_inputs, load_recipe, oneshot
+from struprune_plugin.entrypoint import check_checkpoint, list_inputs, oneshot
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder
 from struprune_plugin.folder import check_output, write_folder
 from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.modifiers.checks import count_parameters
+from struprune_plugin.recipe import describe_recipe, list_recipes, load_recipe
 from struprune_plugin.report import (
     format_bytes,
     format_table,
@@ -51,10 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _raise_on_sigterm():
             args.run(args)
-    except (ValueError, OSError, SafetensorError) as error:
+    except Exception as error:
+        failed = " (os error " in str(
+            error
+        )  # so the compiled libraries say that a disk is full, in classes of their own
+        if not failed and not isinstance(error, (ValueError, OSError)):
+            raise
         print(f"struprune: error: {' '.join(str(error).split())}", file=sys.stderr)
-        failed = isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno is not None)
-        return 1 if failed else 2  # a full disk is no bad input
+        return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # that is no bad input
     except (KeyboardInterrupt, _Terminated) as stop:
         print(f"\nstruprune: {'interrupted' if isinstance(stop, KeyboardInterrupt) else 'terminated'}", file=sys.stderr)
         return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
@@ -92,6 +96,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_convert(commands)
     _add_inspect(commands)
+    _add_recipes(commands)
     return parser
 
 
@@ -103,7 +108,9 @@ def _add_prune(commands: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     prune.add_argument("model", metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")
-    prune.add_argument("--recipe", required=True, metavar="R", help="a recipe, e.g. recipes/struprune_opt.yaml")
+    prune.add_argument(
+        "--recipe", required=True, metavar="R", help="a recipe file, or a name that `struprune recipes` lists"
+    )
     prune.add_argument("--output", required=True, metavar="OUT", type=Path, help="folder to write; whole or not at all")
     data = prune.add_argument_group("calibration text")
     data.add_argument(
@@ -125,7 +132,8 @@ def _add_prune(commands: Any) -> None:
         default=[],
         dest="changes",
         metavar="FIELD=VALUE",
-        help="set a field of StruPrune's modifiers, e.g. attention_unit=head; may be repeated",
+        help="set a field, e.g. attention_unit=head, or LoRARecoveryModifier.alpha=8 where several modifiers have it; "
+        "may be repeated",
     )
     change.add_argument(
         "--memory-budget",
@@ -204,6 +212,15 @@ def _add_inspect(commands: Any) -> None:
     inspect.add_argument("path", metavar="PATH", type=Path, help="a pruned folder")
     inspect.add_argument("--json", action="store_true", help="the whole manifest as JSON")
     inspect.set_defaults(run=_inspect)
+
+
+def _add_recipes(commands: Any) -> None:
+    recipes = commands.add_parser(
+        "recipes",
+        help="the recipes that ship with the package",
+        description="List the recipes that ship with the package: `prune --recipe NAME` takes them.",
+    )
+    recipes.set_defaults(run=_recipes)
 
 
 def _positive(text: str) -> int:
@@ -303,17 +320,28 @@ def _make_scratch(parent: Path | None) -> Iterator[str | None]:
 
 
 def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
-    changes = {}
-    for change in args.changes:
-        field, equals, value = change.partition("=")
+    given = [("--set", *change.partition("=")) for change in args.changes]
+    changes: dict[str, Any] = {}
+    for option, field, equals, text in given:
         if not field or not equals:
-            raise ValueError(f"--set: must be FIELD=VALUE, got {change!r}.")
-        changes[field] = yaml.safe_load(value)
+            raise ValueError(f"{option}: must be FIELD=VALUE, got {field + equals + text!r}.")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise ValueError(f"{option}: {field} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
+        _add_change(changes, option, field, value)
     if args.sparsity is not None:
-        changes["sparsity"] = args.sparsity
+        _add_change(changes, "--sparsity", "sparsity", args.sparsity)
     if args.memory_budget is not None:
-        changes["memory_budget"] = args.memory_budget
+        _add_change(changes, "--memory-budget", "memory_budget", args.memory_budget)
     return changes
+
+
+def _add_change(changes: dict[str, Any], option: str, field: str, value: object) -> None:
+    if field in changes:
+        raise ValueError(f"{option}: {field} must be set once, got {changes[field]!r} and {value!r}. Give one.")
+    changes[field] = value
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -386,6 +414,12 @@ def _inspect(args: argparse.Namespace) -> None:
         return
     folder = args.path if args.path.is_dir() else args.path.parent
     print(summarize_layers(manifest), summarize_manifest(manifest, folder), sep="\n\n")
+
+
+def _recipes(_: argparse.Namespace) -> None:
+    recipes = list_recipes()
+    width = max(map(len, recipes), default=0)
+    print("\n".join(f"{name.ljust(width)}  {describe_recipe(file)}" for name, file in recipes.items()))
 
 
 if __name__ == "__main__":

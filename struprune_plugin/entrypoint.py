@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from compressed_tensors.distributed import is_source_process
 from compressed_tensors.offload import load_offloaded_model
 from compressed_tensors.utils import patch_attr
@@ -20,7 +19,6 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.pytorch.model_load.helpers import parse_dtype
 from llmcompressor.recipe import Recipe
-from pydantic import ValidationError
 from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
@@ -34,10 +32,11 @@ from transformers import (
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import prepare_output, write_folder
-from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.distributed import count_ranks, join_processes, split_range
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.recipe import load_recipe
 from struprune_plugin.report import measure_weight_bytes
 from struprune_plugin.topology import check_model_type
 
@@ -255,108 +254,6 @@ def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
         )
     part = split_range(total)
     return {**kwargs, "dataset": dataset.select(part), "num_calibration_samples": len(part)}
-
-
-def load_recipe(
-    recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe, changes: dict[str, Any] | None = None
-) -> Recipe:
-    """Read a recipe, and refuse every part of it that the host would pass over in silence.
-
-    :param changes: fields to set in StruPrune's own modifiers, for recipes given as a file or a text
-    :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
-        ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields
-    """
-    if recipe is None:
-        raise ValueError("recipe: must be a YAML file, a YAML text or modifiers, got None. Pass recipe=….")
-    if not isinstance(recipe, (str, os.PathLike)):
-        loaded = Recipe.create_instance(recipe)
-    else:
-        where, content = _read_recipe(recipe)
-        _check_recipe_form(where, content)
-        _change_fields(where, content, changes or {})
-        try:
-            loaded = Recipe.from_dict(content)
-        except ValidationError as error:
-            details = "; ".join(
-                f"{'.'.join(str(part) for part in e['loc']) or error.title}: {e['msg'].removeprefix('Value error, ')}"
-                for e in error.errors()
-            )
-            raise ValueError(f"{where}: {error.title} refuses the recipe: {details}") from None
-    if not loaded.modifiers:
-        raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
-    return loaded
-
-
-def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
-    text = os.fspath(recipe)
-    where = "recipe"
-    if "\n" not in text:
-        if not os.path.isfile(text):
-            raise ValueError(f"recipe: must be an existing file or a YAML text, got {text!r}. Correct the path.")
-        where, text = text, Path(text).read_text(encoding="utf-8")
-    try:
-        return where, yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())}") from None
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses the same key twice, of which YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {key for key in keys if keys.count(key) > 1}
-        if twice:
-            raise yaml.YAMLError(f"{sorted(map(str, twice))} twice in one mapping, line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
-
-
-def _check_recipe_form(where: str, content: Any) -> None:
-    form = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
-    if not isinstance(content, dict) or not content:
-        raise ValueError(f"{where}: must be a mapping of the form {form}, got {type(content).__name__}.")
-    for stage, groups in content.items():
-        if stage == "args":
-            raise ValueError(
-                f"{where}: 'args' must be left out, the host never substitutes them. Write values in place."
-            )
-        if not str(stage).endswith("_stage") or not isinstance(groups, dict) or not groups:
-            raise ValueError(
-                f"{where}: {stage!r} must be a stage of the form {form}. Name it '…_stage' and nest groups in it."
-            )
-        for group, modifiers in groups.items():
-            if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
-                raise ValueError(
-                    f"{where}: {stage}.{group} must be a mapping of modifiers under a name that ends in '_modifiers', "
-                    f"got {type(modifiers).__name__} (form {form})."
-                )
-            for name, fields in modifiers.items():
-                if not isinstance(fields, dict):
-                    raise ValueError(
-                        f"{where}: {stage}.{group}.{name} must be a mapping of fields, got {fields!r}. Write {{}} for none."
-                    )
-
-
-def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Set fields in every modifier of ours that has them."""
-    ours: dict[str, type[Modifier]] = {"StruPruneModifier": StruPruneModifier, "StructPruneModifier": StruPruneModifier}
-    ours["SparsityAllocatorModifier"] = SparsityAllocatorModifier
-    ours["LoRARecoveryModifier"] = LoRARecoveryModifier
-    for field, value in changes.items():
-        holders = [
-            fields
-            for groups in content.values()
-            for modifiers in groups.values()
-            for name, fields in modifiers.items()
-            if name in ours and field in ours[name].model_fields
-        ]
-        if not holders:
-            known = sorted({f for cls in ours.values() for f in cls.model_fields} - set(Modifier.model_fields))
-            raise ValueError(
-                f"{where}: {field!r} must be a field of one of its modifiers, known are {', '.join(known)}."
-            )
-        for fields in holders:
-            fields[field] = value
 
 
 def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:

@@ -12,65 +12,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.data import DEMO_CALIBRATION
-from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.folder import list_foreign
 
 GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
-
-
-def modifier(**fields):
-    return yaml.safe_dump({"prune_stage": {"prune_modifiers": {"StruPruneModifier": fields}}})
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("", "recipe: must be an existing file or a YAML text, got ''"),
-        ("no/such.yaml", "must be an existing file or a YAML text, got 'no/such.yaml'"),
-        ("a: [\n", "recipe: must be valid YAML"),
-        ("[]\n", "must be a mapping of the form .* got list"),
-        ("prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n", "'prune_modifiers' must be a stage of the form"),
-        ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "under a name that ends in '_modifiers'"),
-        ("prune_stage:\n  prune_modifiers: [StruPruneModifier]\n", "must be a mapping of modifiers .* got list"),
-        ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "must be a mapping of fields, got None"),
-        ("args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n", "'args' must be left out"),
-        (
-            "x_stage:\n  x_modifiers:\n    StruPruneModifier: {sparsity: 0.3}\n    StruPruneModifier: {sparsity: 0.2}\n",
-            "StruPruneModifier.* twice in one mapping",
-        ),
-        ("x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n", "No modifier of type 'PruneModifier' found"),
-        (modifier(sparsity=0.3, sparsty=0.2), "sparsty: Extra inputs are not permitted"),
-        (modifier(sparsity=1.0), r"sparsity must be in \[0, 1\), got 1.0"),
-        (modifier(sparsity=-0.1), r"sparsity must be in \[0, 1\), got -0.1"),
-        (modifier(sparsity=float("nan")), r"sparsity must be in \[0, 1\), got nan"),
-        (modifier(sparsity=0.3, attention_unit="neuron"), "attention_unit: Input should be 'head', 'vo' or 'none'"),
-        (modifier(sparsity=0.3, temperature=[]), "temperature must be above 0"),
-        (modifier(sparsity=0.3, temperature=[1.0, 0.0]), "temperature must be above 0"),
-        (modifier(sparsity=0.3, damping=-1), "damping must be auto, or finite and at least 0, got -1"),
-        (modifier(sparsity=0.3, channel_multiple=0), "channel_multiple: Input should be greater"),
-        (modifier(sparsity=0.3, start=0.0), "start and end must be left out"),
-        (modifier(replay="no/such.json"), "no/such.json: must be a pruned folder"),
-    ],
-)
-def test_load_recipe_refuses(recipe, message):
-    with pytest.raises(ValueError, match=message):
-        load_recipe(recipe)
-
-
-def test_load_recipe_sets_fields_in_our_modifiers_only():
-    recipe = {**GOOD, "q_stage": {"q_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "scheme": "W8A8"}}}}
-    loaded = load_recipe(yaml.safe_dump(recipe), {"targets": ["re:.*fc2"], "sparsity": 0.1})
-    assert loaded.modifiers[0].targets == ["re:.*fc2"]
-    assert loaded.modifiers[0].sparsity == 0.1
-    assert loaded.modifiers[1].targets == ["Linear"]
-    with pytest.raises(ValueError, match=r"'sparsty' must be a field of one of its modifiers, known are .*sparsity"):
-        load_recipe(yaml.safe_dump(recipe), {"sparsty": 0.1})
-
-
-def test_both_names_resolve_to_the_same_modifier():
-    for name in ("StruPruneModifier", "StructPruneModifier"):
-        text = yaml.safe_dump({"x_stage": {"x_modifiers": {name: {"sparsity": 0.3}}}})
-        assert type(load_recipe(text).modifiers[0]) is StruPruneModifier
 
 
 def broken_model(tmp_path, name, value=float("inf")):

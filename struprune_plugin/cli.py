@@ -20,8 +20,9 @@ import yaml
 from loguru import logger
 from transformers import AutoTokenizer, set_seed
 
+from struprune_plugin.checkpoint import check_checkpoint
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.entrypoint import check_checkpoint, list_inputs, oneshot
+from struprune_plugin.entrypoint import list_inputs, oneshot
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder

@@ -11,6 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from struprune_plugin.checkpoint import check_loading, read_headers
+
 
 @torch.no_grad()
 def measure_perplexity(
@@ -48,16 +50,20 @@ def measure_perplexity(
 def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a dense, pruned or quantised checkpoint and its tokenizer, on the accelerator where there is one.
 
-    :raises ValueError: nothing to load there
+    :raises ValueError: nothing to load there; weight files that are broken, or that lack what the configuration asks for
     """
+    headers = read_headers(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(
             f"model: {path!r} must be a model folder or a hub name that can be loaded, got: {first}"
         ) from None
+    check_loading(path, info, headers)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
 

@@ -47,10 +47,20 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
             f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
             "Prune the full-precision checkpoint and quantise afterwards."
         )
-    headers = read_headers(model, revision)
-    if headers and type(config) in AutoModelForCausalLM._model_mapping:
-        _check_tensors(model, config, headers)
+    check_whole(model, config, revision)
     return config
+
+
+def check_whole(model: str, config: PretrainedConfig | None = None, revision: str = "main") -> None:
+    """Refuse a checkpoint that is not whole, from its configuration and the headers of its files; a quantised one from these.
+
+    :raises ValueError: as the last two of :func:`check_checkpoint`
+    """
+    headers = read_headers(model, revision)
+    config = AutoConfig.from_pretrained(model, revision=revision) if config is None else config
+    quantised = getattr(config, "quantization_config", None) is not None
+    if headers and not quantised and type(config) in AutoModelForCausalLM._model_mapping:
+        _check_tensors(model, config, headers)
 
 
 def find_checkpoint(model: str, revision: str = "main") -> Path | None:

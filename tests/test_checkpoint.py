@@ -6,10 +6,11 @@ import shutil
 import pytest
 import torch
 from conftest import WIDE_MODELS, make_dataset, run_oneshot, save_model
-from families import CHANGES, make_model
+from families import MODEL_TYPES, make_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from struprune_plugin import cli
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint, read_headers
 from struprune_plugin.data import DEMO_MODEL
 from struprune_plugin.evaluation import load_checkpoint
@@ -41,7 +42,7 @@ def refuse(folder, message):
             check(str(folder))
 
 
-@pytest.mark.parametrize("model_type", CHANGES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_whole_checkpoints_pass(model_type, tmp_path):
     save_model(make_model(model_type), tmp_path)
     assert check_checkpoint(str(tmp_path)).model_type == model_type
@@ -95,6 +96,7 @@ def test_a_pruned_checkpoint_with_the_dense_config_is_refused(opt, tmp_path):
     run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
     shutil.copy(opt / "config.json", tmp_path / "out")
     refuse(tmp_path / "out", "must have the shape")
+    assert cli.main(["convert", str(tmp_path / "out"), "--to", "masked", "--output", str(tmp_path / "x")]) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x08\0\0\0\0\0\0\0{}      ", None])

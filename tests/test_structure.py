@@ -32,14 +32,18 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import; the rest ma
         {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml"},
     ),
     "data": (set(), {"torch", "transformers", "datasets"}),
-    "evaluation": (set(), {"torch", "transformers", "tqdm", "lm_eval"}),
+    "checkpoint": ({"topology"}, {"torch", "transformers", "safetensors"}),
+    "evaluation": ({"checkpoint"}, {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
+    "recipe": ({"modifiers"}, {"llmcompressor", "pydantic", "yaml"}),
+    "folder": ({"export", "modifiers", "report"}, {"torch", "compressed_tensors", "loguru", "psutil"}),
 }
 STANDARD = {
     "__future__",
     "ast",
     "collections",
     "contextlib",
+    "copy",
     "dataclasses",
     "importlib",
     "itertools",
@@ -48,6 +52,7 @@ STANDARD = {
     "os",
 }
 STANDARD |= {"functools", "pathlib", "platform", "re", "sys", "typing", "warnings"}
+STANDARD |= {"difflib", "errno", "fnmatch", "glob", "hashlib", "shutil", "socket", "stat", "tempfile"}
 
 
 def read_imports(file: Path) -> set[str]:

@@ -114,9 +114,11 @@ def decide_once(
     return decision
 
 
-def send_text(text: str) -> str:
-    """Return the first process' text in all."""
-    return decide_once(lambda: text, lambda t: ({"text": t}, []), lambda parcel: parcel[0]["text"], torch.device("cpu"))
+def do_once(act: Callable[[], str | None]) -> str:
+    """Let the first process act, the others wait, and all know what it returns or raises."""
+    return decide_once(
+        lambda: act() or "", lambda text: ({"text": text}, []), lambda parcel: parcel[0]["text"], torch.device("cpu")
+    )
 
 
 def _send(record: dict[str, Any], tensors: Sequence[Tensor]) -> None:

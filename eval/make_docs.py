@@ -1,10 +1,11 @@
-"""Make the field tables of docs/recipes.md, from the modifiers' fields and their docstrings, and list every refusal.
+"""Make the field tables of docs/recipes.md, from the modifiers' fields and their docstrings, and docs/quality.svg.
 
-    python -m eval.make_docs              # writes what stands between the markers of docs/recipes.md
-    python -m eval.make_docs --check      # says whether that would change something; status 1 where it would
+    python -m eval.make_docs              # writes what stands between the markers of docs/recipes.md, and the plot
+    python -m eval.make_docs --check      # says what that would change; status 1 where something
     python -m eval.make_docs --refusals   # prints the key of every refusal that docs/troubleshooting.md does not have
 
 What a field is, its type, default and range come from the code. When to touch it, and what a named value means, is written here.
+The plot's figures are those of the tables in docs/results.md.
 """
 
 from __future__ import annotations
@@ -27,13 +28,23 @@ from pydantic.fields import FieldInfo
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 
 ROOT = Path(__file__).parents[1]
-RECIPES, TROUBLES = ROOT / "docs" / "recipes.md", ROOT / "docs" / "troubleshooting.md"
+DOCS = ROOT / "docs"
+RECIPES, TROUBLES = DOCS / "recipes.md", DOCS / "troubleshooting.md"
+RESULTS, PLOT = DOCS / "results.md", DOCS / "quality.svg"
 BEGIN, END = "<!-- fields: begin (python -m eval.make_docs writes what follows) -->", "<!-- fields: end -->"
 MODIFIERS: tuple[type[Modifier], ...] = (StruPruneModifier, SparsityAllocatorModifier, LoRARecoveryModifier)
 
 # Titles of the page and the fields under them; a field that is in none goes under "Other".
 TOPICS: dict[str, tuple[str, ...]] = {
-    "How much, and where": ("sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple", "output"),
+    "How much, and where": (
+        "sparsity",
+        "targets",
+        "ignore",
+        "attention_unit",
+        "prune_ffn",
+        "channel_multiple",
+        "output",
+    ),
     "Which units go": ("importance", "sensitivity", "rotate_values", "max_swaps"),
     "How much each layer loses": (
         "allocation",
@@ -180,13 +191,20 @@ def main() -> int:
         missing = find_missing_refusals()
         print("\n".join(f"{where}: {key}" for key, where in missing.items()) or "every refusal has its line")
         return int(bool(missing))
-    before = RECIPES.read_text(encoding="utf-8")
-    after = replace_fields(before)
-    if args.check:
-        print("up to date" if after == before else "docs/recipes.md is stale: python -m eval.make_docs")
-        return int(after != before)
-    RECIPES.write_text(after, encoding="utf-8")
-    return 0
+    stale = {file: text for file, text in make_files().items() if not file.is_file() or file.read_text("utf-8") != text}
+    for file, text in stale.items():
+        print(f"{file.relative_to(ROOT)} {'is stale: python -m eval.make_docs' if args.check else 'written'}")
+        if not args.check:
+            file.write_text(text, encoding="utf-8")
+    return int(bool(stale) and args.check)
+
+
+def make_files() -> dict[Path, str]:
+    """Return what every file that is made from the code and the tables must hold."""
+    return {
+        RECIPES: replace_fields(RECIPES.read_text(encoding="utf-8")),
+        PLOT: draw_bars(read_quality(RESULTS.read_text(encoding="utf-8"))),
+    }
 
 
 # -- fields ---------------------------------------------------------------------------------------------------------
@@ -268,7 +286,7 @@ def format_fields(modifier: type[Modifier], names: Sequence[str]) -> str:
         known = [f"    - `{value}`: {meanings[value]}" for value in list_choices(field.annotation) if value in meanings]
         if known:
             values += [f"- `{name}`", *known]
-    return "\n".join(rows + ([""] + values if values else []))
+    return "\n".join(rows + (["", *values] if values else []))
 
 
 def find_text(modifier: type[Modifier], name: str) -> str:
@@ -346,9 +364,64 @@ def describe_range(name: str, field: FieldInfo) -> str:
     return rest
 
 
+# -- plot -----------------------------------------------------------------------------------------------------------
+
+_DENSE = 80.39  # opt-mini on WikiText-2, see docs/results.md
+_SHOWN = {  # how a row of the tables begins -> its label; a later row of the same beginning takes the place of an earlier one
+    "SliceGPT": "SliceGPT",
+    "wanda, heads": "wanda, re-solved",
+    "FASP": "FASP",
+    "OSSCAR": "OSSCAR",
+    "commit": "StruPrune, default",
+}
+
+
+def read_quality(page: str) -> dict[str, tuple[float, str]]:
+    """Return label -> (perplexity of opt-mini at 30 % on WikiText-2, what the cell adds) from the tables of a page."""
+    found = {}
+    for line in page.partition("## Quality")[2].partition("\n## ")[0].splitlines():
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        label = next((label for start, label in _SHOWN.items() if cells[0].startswith(start)), "")
+        match = re.match(r"([\d.]+) / [\d.]+(.*)", cells[1]) if label and len(cells) > 1 else None
+        if match:
+            found[label] = (float(match[1]), match[2].strip())
+    return {label: found[label] for label in _SHOWN.values()}
+
+
+def draw_bars(rows: dict[str, tuple[float, str]]) -> str:
+    """Return an SVG of horizontal bars from zero, and a line at the dense model."""
+    scale, left, pitch = 3.2, 150, 24  # pixels a point of perplexity; of the labels; of a row
+    height, width = pitch * len(rows) + 26, 720
+    dense = left + scale * _DENSE
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="13">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for index, (label, (value, note)) in enumerate(rows.items()):
+        top, color = pitch * index + 4, "#2b6cb0" if label.startswith("StruPrune") else "#a0aec0"
+        said = f"{value:.2f} {note}".strip()
+        lines += [
+            f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{label}</text>',
+            f'<rect x="{left}" y="{top}" width="{scale * value:.1f}" height="{pitch - 6}" fill="{color}"/>',
+            f'<text x="{left + scale * value + 6:.1f}" y="{top + 14}">{said}</text>',
+        ]
+    lines += [
+        f'<line x1="{dense:.1f}" y1="0" x2="{dense:.1f}" y2="{height - 20}" stroke="black" stroke-dasharray="3 3"/>',
+        f'<text x="{dense:.1f}" y="{height - 6}" text-anchor="middle">dense {_DENSE}</text>',
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
-_PASSED_OVER = {"AttributeError", "KeyError", "AssertionError", "YAMLError"}  # not meant for a reader, or told on by another
+_PASSED_OVER = {
+    "AttributeError",
+    "KeyError",
+    "AssertionError",
+    "YAMLError",
+}  # not meant for a reader, or told on by another
 
 
 def list_refusals() -> dict[str, str]:

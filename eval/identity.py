@@ -179,9 +179,13 @@ def describe(before: dict[str, str] | None, now: dict[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="COMMIT", help="commit whose package the one here is compared with")
-    parser.add_argument("--reference", metavar="FILE", type=Path, help="what --write left of that commit; made where absent")
+    parser.add_argument(
+        "--reference", metavar="FILE", type=Path, help="what --write left of that commit; made where absent"
+    )
     parser.add_argument("--write", metavar="FILE", type=Path, help="only run, and write the digests here")
-    parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name holds this, e.g. 'llama: ' or default")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="runs whose name holds this, e.g. 'llama: ' or default"
+    )
     args = parser.parse_args()
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
@@ -202,7 +206,9 @@ def main() -> int:
                 old, new = before[name].get(part, ""), now[name].get(part, "")
                 if old != new:
                     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
-                    print(f"    {part} before: …{old[max(at - 80, 0) : at + 160]}\n    {part} now:    …{new[max(at - 80, 0) : at + 160]}")
+                    print(
+                        f"    {part} before: …{old[max(at - 80, 0) : at + 160]}\n    {part} now:    …{new[max(at - 80, 0) : at + 160]}"
+                    )
     same = sum(word.startswith("same") for word in rows.values())
     print(f"{same} of {len(rows)} runs the same")
     return 0 if same == len(rows) else 1

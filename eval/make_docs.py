@@ -423,6 +423,8 @@ _PASSED_OVER = {
     "YAMLError",
 }  # not meant for a reader, or told on by another
 
+_TELLING = 25  # characters of a key that is not so general that it could stand for another
+
 
 def list_refusals() -> dict[str, str]:
     """Return key phrase -> file of every message that the package raises with.
@@ -463,8 +465,28 @@ def make_key(template: str) -> str:
 
 def find_missing_refusals() -> dict[str, str]:
     """Return key phrase -> file of the refusals that docs/troubleshooting.md does not name."""
-    page = " ".join(TROUBLES.read_text(encoding="utf-8").split())
-    return {key: where for key, where in list_refusals().items() if f"`{key}`" not in page}
+    lines = read_lines()
+    return {key: where for key, where in list_refusals().items() if not any(names(key, line) for line in lines)}
+
+
+def find_stale_lines() -> list[str]:
+    """Return the messages that docs/troubleshooting.md explains and no refusal gives."""
+    keys = list_refusals()
+    return [line for line in read_lines() if not any(names(key, line) for key in keys)]
+
+
+def read_lines() -> list[str]:
+    """Return the messages that the tables of docs/troubleshooting.md explain, warnings left out."""
+    page = TROUBLES.read_text(encoding="utf-8").partition("## Warnings")[0]
+    return re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+
+
+def names(key: str, line: str) -> bool:
+    """Tell whether a line is about a refusal: its key, or one with a word where the code fills something in."""
+    if key == line:
+        return True
+    pattern = ".+".join(re.escape(part) for part in key.split("…"))
+    return len(key) > _TELLING and re.fullmatch(pattern, line) is not None
 
 
 if __name__ == "__main__":

@@ -105,10 +105,21 @@ def test_every_refusal_has_a_line():
 
 
 def test_every_line_is_of_a_refusal():
-    page = make_docs.TROUBLES.read_text(encoding="utf-8").partition("## Warnings")[0]
-    quoted = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
-    assert len(quoted) > 100
-    assert not set(quoted) - make_docs.list_refusals().keys()
+    assert len(make_docs.read_lines()) > 100
+    assert not make_docs.find_stale_lines()
+
+
+@pytest.mark.parametrize(
+    ("key", "line", "named"),
+    [
+        ("…: must be left out", "…: must be left out", True),
+        ("importance: must be … for allocation: …", "importance: must be closed_form for allocation: softmax", True),
+        ("importance: must be … for allocation: …", "importance: must be closed_form for search: full", False),
+        ("…: must be …", "data: must be a JSON-lines file or a hub data set", False),  # too general to tell
+    ],
+)
+def test_names_takes_a_word_for_what_the_code_fills_in(key, line, named):
+    assert make_docs.names(key, line) == named
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 
 @torch.no_grad()
@@ -62,6 +67,14 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
     return model.to(device).eval(), tokenizer
 
 
+@functools.cache
+def _index_tasks(include_path: str | None) -> TaskManager:
+    """Return lm-eval's index of tasks, made once: it reads more than 10,000 files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path)
+
+
 def run_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -78,9 +91,8 @@ def run_tasks(
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include_path)
+    manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()))
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")

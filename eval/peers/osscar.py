@@ -1,4 +1,4 @@
-"""OSSCAR for OPT: greedy removal of heads and FFN channels, then swaps, each judged by the re-solved error.
+"""OSSCAR: greedy removal of heads and FFN channels, then swaps, each judged by the re-solved error.
 
 Source: Meng et al. 2024, "OSSCAR: One-Shot Structured Pruning in Vision and Language Models with Combinatorial
 Optimization" (ICML), written anew from the paper, with the settings of the authors' program. Per consuming linear, from
@@ -45,7 +45,8 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
 
     Differs from the source: before the swaps, units go one at a time, not several; the heads are rounded to the nearest
     number and the FFN makes up the rest, so that the budget is met. As in the source, biases stay as they are, and both
-    modules of a layer are measured before either is cut.
+    modules of a layer are measured before either is cut. Not in the source: under grouped-query attention a head is a KV
+    head with its query heads, whose columns of ``o_proj`` go and are re-solved together.
 
     :param windows: calibration tokens, shape [windows, window], int64
     :param sparsity: fraction of the parameters of the decoder layers' linears to remove, in [0, 1)

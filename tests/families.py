@@ -19,6 +19,12 @@ CHANGES = {  # what a tiny model of each family needs beside the sizes
     "phi3": {"sliding_window": None},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     | {"mlp_only_layers": [0]},
+    "granite": {
+        "residual_multiplier": 0.22,
+        "logits_scaling": 4.0,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+    },
     "gpt_neox": SIZES | {"num_attention_heads": 4, "intermediate_size": 44},
     "phi": {"num_key_value_heads": 8},
 }

@@ -82,7 +82,7 @@ def test_oneshot_refuses_before_calibration_and_writes_nothing(opt, tmp_path, fi
     def fail(*_args, **_kwargs):
         raise AssertionError("calibration started")
 
-    monkeypatch.setattr("struprune_plugin.modifiers.capture.LayerObserver.before_layer", fail)
+    monkeypatch.setattr("struprune_plugin.layer.gather.LayerObserver.before_layer", fail)
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=message):
         run_oneshot(str(opt), **fields, output_dir=str(out))
@@ -140,13 +140,18 @@ def test_oneshot_takes_a_json_lines_file(opt):
 
 
 @pytest.mark.parametrize(
-    "broken", ["pruning.solve_kept_weights", "allocator.measure_restored_curve", "capture.LayerObserver.after_layer"]
+    "broken",
+    [
+        "layer.restore.solve_kept_weights",
+        "passes.allocation.measure_restored_curve",
+        "layer.gather.LayerObserver.after_layer",
+    ],
 )
 def test_a_failed_run_leaves_no_hooks_on_a_loaded_model(opt, monkeypatch, broken):
     def fail(*_args, **_kwargs):
         raise RuntimeError("solver broke")
 
-    monkeypatch.setattr(f"struprune_plugin.modifiers.{broken}", fail)  # in a layer's pass, or at its end
+    monkeypatch.setattr(f"struprune_plugin.{broken}", fail)  # in a layer's pass, or at its end
     model = AutoModelForCausalLM.from_pretrained(opt)
     with pytest.raises(RuntimeError, match="solver broke"):
         run_oneshot(model, sparsity=0.3, tokenizer=str(opt), allocation="softmax")

@@ -5,11 +5,11 @@ import gc
 import pytest
 import torch
 from conftest import make_dataset, run_oneshot, save_opt
-from struprune_plugin.modifiers.memory import to_device, to_host
 
 from eval.measure import count_live_bytes
 from struprune_plugin import read_manifest
 from struprune_plugin.device.account import LiveBytes, open_account
+from struprune_plugin.device.room import Room, open_room
 
 CPU = torch.device("cpu")
 
@@ -53,15 +53,15 @@ def test_what_is_read_from_the_host_alone_stays_on_the_host():
 
 def test_moves_copy_while_the_account_is_open_and_share_otherwise():
     tensor = torch.ones(500)
-    assert to_host(tensor).data_ptr() == tensor.data_ptr()
-    with open_account(on_cpu=True) as account:
-        moved = to_device(tensor, CPU)
+    assert Room().to_host(tensor).data_ptr() == tensor.data_ptr()
+    with open_room(count_on_cpu=True) as room:
+        moved = room.to_device(tensor, CPU)
         assert moved.data_ptr() != tensor.data_ptr()
-        assert to_device(moved, CPU) is moved
-        assert account.live.live == 2000
-        kept = to_host(moved)
+        assert room.to_device(moved, CPU) is moved
+        assert room.account.live.live == 2000
+        kept = room.to_host(moved)
         del moved
-        assert account.live.live == 0
+        assert room.account.live.live == 0
         assert torch.equal(kept, tensor)
 
 

@@ -2,6 +2,7 @@ import copy
 import functools
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.equivalence import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.device.room import Room
 from struprune_plugin.layer.calls import find_tokens
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.passes.saliency import check_gradient_memory, measure_snip
@@ -186,7 +188,7 @@ def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
 
 
 def test_snip_refuses_a_model_too_large_for_the_memory(monkeypatch):
-    monkeypatch.setattr("os.sysconf", lambda name: 1000 if name == "SC_AVPHYS_PAGES" else 1)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(
         ValueError, match=r"snip must hold the whole model .* about 0\.\d GB, got 0\.0 GB free.*obs or wanda"
     ):
@@ -546,10 +548,10 @@ def test_padding_tokens_do_not_count(opt, tmp_path):
 
 def test_find_tokens_reads_padding_off_the_diagonal():
     mask = torch.zeros(2, 1, 3, 3)
-    assert find_tokens(None) is None
-    assert find_tokens(mask) is None
+    assert find_tokens(None, Room()) is None
+    assert find_tokens(mask, Room()) is None
     mask[1, 0, :, 0] = torch.finfo(torch.float32).min
-    assert find_tokens(mask).tolist() == [0, 1, 2, 4, 5]
+    assert find_tokens(mask, Room()).tolist() == [0, 1, 2, 4, 5]
 
 
 def test_quantising_in_the_same_recipe_saves_and_reloads(opt, tmp_path):

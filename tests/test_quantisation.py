@@ -337,8 +337,8 @@ def test_orders_that_cannot_work_are_refused_before_work(opt, ours, stages, mess
     def fail(*_args, **_kwargs):
         raise AssertionError("work started")
 
-    monkeypatch.setattr("struprune_plugin.modifiers.capture.LayerObserver.before_layer", fail)
-    monkeypatch.setattr("struprune_plugin.modifiers.lora.LoRARecoveryModifier._recover", fail)
+    monkeypatch.setattr("struprune_plugin.layer.gather.LayerObserver.before_layer", fail)
+    monkeypatch.setattr("struprune_plugin.modifiers.recovery.LoRARecoveryModifier._recover", fail)
     options = {"dataset": make_dataset(), "output_dir": str(tmp_path / "out"), "num_calibration_samples": 8}
     if "cache" in message and oneshot is host_oneshot and isinstance(ours(), LoRARecoveryModifier):
         message = "num_key_value_heads"  # nothing of ours asks, the host's own words

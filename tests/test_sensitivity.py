@@ -2,6 +2,7 @@ import pytest
 import torch
 from conftest import make_opt
 
+from struprune_plugin.device.room import Room
 from struprune_plugin.maths.solve import find_root
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units import find_groups
@@ -48,7 +49,7 @@ def _naive_fisher(model, batch, groups):
 def test_measure_fisher_layer_by_layer_equals_whole_model_gradients(unit, shape, padded):
     model = make_opt(**shape)
     groups, batch = find_groups(model, unit), _make_batch(padded)
-    found = measure_fisher(model, [batch], groups, 3)
+    found = measure_fisher(model, [batch], groups, 3, Room())
     naive = _naive_fisher(model, batch, groups)
     assert found.keys() == naive.keys()
     for name, matrix in found.items():
@@ -59,8 +60,8 @@ def test_measure_fisher_layer_by_layer_equals_whole_model_gradients(unit, shape,
 def test_measure_fisher_does_not_depend_on_the_batches():
     model, batch = make_opt(), _make_batch(True)
     groups = find_groups(model, "vo")
-    whole = measure_fisher(model, [batch], groups, 3)
-    parts = measure_fisher(model, [{k: v[i : i + 1] for k, v in batch.items()} for i in range(3)], groups, 3)
+    whole = measure_fisher(model, [batch], groups, 3, Room())
+    parts = measure_fisher(model, [{k: v[i : i + 1] for k, v in batch.items()} for i in range(3)], groups, 3, Room())
     for name, matrix in whole.items():
         torch.testing.assert_close(matrix, parts[name], rtol=1e-3, atol=1e-6 * float(matrix.max()))
 
@@ -68,8 +69,8 @@ def test_measure_fisher_does_not_depend_on_the_batches():
 def test_measure_fisher_uses_no_more_sequences_than_asked():
     model, batch = make_opt(), _make_batch(False)
     groups = find_groups(model, "none")
-    first = measure_fisher(model, [{name: part[:2] for name, part in batch.items()}], groups, 9)
-    again = measure_fisher(model, [batch, batch], groups, 2)
+    first = measure_fisher(model, [{name: part[:2] for name, part in batch.items()}], groups, 9, Room())
+    again = measure_fisher(model, [batch, batch], groups, 2, Room())
     for name, matrix in first.items():
         torch.testing.assert_close(matrix, again[name])
 
@@ -80,7 +81,7 @@ def test_measure_fisher_predicts_the_divergence_of_a_small_error():
     ids = torch.randint(4, 2048, (24, 32), generator=torch.Generator().manual_seed(3))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     groups = find_groups(model, "vo")
-    fisher = measure_fisher(model, [batch], groups, len(ids))
+    fisher = measure_fisher(model, [batch], groups, len(ids), Room())
     with torch.no_grad():
         clean = torch.log_softmax(model(ids).logits.double(), -1)
         for group in groups:

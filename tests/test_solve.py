@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_statistics import gather, make_case
 
-from struprune_plugin import solve
+from struprune_plugin.maths import elimination, swaps
 from struprune_plugin.maths.curves import measure_deletion_curve, measure_restored_curve
 from struprune_plugin.maths.elimination import eliminate_units, expand_units, keep_last, order_units
 from struprune_plugin.maths.rotation import eliminate_directions
@@ -83,8 +83,8 @@ def test_solve_kept_weights_condition_number_is_near_the_true_one():
 @pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2)])
 def test_eliminate_units_equals_naive_greedy(width, num_blocks, panel, gone, monkeypatch):
     """method.md section 3, obs: at every step remove the unit whose removal raises the re-solved error least."""
-    monkeypatch.setattr(solve, "_PANEL", panel)
-    monkeypatch.setattr(solve, "_GONE", gone)
+    monkeypatch.setattr(elimination, "_PANEL", panel)
+    monkeypatch.setattr(elimination, "_GONE", gone)
     n = 12
     _, _, damped = make_problem(n=n)
     result = eliminate_units(damped, width, "fc2", num_blocks)
@@ -180,10 +180,10 @@ def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
 def test_swap_units_never_raises_the_error_and_ends_where_no_swap_helps(seed, num_blocks):
     _, _, damped = make_problem(n=8, d=2, seed=seed)
     start = torch.tensor([0, 1, 4, 5])  # any start, two of each block
-    keep, swaps = swap_units(damped, start, "x", num_blocks, max_swaps=50)
+    keep, count = swap_units(damped, start, "x", num_blocks, max_swaps=50)
     error = _naive_restored_error(damped, keep.tolist())
     assert error <= _naive_restored_error(damped, start.tolist()) * (1 + 1e-12)
-    assert (swaps == 0) == (keep.tolist() == start.tolist())
+    assert (count == 0) == (keep.tolist() == start.tolist())
     assert len(keep) == 4
     if num_blocks == 2:
         assert (keep < 4).sum() == 2
@@ -202,9 +202,9 @@ def _find_worst(damped, num_keep):
 def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
     _, _, damped = make_problem(n=8, d=2, seed=1)
     start = _find_worst(damped, 4)
-    keep, swaps = swap_units(damped, torch.tensor(start), "x", max_swaps=1)
+    keep, count = swap_units(damped, torch.tensor(start), "x", max_swaps=1)
     options = [sorted({*start, u} - {v}) for u in set(range(8)) - set(start) for v in start]
-    assert swaps == 1
+    assert count == 1
     assert keep.tolist() == min(options, key=lambda option: _naive_restored_error(damped, option))
     assert swap_units(damped, torch.tensor(start), "x", max_swaps=0)[0].tolist() == start
 
@@ -212,11 +212,11 @@ def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
 def test_sweep_pair_gives_the_table_of_the_swapped_columns():
     _, _, damped = make_problem(n=8, d=2, seed=1)
     kept = torch.tensor([True, True, False, True, False, False, True, False, True])  # the last is the bias
-    table, values = solve._sweep_all(damped.gram, damped.cross, kept, "x")
+    table, values = swaps._sweep_all(damped.gram, damped.cross, kept, "x")
     for u, v in [(2, 0), (7, 6), (0, 2)]:
-        solve._sweep_pair(table, values, u, v)
+        swaps._sweep_pair(table, values, u, v)
         kept[u], kept[v] = True, False
-        for mine, fresh in zip((table, values), solve._sweep_all(damped.gram, damped.cross, kept, "x"), strict=True):
+        for mine, fresh in zip((table, values), swaps._sweep_all(damped.gram, damped.cross, kept, "x"), strict=True):
             torch.testing.assert_close(mine, fresh, rtol=1e-9, atol=1e-9)
 
 

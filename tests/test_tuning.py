@@ -7,6 +7,7 @@ from transformers import OPTForCausalLM
 
 from eval.equivalence import mask_dense
 from struprune_plugin import read_manifest
+from struprune_plugin.device.room import Room
 from struprune_plugin.layer.calls import LayerCall
 from struprune_plugin.layer.tuning import TuningSettings, tune_layer
 
@@ -21,7 +22,7 @@ def _make_calls(num_batches=4, tokens=None):
 
 @torch.no_grad()
 def _run(layer, calls):
-    return [call.repeat(layer) for call in calls]
+    return [call.repeat(layer, Room()) for call in calls]
 
 
 def _error(layer, calls, wanted):
@@ -38,21 +39,21 @@ def test_tune_layer_moves_a_changed_layer_back_to_the_dense_output(dtype):
     before = _error(layer, calls, wanted)
     layer.to(dtype)
     names = [name for name, _ in layer.named_parameters()]
-    record = tune_layer(layer, calls, wanted, SETTINGS, "x")
+    record = tune_layer(layer, calls, wanted, SETTINGS, "x", Room())
     assert [name for name, _ in layer.named_parameters()] == names
     assert all(parameter.dtype == dtype for parameter in layer.parameters())
     assert _error(layer.float(), calls, wanted) < 0.8 * before
-    assert len(record["holdout"]) == SETTINGS.epochs + 1
-    assert record["holdout"][record["best_epoch"]] == min(record["holdout"]) < record["holdout"][0]
+    assert len(record.holdout) == SETTINGS.epochs + 1
+    assert record.holdout[record.best_epoch] == min(record.holdout) < record.holdout[0]
     held = _error(layer, calls[-1:], wanted[-1:]) / wanted[-1].square().sum().item()
-    assert held == pytest.approx(record["holdout"][record["best_epoch"]], rel=0.2 if dtype == torch.bfloat16 else 1e-4)
+    assert held == pytest.approx(record.holdout[record.best_epoch], rel=0.2 if dtype == torch.bfloat16 else 1e-4)
 
 
 def test_tune_layer_that_cannot_improve_stays_as_it_is():
     layer, calls = make_opt().model.decoder.layers[0], _make_calls()
     wanted = _run(layer, calls)
     before = copy.deepcopy(layer.state_dict())
-    assert tune_layer(layer, calls, wanted, SETTINGS, "x")["best_epoch"] == 0
+    assert tune_layer(layer, calls, wanted, SETTINGS, "x", Room()).best_epoch == 0
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
@@ -64,7 +65,7 @@ def test_tune_layer_does_not_count_padding():
         wanted = [0.9 * output for output in _run(layer, calls)]
         for target in wanted:
             target.view(-1, 24)[:3] += rubbish
-        tune_layer(layer, calls, wanted, SETTINGS, "x")
+        tune_layer(layer, calls, wanted, SETTINGS, "x", Room())
         results.append(layer.state_dict())
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 

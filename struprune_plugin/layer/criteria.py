@@ -15,7 +15,7 @@ from struprune_plugin.layer.admm import score_by_admm
 from struprune_plugin.layer.gather import LayerObserver
 from struprune_plugin.layer.signals import Signals
 from struprune_plugin.maths.elimination import eliminate_units, expand_units, order_units
-from struprune_plugin.maths.importance import score_l0, score_magnitude, score_wanda, score_wanda_l2
+from struprune_plugin.maths.importance import score_fluctuation, score_l0, score_magnitude, score_wanda, score_wanda_l2
 from struprune_plugin.maths.statistics import Moments
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import read_consumer, read_weight, sum_rows
@@ -105,6 +105,10 @@ def _score_wanda_l2(ranking: Ranking, dense: Tensor, unit_columns: Tensor) -> Te
     return score_wanda_l2(ranking.moments, dense[:, :-1], unit_columns)
 
 
+def _score_fluctuation(ranking: Ranking, dense: Tensor, unit_columns: Tensor) -> Tensor:
+    return score_fluctuation(ranking.moments, dense[:, :-1], unit_columns)
+
+
 def _score_snip(ranking: Ranking, dense: Tensor, unit_columns: Tensor) -> Tensor:
     return ranking.room.place(ranking.signals.saliency[ranking.group.name], dense)
 
@@ -145,6 +149,7 @@ CRITERIA = {  # name in recipes (method.md section 3)
     "obs": Criterion(_rank_by_elimination, eliminates=True),
     "wanda": Criterion(_rank_by(_score_wanda)),
     "wanda_l2": Criterion(_rank_by(_score_wanda_l2)),
+    "fluctuation": Criterion(_rank_by(_score_fluctuation)),
     "magnitude": Criterion(_rank_by(_score_magnitude)),
     "snip": Criterion(_rank_by(_score_snip), gradients=True, keeps_budget=False),
     "l0": Criterion(_rank_by(_score_l0), keeps_budget=False),

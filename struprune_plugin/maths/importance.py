@@ -36,6 +36,33 @@ def score_wanda_l2(moments: Moments, weight: Tensor, unit_columns: Tensor) -> Te
     return _sum_columns(weight.double().norm(dim=0) * input_norm, unit_columns)
 
 
+def score_fluctuation(moments: Moments, weight: Tensor, unit_columns: Tensor) -> Tensor:
+    """Score units by how much their inputs vary about their mean: ``sum_i Var_t(x_it) * ||W_:i||_2^2``.
+
+    What a unit gives on average a bias can give in its place; that is what a least-squares solve with bias does.
+    Source: FLAP (An et al. 2024), Eq. 5, the weighted input feature variance. Differs from the source: scores of different
+    modules are not standardised against each other, for a rule of allocation spreads the budget over modules.
+
+    Parameters and return value as in :func:`score_wanda`.
+    """
+    tokens = max(moments.num_tokens, 2)
+    squares, sums = moments.gram.diagonal()[:-1].double(), moments.gram[-1, :-1].double()
+    variance = (squares - sums.square() / tokens).clamp(min=0) / (tokens - 1)
+    return _sum_columns(variance * weight.double().square().sum(0), unit_columns)
+
+
+def measure_block_influence(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """Return the sum over tokens of one minus the cosine of a layer's input and output.
+
+    Source: ShortGPT (Men et al. 2024), Eq. 1, whose mean is the block influence.
+
+    :param inputs: hidden states that enter, shape [tokens, d]
+    :param outputs: those that leave, the same shape
+    :return: scalar, float64, in [0, 2 tokens]
+    """
+    return (1 - torch.cosine_similarity(inputs.double(), outputs.double(), dim=-1)).sum()
+
+
 def score_magnitude(weight: Tensor, unit_columns: Tensor, producer_rows: Sequence[Tensor]) -> Tensor:
     """Score units by ``sum |W|`` over all rows and columns that go with them; needs no data.
 

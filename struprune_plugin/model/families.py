@@ -131,6 +131,13 @@ FAMILIES = (
     _LLAMA,
     replace(
         _LLAMA,
+        model_types=("granite",),
+        attention=replace(_LLAMA_ATTENTION, free_heads=False),
+        residual_scale="residual_multiplier",
+        logit_scale="logits_scaling",
+    ),
+    replace(
+        _LLAMA,
         model_types=("gemma2", "gemma3_text"),
         attention=replace(_LLAMA_ATTENTION, logit_cap="attn_logit_softcapping"),
         ffn=replace(_LLAMA_FFN, residual="pre_feedforward_layernorm", activation_key="hidden_activation"),

@@ -32,7 +32,8 @@ class StructuredModifier(Modifier):
     :param prune_ffn: whether to prune FFN channels
     :param channel_multiple: kept FFN widths are whole multiples of this, and of what later quantisers and sparsity
         modifiers ask
-    :param importance: how units are ranked, see method.md section 3
+    :param importance: how units are ranked: ``obs`` (exact increase of the re-solved error), ``wanda``, ``wanda_l2``,
+        ``fluctuation`` (FLAP's weighted variance of the inputs), ``magnitude``, ``snip``, ``l0`` or ``closed_form``
     :param restoration: ``least_squares`` re-solves the consumers, ``admm`` then the producers too, ``none`` deletes only
     :param damping: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix; ``auto``
         takes 0.01, and for the least-squares solve that gives a module's weights what does best on every fourth sequence,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.device.ranks import Parcel, count_ranks, decide_once
+from struprune_plugin.device.ranks import Parcel, count_ranks, decide_once, sum_over_ranks
 from struprune_plugin.device.room import Room
+from struprune_plugin.layer.calls import LayerCall, take_hidden
 from struprune_plugin.layer.criteria import Ranking, read_dense
 from struprune_plugin.layer.decide import weigh_moments
 from struprune_plugin.layer.gather import LayerObserver
@@ -19,6 +20,7 @@ from struprune_plugin.layer.records import AllocationRecord
 from struprune_plugin.layer.signals import Signals
 from struprune_plugin.layer.targets import TARGETS
 from struprune_plugin.maths.curves import measure_deletion_curve, measure_restored_curve
+from struprune_plugin.maths.importance import measure_block_influence
 from struprune_plugin.maths.rotation import eliminate_directions, order_directions, rotate_moments
 from struprune_plugin.maths.rounding import (
     GroupSize,
@@ -59,6 +61,7 @@ class AllocationPass:
         self._methods, self._signals, self._room = methods, signals, room
         self._observer = LayerObserver(TARGETS["local"], room, all_groups=True)
         self._evidence: dict[str, Evidence] = {}
+        self._influence = torch.zeros(2, dtype=torch.float64)  # of the layer at hand: sum and tokens
         self._model: PreTrainedModel | None = None
 
     def begin(self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]]) -> None:
@@ -74,10 +77,14 @@ class AllocationPass:
     def after_layer(self, output: Any) -> None:
         with self._room.stage("statistics"):
             self._observer.after_layer(output)
+            if self._rule.compares_layers:
+                self._influence += self._compare(self._observer.calls[-1], take_hidden(output))
 
     def end_layer(self, name: str, layer: nn.Module) -> None:
+        total, tokens = sum_over_ranks(self._influence).tolist()
         for group in self._groups_of(name):
-            self._evidence[group.name] = self._measure_group(layer, group)
+            self._evidence[group.name] = self._measure_group(layer, group, total / max(tokens, 1))
+        self._influence.zero_()
         self._observer.finish_layer()
 
     def finish(self) -> None:
@@ -93,7 +100,16 @@ class AllocationPass:
     def _groups_of(self, layer_name: str) -> list[UnitGroup]:
         return [group for group in self._groups if group.layer_name == layer_name]
 
-    def _measure_group(self, layer: nn.Module, group: UnitGroup) -> Evidence:
+    def _compare(self, call: LayerCall, output: Tensor) -> Tensor:
+        """Return what one batch adds to the influence of a layer, and its tokens, shape [2], on the host."""
+        inputs, outputs = self._room.to_device(call.hidden, output.device).flatten(0, -2), output.flatten(0, -2)
+        if call.tokens is not None:
+            tokens = self._room.to_device(call.tokens, output.device)
+            inputs, outputs = inputs[tokens], outputs[tokens]
+        moved = float(measure_block_influence(inputs, outputs))
+        return torch.tensor([moved, len(inputs)], dtype=torch.float64)
+
+    def _measure_group(self, layer: nn.Module, group: UnitGroup, influence: float) -> Evidence:
         """Return a group's importance, its error curve and its scores; the first of several processes measures."""
         with self._room.stage("statistics"):
             moments = self._observer.collect_moments(layer, group, "statistics").all
@@ -107,7 +123,7 @@ class AllocationPass:
             args = (layer, group, moments, ranked, self._observer, self._methods, self._signals, self._room)
             curve, scores = self._measure_curve(Ranking(*args), weighed, dense)
             assert self._model is not None
-            importance = self._rule.weigh(Subject(self._model, layer, group, scores, None), self._settings)
+            importance = self._rule.weigh(Subject(self._model, layer, group, scores, influence), self._settings)
             return Evidence(importance, self._room.to_host(curve), self._room.to_host(scores))
 
         with self._room.stage("curves"), self._room.solving():

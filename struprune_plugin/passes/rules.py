@@ -188,11 +188,24 @@ def _weigh_by_norms(subject: Subject, settings: AllocationSettings) -> float:
     return decay * settings.rho * measure_attention_importance(list_head_weights(subject.model, layer))
 
 
+def _weigh_by_influence(subject: Subject, settings: AllocationSettings) -> float:
+    """Return how much a whole layer changes the hidden states (ShortGPT)."""
+    assert subject.influence is not None
+    return subject.influence
+
+
 RULES = {  # name in recipes (method.md section 5)
     "error_curve": Rule(_decide_by_curves, few_samples=True, weighs_errors=True),
     "softmax": Rule(partial(_decide_by_softmax, allocate_softmax), clips=True, searches=True),
     "softmax_inverse": Rule(
         partial(_decide_by_softmax, allocate_softmax_inverse), _weigh_by_norms, clips=True, searches=True
+    ),
+    "block_influence": Rule(
+        partial(_decide_by_softmax, allocate_softmax),
+        _weigh_by_influence,
+        clips=True,
+        searches=True,
+        compares_layers=True,
     ),
     "global_threshold": Rule(_decide_by_threshold, criterion="closed_form"),
 }

@@ -18,7 +18,7 @@ from eval import memory, methods, paper_sizes, paper_tables, quality, rows
 from eval.peers.fasp import prune_fasp
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
-from struprune_plugin.entrypoint import load_recipe
+from struprune_plugin.recipe import load_recipe
 from struprune_plugin.topology import count_prunable_parameters
 
 LOCAL = {  # file of a data folder -> what stands in for it

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
-from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.modifiers.lora import (
     Sample,
     TeacherTargets,
@@ -31,6 +30,7 @@ from struprune_plugin.modifiers.lora import (
     seed_random,
     split_samples,
 )
+from struprune_plugin.recipe import load_recipe
 
 CPU = torch.device("cpu")
 FAST = {"learning_rate": 2e-2, "schedule": "constant", "warmup_fraction": 0.0, "batch_size": 2}

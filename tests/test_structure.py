@@ -33,6 +33,8 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import; the rest ma
     "data": (set(), {"torch", "transformers", "datasets"}),
     "evaluation": (set(), {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
+    "recipe": ({"modifiers"}, {"llmcompressor", "pydantic", "yaml"}),
+    "folder": ({"export", "modifiers", "report"}, {"torch", "compressed_tensors", "loguru", "psutil"}),
 }
 STANDARD = {
     "__future__",
@@ -47,6 +49,7 @@ STANDARD = {
     "os",
 }
 STANDARD |= {"functools", "pathlib", "platform", "re", "sys", "typing", "warnings"}
+STANDARD |= {"difflib", "errno", "fnmatch", "glob", "hashlib", "shutil", "socket", "stat", "tempfile"}
 
 
 def read_imports(file: Path) -> set[str]:

@@ -20,8 +20,9 @@ import yaml
 from loguru import logger
 from transformers import AutoTokenizer, set_seed
 
+from struprune_plugin.checkpoint import check_checkpoint, check_whole
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.entrypoint import check_checkpoint, list_inputs, oneshot
+from struprune_plugin.entrypoint import list_inputs, oneshot
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder
@@ -401,6 +402,8 @@ def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
 
 def _convert(args: argparse.Namespace) -> None:
     _quiet(verbose=False)
+    if (args.path / "config.json").is_file():
+        check_whole(str(args.path))
     with write_folder(args.output, args.overwrite, [args.path]) as partial:
         convert_folder(args.path, args.to, partial)
     how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""

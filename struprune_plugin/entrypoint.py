@@ -21,7 +21,6 @@ from llmcompressor.pytorch.model_load.helpers import parse_dtype
 from llmcompressor.recipe import Recipe
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -29,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import prepare_output, write_folder
@@ -75,27 +75,9 @@ def oneshot(
     join_processes()
     loaded = load_recipe(recipe)
     _check_arguments(model, loaded, kwargs)
-    if offload_memory is not None and (offload_folder is None or offload_memory < 1):
-        raise ValueError(
-            f"offload_memory: must be bytes, at least 1, given with offload_folder, got {offload_memory} and "
-            f"offload_folder={offload_folder!r}. Give both, or neither."
-        )
-    if offload_folder is not None and isinstance(model, PreTrainedModel):
-        raise ValueError(
-            "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
-        )
-    if isinstance(model, PreTrainedModel):
-        config = model.config
-        check_model_type(config.model_type)
-        if not config.name_or_path:
-            raise ValueError(
-                "model: must come from a folder or the hub, whose configuration the host reads again, got a model without a "
-                "config.name_or_path. Save it and pass the folder."
-            )
-    else:
-        model = os.fspath(model)
-        trust = kwargs.get("trust_remote_code_model", False)
-        config = check_checkpoint(model, trust, kwargs.get("model_revision", "main"))
+    _check_offload(model, offload_folder, offload_memory)
+    model = model if isinstance(model, PreTrainedModel) else os.fspath(model)
+    config = _check_model(model, kwargs)
     check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
     source = model if isinstance(model, str) else config.name_or_path
     inputs = list_inputs(source, recipe, loaded.modifiers, offload_folder, kwargs)
@@ -145,6 +127,40 @@ def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> N
         )
 
 
+def _check_offload(model: object, folder: str | os.PathLike | None, memory: int | None) -> None:
+    """Refuse half of the options for weights that lie on the disk, or both for a model that is loaded.
+
+    :raises ValueError: the same
+    """
+    if memory is not None and (folder is None or memory < 1):
+        raise ValueError(
+            f"offload_memory: must be bytes, at least 1, given with offload_folder, got {memory} and "
+            f"offload_folder={folder!r}. Give both, or neither."
+        )
+    if folder is not None and isinstance(model, PreTrainedModel):
+        raise ValueError(
+            "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
+        )
+
+
+def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PretrainedConfig:
+    """Return a model's configuration; refuse a model that cannot be pruned.
+
+    :raises ValueError: as :func:`~struprune_plugin.checkpoint.check_checkpoint`; a loaded model that came from nowhere
+    """
+    if isinstance(model, str):
+        return check_checkpoint(
+            model, kwargs.get("trust_remote_code_model", False), kwargs.get("model_revision", "main")
+        )
+    check_model_type(model.config.model_type)
+    if not model.config.name_or_path:
+        raise ValueError(
+            "model: must come from a folder or the hub, whose configuration the host reads again, got a model without a "
+            "config.name_or_path. Save it and pass the folder."
+        )
+    return model.config
+
+
 def list_inputs(
     model: object,
     recipe: object,
@@ -160,7 +176,7 @@ def list_inputs(
 
 
 def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[str, Any]) -> int:
-    """Return what the weights of a run's output take at least, in bytes; 0 where the input's are not in a local folder.
+    """Return what the weights of a run's output take at least, in bytes; 0 where the input's are not on this machine.
 
     A lower bound, so that nothing is refused that would fit: all weights shrink by the sparsity, though embeddings do
     not; by half where the model is loaded in half precision, and to a quarter where a modifier of the host's follows.
@@ -171,7 +187,8 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
         left /= 2
     if any(not isinstance(modifier, (StructuredModifier, LoRARecoveryModifier)) for modifier in modifiers):
         left /= 4
-    return int(measure_weight_bytes(source) * left)
+    folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
+    return int(measure_weight_bytes(folder) * left) if folder else 0
 
 
 def _load_offloaded(path: str, folder: Path, memory: int | None, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -254,27 +271,3 @@ def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
         )
     part = split_range(total)
     return {**kwargs, "dataset": dataset.select(part), "num_calibration_samples": len(part)}
-
-
-def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
-    """Return the configuration of a checkpoint; refuse, from it alone, one that cannot be pruned.
-
-    :raises ValueError: nothing to load there; an unsupported architecture; quantised weights
-    """
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {first}"
-        ) from None
-    check_model_type(config.model_type)
-    weights = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-    if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in weights):
-        raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
-            "Prune the full-precision checkpoint and quantise afterwards."
-        )
-    return config

@@ -206,9 +206,8 @@ def main() -> int:
                 old, new = before[name].get(part, ""), now[name].get(part, "")
                 if old != new:
                     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
-                    print(
-                        f"    {part} before: …{old[max(at - 80, 0) : at + 160]}\n    {part} now:    …{new[max(at - 80, 0) : at + 160]}"
-                    )
+                    span = slice(max(at - 80, 0), at + 160)
+                    print(f"    {part} before: …{old[span]}\n    {part} now:    …{new[span]}")
     same = sum(word.startswith("same") for word in rows.values())
     print(f"{same} of {len(rows)} runs the same")
     return 0 if same == len(rows) else 1

@@ -15,8 +15,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin import StruPruneModifier, oneshot
-from struprune_plugin.modifiers.budget import Demands, find_least_budget, read_sizes
-from struprune_plugin.topology import find_decoder_layers, find_family, find_linear
+from struprune_plugin.device.placement import Demands, find_least_budget
+from struprune_plugin.model.families import find_family
+from struprune_plugin.model.footprint import read_sizes
+from struprune_plugin.model.layers import find_decoder_layers, find_linear
 
 # name -> (hidden size, layers, heads), the published configurations; FFN 4 d, vocabulary 50,272, 2048 positions
 OPT_SIZES: dict[str, tuple[int, int, int]] = {

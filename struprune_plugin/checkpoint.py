@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from struprune_plugin.topology import check_model_type
+from struprune_plugin.model.families import check_model_type
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")

@@ -27,8 +27,8 @@ from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder
 from struprune_plugin.folder import check_output, write_folder
+from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.modifiers import StruPruneModifier
-from struprune_plugin.modifiers.checks import count_parameters
 from struprune_plugin.recipe import describe_recipe, list_recipes, load_recipe
 from struprune_plugin.report import (
     format_bytes,

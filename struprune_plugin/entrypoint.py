@@ -30,15 +30,15 @@ from transformers import (
 
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
+from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import prepare_output, write_folder
+from struprune_plugin.model.families import check_model_type
 from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
-from struprune_plugin.modifiers.distributed import count_ranks, join_processes, split_range
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.recipe import load_recipe
 from struprune_plugin.report import measure_weight_bytes
-from struprune_plugin.topology import check_model_type
 
 
 def oneshot(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.checkpoint import check_loading, read_headers
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 
 @torch.no_grad()
@@ -69,6 +73,14 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
     return model.to(device).eval(), tokenizer
 
 
+@functools.cache
+def _index_tasks(include_path: str | None) -> TaskManager:
+    """Return lm-eval's index of tasks, made once: it reads more than 10,000 files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path)
+
+
 def run_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -84,9 +96,8 @@ def run_tasks(
     :raises ValueError: a task that lm-eval does not know
     """
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include_path)
+    manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()))
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")

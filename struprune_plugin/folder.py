@@ -18,18 +18,17 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
 import psutil
-import torch
 from compressed_tensors.distributed import is_source_process
 from loguru import logger
 
+from struprune_plugin.device.ranks import do_once, wait_for_all
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
-from struprune_plugin.modifiers.distributed import decide_once, wait_for_all
 from struprune_plugin.report import format_bytes
 
 FILES_NAME = "struprune_files.json"
@@ -217,7 +216,7 @@ def prepare_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.Path
         settle_leftovers(folder)
         check_output(folder, overwrite, inputs, num_bytes)
 
-    _do_once(prepare)
+    do_once(prepare)
 
 
 @contextmanager
@@ -231,11 +230,11 @@ def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
     prepare_output(folder, overwrite, inputs)
     folder = folder.resolve()
     made = [path for path in folder.parents if not path.exists()]
-    scratch = Path(_do_once(lambda: str(_make_scratch(folder))))
+    scratch = Path(do_once(lambda: str(_make_scratch(folder))))
     try:
         yield scratch / _NEW
         wait_for_all()
-        _do_once(lambda: _take_place(scratch, folder, overwrite, inputs))
+        do_once(lambda: _take_place(scratch, folder, overwrite, inputs))
     finally:
         if is_source_process():
             for line in _settle(scratch, folder):
@@ -243,11 +242,6 @@ def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
             for parent in made:
                 with suppress(OSError):  # it holds something by now
                     parent.rmdir()
-
-
-def _do_once(act: Callable[[], str | None]) -> str:
-    """Let the first process act, the others wait, and all know what it returns or raises."""
-    return decide_once(lambda: ({"text": act() or ""}, []), torch.device("cpu"))[0]["text"]
 
 
 def _make_scratch(folder: Path) -> Path:

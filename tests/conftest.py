@@ -4,7 +4,10 @@ import os
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads take twice as long over tensors this small
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,21 +66,40 @@ def run_oneshot(model, recipe=None, dataset=None, **kwargs):
     )
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _two_threads():
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+@pytest.fixture(scope="session")
+def save_shape(tmp_path_factory) -> Callable[[str], Path]:
+    """A function that saves, once, a tiny OPT of a shape with a tokenizer, to be read only."""
+    return functools.cache(lambda shape: save_opt(tmp_path_factory.mktemp(shape), **SHAPES[shape]))
 
 
 @pytest.fixture(scope="session", params=SHAPES)
-def opt_folder(request, tmp_path_factory) -> Path:
+def opt_folder(request, save_shape) -> Path:
     """A saved tiny OPT with a tokenizer, in every shape."""
-    return save_opt(tmp_path_factory.mktemp(request.param), **SHAPES[request.param])
+    return save_shape(request.param)
 
 
 @pytest.fixture(scope="session")
-def opt(tmp_path_factory) -> Path:
+def save_family(tmp_path_factory) -> Callable[[str], Path]:
+    """A function that saves, once, a tiny model of a family, to be read only."""
+    return functools.cache(lambda model_type: save_model(make_model(model_type), tmp_path_factory.mktemp(model_type)))
+
+
+@pytest.fixture(scope="session")
+def prune_once(tmp_path_factory) -> Callable:
+    """A function that prunes a folder by an attention unit, once, and returns (model in memory, its folder), to be read only."""
+
+    @functools.cache
+    def prune(folder: Path, unit: str, sparsity: float = 0.3):
+        out = tmp_path_factory.mktemp(f"{folder.name}_{unit}") / "out"
+        return run_oneshot(str(folder), sparsity=sparsity, attention_unit=unit, output_dir=str(out)).eval(), out
+
+    return prune
+
+
+@pytest.fixture(scope="session")
+def opt(save_shape) -> Path:
     """A saved tiny OPT of the usual shape."""
-    return save_opt(tmp_path_factory.mktemp("opt"))
+    return save_shape("pre_norm")
 
 
 def save_wide_opt(folder: Path) -> Path:

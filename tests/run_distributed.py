@@ -1,6 +1,6 @@
-"""What every process of a distributed test runs: prune, and leave a digest of its own weights.
+"""What every process of the distributed tests runs, one job after the other: prune, and leave a digest of its own weights.
 
-python -m torch.distributed.run --nproc-per-node 2 tests/run_distributed.py MODEL FOLDER '{"sparsity": 0.3}'
+python -m torch.distributed.run --nproc-per-node 2 tests/run_distributed.py '[["MODEL", "FOLDER", {"sparsity": 0.3}]]'
 """
 
 import hashlib
@@ -15,9 +15,8 @@ from torch import distributed
 NUM_SAMPLES = 16
 
 
-def main() -> None:
-    model, folder, fields = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    torch.set_num_threads(1)
+def run_job(model: str, folder: Path, fields: dict) -> None:
+    """Prune ``model`` into ``folder``/out; leave ``digest<rank>.txt`` there, or ``error<rank>.txt`` where it was refused."""
     try:
         options = {"dataset": make_dataset(NUM_SAMPLES), "num_calibration_samples": NUM_SAMPLES, "batch_size": 1}
         pruned = run_oneshot(model, output_dir=folder / "out", **options, **fields)
@@ -28,7 +27,13 @@ def main() -> None:
         for name, value in sorted(pruned.state_dict().items()):
             digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
         (folder / f"digest{distributed.get_rank()}.txt").write_text(digest.hexdigest())
-    distributed.barrier()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for model, folder, fields in json.loads(sys.argv[1]):
+        run_job(model, Path(folder), fields)
+        distributed.barrier()
     distributed.destroy_process_group()
 
 

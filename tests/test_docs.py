@@ -14,7 +14,7 @@ from pydantic import ValidationError
 import struprune_plugin
 from eval import make_docs
 from struprune_plugin import StruPruneModifier, cli, oneshot
-from struprune_plugin.topology import FAMILIES
+from struprune_plugin.model.families import FAMILIES
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

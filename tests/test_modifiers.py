@@ -1,21 +1,20 @@
 import copy
+import functools
 import itertools
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
 import yaml
-from conftest import SHAPES, make_dataset, make_opt, run_oneshot, save_opt
+from conftest import make_dataset, make_opt, run_oneshot, save_opt
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.equivalence import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.modifiers import capture
-from struprune_plugin.modifiers.capture import find_tokens
-from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
-from struprune_plugin.topology import find_groups
+from struprune_plugin.layer.calls import find_tokens
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.passes.saliency import check_gradient_memory, measure_snip
 
 
 def weights_of(model):
@@ -72,17 +71,28 @@ def _watch(model, consumer, post_norm, ids):
     return tuple(seen[name].flatten(0, -2).double() for name in ("stream", "inputs", "output"))
 
 
+@pytest.fixture(scope="module")
+def prune_for(save_shape, tmp_path_factory):
+    """A function that prunes a shape for a target, once, and returns (dense folder, model in memory, its folder)."""
+
+    @functools.cache
+    def prune(shape, target, unit):
+        out = tmp_path_factory.mktemp("out") / "out"
+        options = {"sparsity": 0.3, "attention_unit": unit, "target": target, "damping": 0.05, "rotate_values": False}
+        return save_shape(shape), run_oneshot(str(save_shape(shape)), **options, output_dir=str(out)).float(), out
+
+    return prune
+
+
 @pytest.mark.parametrize("shape", ["pre_norm", "post_norm", "no_bias"])
 @pytest.mark.parametrize("target", ["residual", "block", "local"])
 @pytest.mark.parametrize(
     ("consumer", "unit"), [("fc2", "vo"), ("self_attn.out_proj", "vo"), ("self_attn.out_proj", "head")]
 )
-def test_last_layer_is_the_ridge_solution_for_its_target(shape, target, consumer, unit, tmp_path):
+def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, target, consumer, unit):
     """The whole chain (dense path, streams, damping, solve) against one naive solve on whole-model activations."""
-    folder, out = save_opt(tmp_path / "m", **SHAPES[shape]), tmp_path / "out"
+    folder, pruned, out = prune_for(shape, target, unit)
     dense = OPTForCausalLM.from_pretrained(folder).eval()
-    options = {"sparsity": 0.3, "attention_unit": unit, "target": target, "damping": 0.05, "rotate_values": False}
-    pruned = run_oneshot(str(folder), **options, output_dir=str(out)).float()
     ids = torch.tensor(make_dataset()["input_ids"])
     (keep,) = [g["keep"] for g in read_manifest(out)["groups"] if g["name"].endswith(f"layers.2.{consumer}")]
     width = 6 if unit == "head" and consumer != "fc2" else 1
@@ -252,19 +262,27 @@ def _measure_total_error(folder):
     return sum(group["error_after"] * group["target_energy"] for group in read_manifest(folder)["groups"])
 
 
+ADMM = {"restoration": "admm", "admm_steps": 2, "admm_inner_steps": 4}
+
+
 @pytest.mark.parametrize(
-    "fields", [{"attention_unit": "vo"}, {"attention_unit": "head", "restoration": "admm", "target": "block"}]
+    "fields",
+    [
+        {"attention_unit": "vo"},
+        {"attention_unit": "head", "target": "block"} | ADMM,
+        {"attention_unit": "vo", "temperature": [0.3, 8.0]} | ADMM,
+    ],
 )
 def test_full_search_takes_the_temperature_of_least_error_over_whole_prunings(opt, fields, tmp_path):
-    """R9, against as many runs of their own, each with one temperature."""
-    grid = [0.3, 1.0, 8.0]
-    found = run_oneshot(str(opt), **FULL_SEARCH, **fields, temperature=grid, output_dir=str(tmp_path / "full"))
+    """R9, against as many runs of their own, each with one temperature: no rehearsal leaves anything behind in the model."""
+    grid = fields.get("temperature", [0.3, 1.0, 8.0])
+    fields = fields | {"temperature": grid}
+    found = run_oneshot(str(opt), **FULL_SEARCH, **fields, output_dir=str(tmp_path / "full"))
     alone = {}
     for value in grid:
         out = tmp_path / f"T{value}"
-        model = run_oneshot(
-            str(opt), **FULL_SEARCH | fields | {"search": "moments"}, temperature=value, output_dir=str(out)
-        )
+        options = FULL_SEARCH | fields | {"search": "moments", "temperature": value}
+        model = run_oneshot(str(opt), **options, output_dir=str(out))
         alone[value] = (_measure_total_error(out), model)
     allocation = read_manifest(tmp_path / "full")["allocation"]
     errors = [alone[value][0] for value in grid]
@@ -286,42 +304,22 @@ def test_full_search_reports_the_moments_curve_too(opt, tmp_path):
     assert [stage["name"] for stage in full["stages"]][:2] == ["allocate", "search"]
 
 
-@pytest.mark.parametrize("unit", ["head", "vo"])
-@pytest.mark.parametrize("restoration", ["least_squares", "admm"])
-def test_a_rehearsal_leaves_the_model_as_it_was(opt, unit, restoration, monkeypatch):
-    """Nothing but the final pruning changes the model: weights, sizes and function are dense before it."""
-    seen = []
-    search = StruPruneModifier._search_fully
-
-    def check(modifier, state, plan):
-        before, ids = weights_of(state.model), torch.arange(4, 30)[None]
-        logits = state.model(ids).logits
-        plan = search(modifier, state, plan)
-        after = weights_of(state.model)
-        seen.append(before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before))
-        seen.append(torch.equal(logits, state.model(ids).logits))
-        return plan
-
-    monkeypatch.setattr(StruPruneModifier, "_search_fully", check)
-    run_oneshot(str(opt), **FULL_SEARCH, attention_unit=unit, restoration=restoration, temperature=[0.3, 8.0])
-    assert seen == [True, True]
-
-
-def test_a_rehearsal_that_fails_gives_the_layer_back(opt, monkeypatch):
+def test_a_rehearsal_that_fails_gives_the_layer_back(opt):
+    """The first time that the second layer runs with units gone is in the rehearsal of the first temperature."""
     model = OPTForCausalLM.from_pretrained(opt)
     before = weights_of(model)
-    finish = StruPruneModifier._prune_group
+    width = model.model.decoder.layers[1].fc2.in_features
 
-    def fail(modifier, layer, group, moments):
-        finish(modifier, layer, group, moments)
-        if group.layer_index == 1 and group.kind == "ffn":
+    def fail(layer, _args):
+        if layer.fc2.in_features < width:
             raise RuntimeError("broken")
 
-    monkeypatch.setattr(StruPruneModifier, "_prune_group", fail)
+    model.model.decoder.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="broken"):
         run_oneshot(model, **FULL_SEARCH, tokenizer=str(opt))
     after = weights_of(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert model.model.decoder.layers[1].fc2.in_features == width
 
 
 def test_full_search_replays(opt, tmp_path):
@@ -446,34 +444,33 @@ def test_replay_gives_bit_identical_weights(opt, allocation, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"dataset": make_dataset(seed=9)}, {"batch_size": 3}])
-def test_replay_on_other_calibration_batches_is_refused(opt, change, tmp_path):
-    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "first"))
-    with pytest.raises(ValueError, match=r"replay: the calibration batches must be those of .*first"):
-        run_oneshot(str(opt), replay=str(tmp_path / "first"), output_dir=str(tmp_path / "x"), **change)
+def test_replay_on_other_calibration_batches_is_refused(opt, prune_once, change, tmp_path):
+    first = prune_once(opt, "vo")[1]
+    with pytest.raises(ValueError, match=rf"replay: the calibration batches must be those of .*{first.parent.name}"):
+        run_oneshot(str(opt), replay=str(first), output_dir=str(tmp_path / "x"), **change)
     assert not (tmp_path / "x").exists()
 
 
-def test_replay_on_another_model_is_refused(opt, tmp_path):
-    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "first"))
+def test_replay_on_another_model_is_refused(opt, prune_once, tmp_path):
     other = save_opt(tmp_path / "other", seed=5)
     with pytest.raises(ValueError, match="replay: the model must be the one"):
-        run_oneshot(str(other), replay=str(tmp_path / "first"))
+        run_oneshot(str(other), replay=str(prune_once(opt, "vo")[1]))
 
 
-def test_replay_with_a_contradicting_field_is_refused(opt, tmp_path):
-    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "first"))
+def test_replay_with_a_contradicting_field_is_refused(opt, prune_once):
     with pytest.raises(ValueError, match=r"replay: damping must be 'auto' as in .*got 0\.5"):
-        StruPruneModifier(replay=str(tmp_path / "first"), damping=0.5)
+        StruPruneModifier(replay=str(prune_once(opt, "vo")[1]), damping=0.5)
 
 
 @pytest.mark.parametrize("unit", ["head", "vo"])
 @pytest.mark.parametrize("shape", ["pre_norm", "post_norm", "no_bias"])
 @pytest.mark.parametrize("method", [1, 2])
-def test_admm_lowers_its_objective_and_the_output_is_exact(shape, unit, method, tmp_path):
-    folder, out = save_opt(tmp_path / "m", **SHAPES[shape]), tmp_path / "out"
+def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, unit, method, tmp_path):
+    out = tmp_path / "out"
     options = {"sparsity": 0.4, "attention_unit": unit, "restoration": "admm", "attention_method": method}
+    options |= {"dataset": make_dataset(4), "num_calibration_samples": 4}
     options["allocation"] = "uniform"  # so that every module loses units
-    pruned = run_oneshot(str(folder), **options, admm_steps=3, output_dir=str(out))
+    pruned = run_oneshot(str(save_shape(shape)), **options, admm_steps=3, output_dir=str(out))
     ids = torch.arange(4, 30)[None]
     assert torch.equal(pruned(ids).logits, AutoModelForCausalLM.from_pretrained(out)(ids).logits)
     for entry in read_manifest(out)["groups"]:
@@ -497,16 +494,16 @@ def test_admm_refuses_other_activations(tmp_path):
         run_oneshot(str(folder), sparsity=0.3, restoration="admm")
 
 
-def test_saved_recipe_reloads_and_repeats(opt, tmp_path):
-    first = run_oneshot(str(opt), sparsity=0.25, attention_unit="head", output_dir=str(tmp_path / "first"))
-    again = run_oneshot(str(opt), recipe=str(tmp_path / "first" / "recipe.yaml"))
+def test_saved_recipe_reloads_and_repeats(opt, prune_once):
+    first, out = prune_once(opt, "head")
+    again = run_oneshot(str(opt), recipe=str(out / "recipe.yaml"))
     assert_same_weights(first, again)
 
 
-def test_same_seed_same_bytes(opt, tmp_path):
-    for name in "ab":
-        run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / name))
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+def test_same_seed_same_bytes(opt, prune_once, tmp_path):
+    first = prune_once(opt, "vo")[1]
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "again"))
+    assert (first / "model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
 
 
 def test_channel_multiple_is_kept(opt, tmp_path):
@@ -522,13 +519,13 @@ def test_targets_limit_what_is_pruned(opt):
     assert all(width < 40 and attention == 24 for width, attention in sizes[1:])
 
 
-def test_a_pruned_folder_can_be_pruned_again(opt, tmp_path):
-    run_oneshot(str(opt), sparsity=0.2, attention_unit="head", output_dir=str(tmp_path / "once"))
-    twice = run_oneshot(str(tmp_path / "once"), sparsity=0.2, attention_unit="vo", output_dir=str(tmp_path / "twice"))
+def test_a_pruned_folder_can_be_pruned_again(opt, prune_once, tmp_path):
+    once = prune_once(opt, "head")[1]
+    twice = run_oneshot(str(once), sparsity=0.2, attention_unit="vo", output_dir=str(tmp_path / "twice"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "twice")
     ids = torch.arange(4, 30)[None]
     assert torch.equal(twice(ids).logits, again(ids).logits)
-    first, second = (read_manifest(tmp_path / name)["model"] for name in ("once", "twice"))
+    first, second = (read_manifest(folder)["model"] for folder in (once, tmp_path / "twice"))
     assert second["parameters_before"] == first["parameters_after"] > second["parameters_after"]
 
 
@@ -600,7 +597,7 @@ def test_smallest_models_prune(shape, tmp_path):
 
 
 def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_path):
-    data = {"dataset": make_dataset(32), "num_calibration_samples": 32, "sparsity": 0.3}
+    data = {"dataset": make_dataset(16), "num_calibration_samples": 16, "sparsity": 0.3}
     chosen = {}
     for name, fields in {"many": {}, "few": {"num_calibration_samples": 3}, "fixed": {"damping": 0.02}}.items():
         run_oneshot(str(opt), **data | fields, output_dir=str(tmp_path / name))
@@ -611,19 +608,19 @@ def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_
 
 
 @pytest.mark.parametrize("propagate", [True, False])
-def test_calibration_passes_skip_what_nobody_reads(opt, monkeypatch, propagate):
-    skipped = []
+def test_calibration_passes_skip_what_nobody_reads(opt, propagate):
+    """Attention's statistics need no FFN: its linears answer zeros. Ridge solutions above show that nobody reads those."""
+    model = OPTForCausalLM.from_pretrained(opt)
+    skipped = {"ffn": [], "attention": []}
 
-    def skip(layer, groups, inner=capture._skip_linears):
-        skipped.append([group.kind for group in groups])
-        return inner(layer, groups)
+    def watch(kind, _part, args):
+        skipped[kind].append(not args[0].any())
 
-    def run():
-        return run_oneshot(str(opt), sparsity=0.3, propagate_error=propagate)
-
-    monkeypatch.setattr(capture, "_skip_linears", skip)
-    fast = run()
-    assert bool(skipped) == propagate
-    assert all(kinds == ["ffn"] for kinds in skipped)
-    monkeypatch.setattr(capture, "_skip_linears", lambda layer, groups: nullcontext())
-    assert_same_weights(fast, run())
+    for layer in model.model.decoder.layers:
+        layer.activation_fn.register_forward_pre_hook(functools.partial(watch, "ffn"))
+        layer.self_attn.out_proj.register_forward_pre_hook(functools.partial(watch, "attention"))
+    run_oneshot(model, sparsity=0.3, propagate_error=propagate, tokenizer=str(opt))
+    assert any(skipped["ffn"]) == propagate
+    assert not all(skipped["ffn"])
+    assert skipped["attention"]
+    assert not any(skipped["attention"])

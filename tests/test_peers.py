@@ -11,9 +11,11 @@ from eval.peers.osscar import plan_counts, prune_osscar, search_swaps, subtract_
 from eval.peers.slicegpt import count_kept_channels, find_principal_basis, prune_slicegpt
 from struprune_plugin.data import DEMO_MODEL
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity
-from struprune_plugin.solve import damp_moments, expand_units, keep_last, solve_kept_weights
-from struprune_plugin.statistics import accumulate_moments, make_moments, measure_error
-from struprune_plugin.topology import count_prunable_parameters, find_groups
+from struprune_plugin.maths.elimination import expand_units, keep_last
+from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
+from struprune_plugin.maths.statistics import accumulate_moments, make_moments, measure_error
+from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.model.units import find_groups
 
 
 def make_windows(num_windows: int = 16, length: int = 32, seed: int = 5) -> torch.Tensor:

@@ -12,7 +12,8 @@ from families import make_model
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import StruPruneModifier
-from struprune_plugin.topology import find_decoder_layers, find_family, find_linear, list_linears
+from struprune_plugin.model.families import find_family
+from struprune_plugin.model.layers import find_decoder_layers, find_linear, list_linears
 
 PACKAGE = ROOT / "struprune_plugin"
 NUMERIC = {"statistics", "importance", "allocation", "solve", "rotation", "admm", "admm_attention"}

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.modifiers.capture import LayerCall
-from struprune_plugin.topology import find_decoder_layers
+from struprune_plugin.layer.calls import LayerCall
+from struprune_plugin.model.layers import find_decoder_layers
 
 
 class _FirstLayerReached(Exception):

@@ -10,19 +10,17 @@ from torch import Tensor, nn
 
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls
-from struprune_plugin.allocation import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.modifiers.capture import LayerCall, accumulate_tokens, capture_streams, make_group_sums
-from struprune_plugin.solve import damp_moments, keep_last, solve_kept_weights
-from struprune_plugin.statistics import Moments, append_bias
-from struprune_plugin.surgery import mask_group, read_weight, slice_group
-from struprune_plugin.topology import (
-    UnitGroup,
-    count_prunable_parameters,
-    find_decoder_layers,
-    find_groups,
-    find_linear,
-)
+from struprune_plugin.layer.calls import LayerCall, capture_streams
+from struprune_plugin.layer.gather import accumulate_tokens, make_group_sums
+from struprune_plugin.maths.elimination import keep_last
+from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
+from struprune_plugin.maths.statistics import Moments, append_bias
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
+from struprune_plugin.model.surgery import mask_group, read_weight, slice_group
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
 
 _NOTE = "value channels ragged over heads, kept as zeros: a deployment needs a mask"
 

@@ -21,19 +21,16 @@ from torch import Tensor, nn
 
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls
-from struprune_plugin.allocation import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.modifiers.capture import LayerObserver
-from struprune_plugin.solve import damp_moments, eliminate_units, expand_units, keep_last, solve_kept_weights
-from struprune_plugin.statistics import Moments, append_bias, with_bias_index
-from struprune_plugin.surgery import read_weight, slice_group
-from struprune_plugin.topology import (
-    UnitGroup,
-    count_prunable_parameters,
-    find_decoder_layers,
-    find_groups,
-    find_linear,
-)
+from struprune_plugin.layer.gather import LayerObserver
+from struprune_plugin.maths.elimination import eliminate_units, expand_units, keep_last
+from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
+from struprune_plugin.maths.statistics import Moments, append_bias, with_bias_index
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
+from struprune_plugin.model.surgery import read_weight, slice_group
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
 
 DAMPING = 0.01  # lambda_2 of the authors' program, relative to the mean diagonal of H
 TOLERANCE = 1e-9  # a swap must lower the error by more than this share of it: what is less may be rounding

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls
 from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.modifiers.capture import LayerCall
-from struprune_plugin.statistics import append_bias
-from struprune_plugin.surgery import read_weight, set_weight
-from struprune_plugin.topology import count_prunable_parameters, find_decoder_layers
+from struprune_plugin.layer.calls import LayerCall
+from struprune_plugin.maths.statistics import append_bias
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
+from struprune_plugin.model.surgery import read_weight, set_weight
 
 ROUND_TO = 8  # as the authors' program does by default
 

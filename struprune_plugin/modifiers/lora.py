@@ -33,10 +33,11 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from struprune_plugin.device.ranks import check_one_process
 from struprune_plugin.export import MANIFEST_NAME, read_manifest, wrap_save, write_manifest
+from struprune_plugin.model.families import find_family
+from struprune_plugin.model.layers import find_decoder_layers, list_linears
 from struprune_plugin.modifiers.checks import check_alone, check_order
-from struprune_plugin.modifiers.distributed import check_one_process
-from struprune_plugin.topology import find_decoder_layers, find_family, list_linears
 
 Schedule = Literal["cosine", "linear", "constant"]
 _HALF = (torch.bfloat16, torch.float16)

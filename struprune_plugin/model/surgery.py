@@ -15,10 +15,13 @@ from compressed_tensors.offload.cache import OffloadCache
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
 from torch import Tensor, nn
 
-from struprune_plugin.rotation import rotate_columns
-from struprune_plugin.solve import expand_units
-from struprune_plugin.statistics import append_bias, with_bias_index
-from struprune_plugin.topology import UnitGroup, find_family, find_linear, list_linears, read_counts, update_counts
+from struprune_plugin.device.residence import release_weights
+from struprune_plugin.maths.elimination import expand_units
+from struprune_plugin.maths.rotation import rotate_columns
+from struprune_plugin.maths.statistics import append_bias, with_bias_index
+from struprune_plugin.model.families import find_family
+from struprune_plugin.model.layers import find_linear, list_linears, read_counts
+from struprune_plugin.model.units.group import UnitGroup
 
 
 def slice_group(
@@ -41,7 +44,7 @@ def slice_group(
     for name, new in (producers or {}).items():
         set_weight(find_linear(layer, name), new)
     set_consumer(layer, group, weight)
-    update_counts(layer, group, len(keep))
+    group.unit.update_counts(layer, group, len(keep))
 
 
 def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
@@ -59,13 +62,13 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
             bias = producer.bias.new_zeros(total).index_copy(0, rows, producer.bias.detach())
         _set_parameters(producer, weight, bias)
     mask_group(layer, group, keep, read_consumer(layer, group))
-    update_counts(layer, group.resize(len(keep)), group.num_units)
+    group.unit.update_counts(layer, group.resize(len(keep)), group.num_units)
 
 
 def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
     """Rotate the values of every head in the linear that makes them and the one that reads them; the function stays.
 
-    :param group: of kind ``vo``
+    :param group: of a kind that rotates
     :param basis: orthogonal, rows are the new channels, shape [blocks, width, width], float64
     """
     (name,) = group.producers
@@ -143,15 +146,6 @@ def set_weight(linear: nn.Linear, weight: Tensor) -> None:
     _set_parameters(linear, weight[:, :-1], None if linear.bias is None else weight[:, -1])
 
 
-def release_weights(module: nn.Module) -> None:
-    """Take the onloaded weights of a module and all below it off the device; the host loads them again when they are used."""
-    kept = OffloadCache.keep_onloaded_values
-    if kept:
-        with disable_onloading():
-            for tensor in (*module.parameters(), *module.buffers()):
-                kept.pop(tensor, None)
-
-
 def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     release_weights(linear)  # the host would keep the old ones, of another size, beside the new
     with disable_onloading():
@@ -191,9 +185,10 @@ def copy_layer(model: nn.Module, layer: nn.Module) -> LayerCopy:
         return tensor.to("cpu", copy=True)
 
     family = find_family(model)
+    attention = family.attention.module
     linears = {name: read_weight(find_linear(layer, name)) for name in list_linears(family, layer)}
     held = {name: (hold(weight), None if bias is None else hold(bias)) for name, (weight, bias) in linears.items()}
-    return LayerCopy(held, read_counts(layer.get_submodule(family.attention)), family.attention)
+    return LayerCopy(held, read_counts(layer.get_submodule(attention)), attention)
 
 
 def restore_layer(layer: nn.Module, copy: LayerCopy) -> None:

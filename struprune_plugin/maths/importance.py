@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from struprune_plugin.statistics import Moments
+from struprune_plugin.maths.statistics import Moments
 
 
 def score_wanda(moments: Moments, weight: Tensor, unit_columns: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from struprune_plugin.solve import invert_in_place
-from struprune_plugin.statistics import Moments, with_bias_index
+from struprune_plugin.maths.solve import invert_in_place
+from struprune_plugin.maths.statistics import Moments, with_bias_index
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-from compressed_tensors.offload import disable_onloading
-from transformers import PreTrainedModel
-
-from struprune_plugin.modifiers.memory import can_fuse_attention
-from struprune_plugin.statistics import count_sums
-from struprune_plugin.topology import UnitGroup, find_decoder_layers, find_family, find_linear, list_linears
+from struprune_plugin.maths.statistics import count_sums
 
 MAX_LOGITS = 1 << 24  # held at once; with their gradients a third of a gigabyte
 _MIN_ROWS = 64  # of a tile, and tokens of a chunk
 _MAX_TOKENS = 1024  # of a chunk, under a budget
-# float64 Gram matrices alive together in the worst solve, float32 ones counted half: choice of a damping, or rotation
-_SOLVE_COPIES = {"ffn": 7, "head": 7, "vo": 12}
 _LOGIT_COPIES = 5  # float32
 
 
@@ -50,6 +41,20 @@ WHOLE = Placement()
 
 
 @dataclass(frozen=True)
+class Consumer:
+    """The sizes of one consuming linear.
+
+    :param inputs: n
+    :param outputs: d
+    :param copies: float64 Gram matrices that its solves hold
+    """
+
+    inputs: int
+    outputs: int
+    copies: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Bytes and widths that the estimate needs.
 
@@ -57,19 +62,23 @@ class Sizes:
     :param largest: of the largest module that holds its own weights: a linear, or all experts
     :param embeddings: of the input embeddings, positions too
     :param head: of the output embeddings
-    :param consumers: inputs and outputs of the consuming linears of a layer, the widest first, and how many float64 Gram
-        matrices their solves hold
+    :param layers: the consuming linears of every decoder layer that loses units; alike layers once
     :param tokens: of a micro-batch
-    :param activations: bytes of a layer's forward pass on it
+    :param activations: bytes of the forward pass of the layer that takes most
     """
 
     layer: int
     largest: int
     embeddings: int
     head: int
-    consumers: tuple[tuple[int, int, int], ...]
+    layers: tuple[tuple[Consumer, ...], ...]
     tokens: int
     activations: int
+
+    @property
+    def consumers(self) -> list[Consumer]:
+        """All consuming linears."""
+        return [consumer for layer in self.layers for consumer in layer]
 
 
 @dataclass(frozen=True)
@@ -84,49 +93,6 @@ class Demands:
     together: bool
     hold_out: bool
     sensitivity: bool
-
-
-def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch.Size) -> Sizes:
-    """Read sizes off a model, its groups and the shape of a calibration batch."""
-    family, layers = find_family(model), [layer for _, layer in find_decoder_layers(model)]
-
-    def count(*modules: torch.nn.Module) -> int:
-        parameters = {id(p): p for module in modules for p in module.parameters()}
-        return sum(p.numel() * p.element_size() for p in parameters.values())
-
-    with disable_onloading():
-        linears = [find_linear(layers[0], name) for name in list_linears(family, layers[0])]
-        embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-        item = linears[0].weight.element_size()
-        first = [group for group in groups if group.layer_index == groups[0].layer_index]
-        hidden = model.config.hidden_size
-        consumers = sorted(((g.num_columns, hidden, _SOLVE_COPIES[g.kind]) for g in first), reverse=True)
-        tokens, length = batch.numel(), batch[-1]
-        outputs = _sum_outputs(family.attention_producers, layers[0]), _sum_outputs(family.ffn_producers, layers[0])
-        widest = max((3 if family.rotary else 2) * outputs[0], outputs[1] + consumers[0][0])
-        single = (5 if family.rotary else 3) * hidden  # float32: targets, and norms that widen
-        per_token = item * (widest + 7 * hidden + 2 * length) + 4 * single
-        maps = 0 if can_fuse_attention(model) else 12 * model.config.num_attention_heads * length
-        return Sizes(
-            layer=max(map(count, layers)),
-            largest=max(_count_own(module) for layer in layers for module in layer.modules()),
-            embeddings=count(*embeddings),
-            head=count(model.get_output_embeddings()),
-            consumers=tuple(consumers),
-            tokens=tokens,
-            activations=tokens * (per_token + maps),
-        )
-
-
-def _sum_outputs(names: Iterable[str], layer: torch.nn.Module) -> int:
-    """Return the outputs of all linears of some names that a layer has."""
-    found = [module for name, module in layer.named_modules() if name in names and isinstance(module, torch.nn.Linear)]
-    return sum(linear.out_features for linear in found)
-
-
-def _count_own(module: torch.nn.Module) -> int:
-    """Return the bytes of the weights that a module holds itself."""
-    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
 
 
 def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True) -> Placement:
@@ -178,7 +144,7 @@ def find_least_budget(sizes: Sizes, demands: Demands) -> int:
 
 def _measure_row(sizes: Sizes) -> int:
     """Return the bytes of a row of the widest Gram matrix, float32."""
-    return 4 * (sizes.consumers[0][0] + 1)
+    return 4 * (max(consumer.inputs for consumer in sizes.consumers) + 1)
 
 
 def _measure_pieces(row: int) -> int:
@@ -187,19 +153,18 @@ def _measure_pieces(row: int) -> int:
 
 
 def _measure_sums(sizes: Sizes, together: bool) -> int:
-    """Return the bytes of float32 moments while they grow."""
-    consumers = sizes.consumers if together else sizes.consumers[:1]
-    return sum(4 * count_sums(n, d) for n, d, _ in consumers)
+    """Return the bytes of float32 moments while they grow: of a whole layer, or of one consumer at a time."""
+    layers = sizes.layers if together else tuple((consumer,) for consumer in sizes.consumers)
+    return max(sum(4 * count_sums(c.inputs, c.outputs) for c in layer) for layer in layers)
 
 
 def _measure_solve(sizes: Sizes) -> int:
-    return max(8 * (n + 1) * (copies * (n + 1) + 4 * d) for n, d, copies in sizes.consumers)
+    return max(8 * (c.inputs + 1) * (c.copies * (c.inputs + 1) + 4 * c.outputs) for c in sizes.consumers)
 
 
 def _measure_fisher(sizes: Sizes) -> int:
     """Return the bytes of the gradients of one module's output, and of their products."""
-    d = sizes.consumers[0][1]
-    return 4 * d * (sizes.tokens + d)
+    return max(4 * c.outputs * (sizes.tokens + c.outputs) for c in sizes.consumers)
 
 
 def _measure_backward(sizes: Sizes) -> int:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from struprune_plugin.solve import damp_moments, solve_kept_weights
-from struprune_plugin.statistics import Moments, accumulate_moments, make_moments, measure_error
+from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
+from struprune_plugin.maths.statistics import Moments, accumulate_moments, make_moments, measure_error
 
 
 @dataclass(frozen=True)

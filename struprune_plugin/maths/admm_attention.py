@@ -26,8 +26,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from struprune_plugin.solve import damp_moments, solve_kept_weights
-from struprune_plugin.statistics import Moments, accumulate_moments, make_moments
+from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
+from struprune_plugin.maths.statistics import Moments, accumulate_moments, make_moments
 
 _MASKED_BELOW = -1e4  # an additive mask hides what lies below: -inf and the minimum of every float dtype
 _ADAM_BETAS = (0.9, 0.999)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from compressed_tensors.distributed import get_source_rank, init_dist, is_distributed, is_source_process
 from torch import Tensor
 
-Decision = tuple[dict[str, Any], list[Tensor]]
+Parcel = tuple[dict[str, Any], list[Tensor]]  # JSON, and the tensors that it goes with
+Decided = TypeVar("Decided")
 
 
 def join_processes() -> None:
@@ -88,28 +89,36 @@ def split_range(length: int) -> range:
     return range(length * rank // ranks, length * (rank + 1) // ranks)
 
 
-def decide_once(decide: Callable[[], Decision], device: torch.device) -> Decision:
+def decide_once(
+    decide: Callable[[], Decided],
+    pack: Callable[[Decided], Parcel],
+    unpack: Callable[[Parcel], Decided],
+    device: torch.device,
+) -> Decided:
     """Let the first process decide, and return its decision, to the bit, in all; what it raises, all raise.
 
-    :param decide: gives numbers and texts for a record (JSON), and tensors
+    :param pack: turns a decision into what goes over the wire
+    :param unpack: the reverse
     :param device: where the others want the tensors
     """
     if not is_distributed():
         return decide()
     if not is_source_process():
-        return _receive(device)
+        return unpack(_receive(device))
     try:
-        record, tensors = decide()
+        decision = decide()
     except Exception as error:  # the others wait for an answer
         _send({"error": str(error)}, [])
         raise
-    _send(record, tensors)
-    return record, tensors
+    _send(*pack(decision))
+    return decision
 
 
-def send_text(text: str) -> str:
-    """Return the first process' text in all."""
-    return decide_once(lambda: ({"text": text}, []), torch.device("cpu"))[0]["text"]
+def do_once(act: Callable[[], str | None]) -> str:
+    """Let the first process act, the others wait, and all know what it returns or raises."""
+    return decide_once(
+        lambda: act() or "", lambda text: ({"text": text}, []), lambda parcel: parcel[0]["text"], torch.device("cpu")
+    )
 
 
 def _send(record: dict[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -120,7 +129,7 @@ def _send(record: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         dist.broadcast(part.contiguous().to(_find_device()), src=get_source_rank())
 
 
-def _receive(device: torch.device) -> Decision:
+def _receive(device: torch.device) -> Parcel:
     def take(shape: list[int], dtype: torch.dtype) -> Tensor:
         part = torch.empty(shape, dtype=dtype, device=_find_device())
         dist.broadcast(part, src=get_source_rank())

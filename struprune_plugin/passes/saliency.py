@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.importance import score_snip
-from struprune_plugin.modifiers.distributed import sum_over_ranks
-from struprune_plugin.modifiers.sensitivity import freeze_weights
-from struprune_plugin.solve import expand_units
-from struprune_plugin.surgery import sum_rows
-from struprune_plugin.topology import UnitGroup, find_linear
+from struprune_plugin.device.ranks import sum_over_ranks
+from struprune_plugin.maths.elimination import expand_units
+from struprune_plugin.maths.importance import score_snip
+from struprune_plugin.model.layers import find_linear, freeze_weights
+from struprune_plugin.model.surgery import sum_rows
+from struprune_plugin.model.units.group import UnitGroup
 
 
 def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size) -> None:
@@ -33,8 +33,7 @@ def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size) -> No
     per_layer = batch * length * (34 * config.hidden_size + 3 * heads * length)
     activations = 4 * (config.num_hidden_layers * per_layer + 3 * batch * length * config.vocab_size)
     needed = activations + sum(p.numel() * p.element_size() for p in model.parameters())
-    on_host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else on_host
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
     if needed > free:
         raise ValueError(
             f"importance: snip must hold the whole model and its activations, about {needed / 1e9:.1f} GB, got "

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from struprune_plugin.admm import (
-    FFNMoments,
-    FFNVariables,
-    accumulate_ffn_moments,
-    initialize_ffn_variables,
-    make_ffn_moments,
-    measure_ffn_objective,
-    solve_ffn_weights,
-    update_ffn_variables,
-)
-from struprune_plugin.admm_attention import (
+from struprune_plugin.device.room import Room
+from struprune_plugin.layer.calls import Visit
+from struprune_plugin.maths.admm_attention import (
     AttentionMoments,
     AttentionSample,
     AttentionSettings,
@@ -33,13 +25,22 @@ from struprune_plugin.admm_attention import (
     solve_attention_weights,
     update_attention_variables,
 )
-from struprune_plugin.importance import score_closed_form
-from struprune_plugin.modifiers.capture import Visit
-from struprune_plugin.modifiers.memory import to_device, to_host
-from struprune_plugin.solve import expand_units, keep_last, order_units
-from struprune_plugin.statistics import append_bias, with_bias_index
-from struprune_plugin.surgery import read_weight
-from struprune_plugin.topology import UnitGroup, find_linear
+from struprune_plugin.maths.admm_ffn import (
+    FFNMoments,
+    FFNVariables,
+    accumulate_ffn_moments,
+    initialize_ffn_variables,
+    make_ffn_moments,
+    measure_ffn_objective,
+    solve_ffn_weights,
+    update_ffn_variables,
+)
+from struprune_plugin.maths.elimination import expand_units, keep_last, order_units
+from struprune_plugin.maths.importance import score_closed_form
+from struprune_plugin.maths.statistics import append_bias, with_bias_index
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.surgery import read_weight
+from struprune_plugin.model.units.group import UnitGroup
 
 _Movable = TypeVar("_Movable", AttentionSample, AttentionVariables)
 
@@ -73,34 +74,33 @@ class ADMMResult:
 
 def run_admm(
     layer: nn.Module,
-    query_key: tuple[str, ...],
     group: UnitGroup,
     keep: Tensor,
     weight: Tensor,
     visits: Iterable[Visit],
     settings: ADMMSettings,
+    room: Room,
 ) -> ADMMResult:
     """Run Algorithm 4 on the kept units of one group, from its least-squares solution.
 
     :param layer: the layer, not yet sliced
-    :param query_key: names of W_Q and W_K in the layer
     :param keep: sorted kept units
     :param weight: the consumer's re-solved weight on them, bias last
     :param visits: what the module sees and should give, batch by batch
     """
-    if group.kind == "ffn":
-        return _run_ffn(layer, group, keep, weight, visits, settings)
-    return _run_attention(layer, query_key, group, keep, weight, visits, settings)
+    if group.unit.is_ffn:
+        return _run_ffn(layer, group, keep, weight, visits, settings, room)
+    return _run_attention(layer, group, keep, weight, visits, settings, room)
 
 
 def score_by_admm(
     layer: nn.Module,
-    query_key: tuple[str, ...],
     group: UnitGroup,
     scores: Tensor,
     num_keep: int,
     visits: Iterable[Visit],
     settings: ADMMSettings,
+    room: Room,
 ) -> Tensor:
     """Return Lemma 1's score of every unit after ``settings.steps`` outer steps of Algorithm 1 on one module.
 
@@ -114,19 +114,21 @@ def score_by_admm(
     :return: shape [units], float64
     """
     everything = torch.arange(group.num_units)
-    if group.kind == "ffn":
+    if group.unit.is_ffn:
         dense = _read_ffn_weights(layer, group, everything)
         cut = list(range(len(dense)))
     else:
-        names = (*query_key, list(group.producers)[-1])
+        names = (*group.wiring.query_key, list(group.producers)[-1])
         dense = [_read_kept(layer, name, group, everything) for name in names]
         cut = [i for i, name in enumerate(names) if name in group.producers]
     output = append_bias(*read_weight(find_linear(layer, group.consumer))).float()
     current, gram = dense, torch.zeros(dense[0].shape[1], dense[0].shape[1], dtype=torch.float64, device=output.device)
-    run = _FFNSteps(layer, group, settings) if group.kind == "ffn" else _AttentionSteps(layer, group, settings)
+    run = (
+        _FFNSteps(layer, group, settings, room) if group.unit.is_ffn else _AttentionSteps(layer, group, settings, room)
+    )
     for visit in visits:
         run.start(visit, dense, output)
-        inputs = torch.nn.functional.pad(_pick_tokens(visit)[0], (0, 1), value=1.0).double()
+        inputs = torch.nn.functional.pad(_pick_tokens(visit, room)[0], (0, 1), value=1.0).double()
         gram.addmm_(inputs.T, inputs)
     for _ in range(settings.steps - 1):
         keep = keep_last(order_units(scores, group.num_blocks), group.num_units, num_keep)
@@ -153,9 +155,9 @@ def _stack_units(weights: list[Tensor], num_units: int) -> Tensor:
     return torch.cat(parts, 1).reshape(-1, weights[0].shape[1])
 
 
-def _pick_tokens(visit: Visit) -> tuple[Tensor, Tensor]:
+def _pick_tokens(visit: Visit, room: Room) -> tuple[Tensor, Tensor]:
     """Return (inputs, targets) of the tokens that are no padding, float32."""
-    tokens = slice(None) if visit.call.tokens is None else to_device(visit.call.tokens, visit.source.device)
+    tokens = slice(None) if visit.call.tokens is None else room.to_device(visit.call.tokens, visit.source.device)
     return visit.source[tokens].float(), visit.target[tokens]
 
 
@@ -186,17 +188,17 @@ def _join_ffn_weights(group: UnitGroup, weights: Sequence[Tensor]) -> dict[str, 
 class _FFNSteps:
     """One FFN's per-token variables on the host, and the steps that move them."""
 
-    def __init__(self, layer: nn.Module, group: UnitGroup, settings: ADMMSettings):
-        self.settings, self.where = settings, group.name
+    def __init__(self, layer: nn.Module, group: UnitGroup, settings: ADMMSettings, room: Room):
+        self.settings, self.where, self.room = settings, group.name, room
         self.has_bias = find_linear(layer, group.consumer).bias is not None
         self.data: list[tuple[Tensor, Tensor]] = []
         self.variables: list[FFNVariables] = []
 
     def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor) -> None:
         """Take in a batch, at the variables that the weights give."""
-        source, target = _pick_tokens(visit)
-        self.variables.append(_to_ffn(initialize_ffn_variables(source, first), None))
-        self.data.append((to_host(source), to_host(target)))
+        source, target = _pick_tokens(visit, self.room)
+        self.variables.append(_to_ffn(initialize_ffn_variables(source, first), None, self.room))
+        self.data.append((self.room.to_host(source), self.room.to_host(target)))
 
     def visit(self, first: Sequence[Tensor], second: Tensor, move: bool) -> FFNMoments:
         """Move all variables, unless told not to, and return the moments for the weight steps."""
@@ -204,10 +206,11 @@ class _FFNSteps:
         width, inputs = second.shape[1] - 1, first[0].shape[1] - 1
         moments = make_ffn_moments(len(first), width, inputs, len(second), second)
         for index, (source, target) in enumerate(self.data):
-            x, y, held = to_device(source, device), to_device(target, device), _to_ffn(self.variables[index], device)
+            x, y = self.room.to_device(source, device), self.room.to_device(target, device)
+            held = _to_ffn(self.variables[index], device, self.room)
             if move:
                 held = update_ffn_variables(held, x, y, first, second, self.settings.alpha, self.settings.beta)
-                self.variables[index] = _to_ffn(held, None)
+                self.variables[index] = _to_ffn(held, None, self.room)
             accumulate_ffn_moments(moments, held, x, y)
         return moments
 
@@ -221,9 +224,11 @@ class _FFNSteps:
 class _AttentionSteps:
     """One attention module's per-token variables on the host, and the steps that move them."""
 
-    def __init__(self, layer: nn.Module, group: UnitGroup, settings: ADMMSettings, heads: int | None = None):
-        self.settings, self.where = settings, group.name
-        self.heads = heads or (group.num_units if group.kind == "head" else group.num_blocks)
+    def __init__(
+        self, layer: nn.Module, group: UnitGroup, settings: ADMMSettings, room: Room, num_units: int | None = None
+    ):
+        self.settings, self.where, self.room = settings, group.name, room
+        self.heads = group.unit.count_heads(group, num_units or group.num_units)
         self.has_bias = find_linear(layer, group.consumer).bias is not None
         self.inner = AttentionSettings(
             settings.alpha, settings.beta, settings.inner_steps, settings.learning_rate, exact_maps=True
@@ -234,21 +239,25 @@ class _AttentionSteps:
     def start(self, visit: Visit, first: Sequence[Tensor], second: Tensor) -> None:
         """Take in a batch, at the variables that the weights give."""
         device, weights = second.device, _join_weights(first, second, self.heads)
-        for on_host in _split_sequences(visit):
-            sample = _move(on_host, device)
+        for on_host in _split_sequences(visit, self.room):
+            sample = _move(on_host, device, self.room)
             held = initialize_attention_variables(sample, weights, self.settings.method)
             self.samples.append(on_host)
-            self.variables.append(_move(held, None))
+            self.variables.append(_move(held, None, self.room))
 
     def visit(self, weights: AttentionWeights, move: bool) -> tuple[AttentionMoments, float]:
         """Move all variables, unless told not to; return the moments for the weight steps and the objective."""
         device, settings, total = weights.output.device, self.settings, 0.0
         moments = make_attention_moments(weights, device, torch.float32)
         for index, on_host in enumerate(self.samples):
-            sample, held, maps = _move(on_host, device), _move(self.variables[index], device), None
+            sample, held, maps = (
+                _move(on_host, device, self.room),
+                _move(self.variables[index], device, self.room),
+                None,
+            )
             if move:
                 held, maps = update_attention_variables(sample, held, weights, self.inner)
-                self.variables[index] = _move(held, None)
+                self.variables[index] = _move(held, None, self.room)
                 accumulate_attention_moments(moments, sample, held, maps, weights, max(settings.damping, 1e-6))
             total += measure_attention_objective(sample, held, weights, settings.alpha, settings.beta, maps).total
         return moments, total
@@ -264,11 +273,17 @@ class _AttentionSteps:
 
 
 def _run_ffn(
-    layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, visits: Iterable[Visit], settings: ADMMSettings
+    layer: nn.Module,
+    group: UnitGroup,
+    keep: Tensor,
+    weight: Tensor,
+    visits: Iterable[Visit],
+    settings: ADMMSettings,
+    room: Room,
 ) -> ADMMResult:
     first: Sequence[Tensor] = _read_ffn_weights(layer, group, keep)
     second = weight.float()
-    run = _FFNSteps(layer, group, settings)
+    run = _FFNSteps(layer, group, settings, room)
     for visit in visits:
         run.start(visit, first, second)
     objective: list[float] = []
@@ -283,16 +298,16 @@ def _run_ffn(
 
 def _run_attention(
     layer: nn.Module,
-    query_key: tuple[str, ...],
     group: UnitGroup,
     keep: Tensor,
     weight: Tensor,
     visits: Iterable[Visit],
     settings: ADMMSettings,
+    room: Room,
 ) -> ADMMResult:
-    names = (*query_key, list(group.producers)[-1])
+    names = (*group.wiring.query_key, list(group.producers)[-1])
     first = [_read_kept(layer, name, group, keep) for name in names]
-    run = _AttentionSteps(layer, group, settings, len(keep) if group.kind == "head" else group.num_blocks)
+    run = _AttentionSteps(layer, group, settings, room, len(keep))
     weights = _join_weights(first, weight.float(), run.heads)
     for visit in visits:
         run.start(visit, first, weights.output)
@@ -306,20 +321,20 @@ def _run_attention(
     return ADMMResult(producers, weights.output, objective)
 
 
-def _send(tensor: Tensor, device: torch.device | None) -> Tensor:
-    return to_host(tensor) if device is None else to_device(tensor, device)
+def _send(tensor: Tensor, device: torch.device | None, room: Room) -> Tensor:
+    return room.to_host(tensor) if device is None else room.to_device(tensor, device)
 
 
-def _to_ffn(variables: FFNVariables, device: torch.device | None) -> FFNVariables:
-    moved = tuple(_send(part, device) for part in variables.preactivations)
-    return FFNVariables(_send(variables.activations, device), moved)
+def _to_ffn(variables: FFNVariables, device: torch.device | None, room: Room) -> FFNVariables:
+    moved = tuple(_send(part, device, room) for part in variables.preactivations)
+    return FFNVariables(_send(variables.activations, device, room), moved)
 
 
-def _split_sequences(visit: Visit) -> Iterator[AttentionSample]:
+def _split_sequences(visit: Visit, room: Room) -> Iterator[AttentionSample]:
     """Cut a batch into sequences on the host, each with its mask and the tokens that are no padding."""
     batch, length = visit.call.hidden.shape[:2]
-    source = to_host(visit.source.float()).view(batch, length, -1)
-    target = to_host(visit.target).view(batch, length, -1)
+    source = room.to_host(visit.source.float()).view(batch, length, -1)
+    target = room.to_host(visit.target).view(batch, length, -1)
     mask = visit.call.kwargs.get("attention_mask")
     valid = torch.ones(batch * length, dtype=torch.bool)
     if visit.call.tokens is not None:
@@ -328,14 +343,15 @@ def _split_sequences(visit: Visit) -> Iterator[AttentionSample]:
     for row in range(batch):
         own = causal if mask is None else mask[min(row, len(mask) - 1), 0, :length, :length].float()
         rows = valid.view(batch, length)[row].nonzero().flatten()
-        yield AttentionSample(source[row], target[row], to_host(own), None if len(rows) == length else to_host(rows))
+        kept = None if len(rows) == length else room.to_host(rows)
+        yield AttentionSample(source[row], target[row], room.to_host(own), kept)
 
 
-def _move(holder: _Movable, device: torch.device | None) -> _Movable:
+def _move(holder: _Movable, device: torch.device | None, room: Room) -> _Movable:
     """Return a dataclass with all its tensors on a device, or on the host where None."""
     parts: dict[str, Any] = {f.name: getattr(holder, f.name) for f in fields(holder)}
-    moved: dict[str, Any] = {name: _send(part, device) for name, part in parts.items() if isinstance(part, Tensor)}
-    return replace(holder, **moved)
+    moved = {name: _send(part, device, room) for name, part in parts.items() if isinstance(part, Tensor)}
+    return replace(holder, **moved)  # type: ignore[arg-type]
 
 
 def _join_weights(first: Sequence[Tensor], second: Tensor, heads: int) -> AttentionWeights:

@@ -93,8 +93,8 @@ def count_sizes(name: str, config: PreTrainedConfig) -> ModelSize:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     layer, family = find_decoder_layers(model)[0][1], find_family(model)
-    attention = (*family.attention_producers, family.attention_output)
-    ffn = (*family.ffn_producers, family.ffn_output)
+    attention = (*family.attention.producers, family.attention.output)
+    ffn = (*family.ffn.producers, family.ffn.output)
 
     def count(names: tuple[str, ...]) -> int:
         return sum(p.numel() for linear in names for p in find_linear(layer, linear).parameters())

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: no modules, no logging, no files."""
+"""Tensors in, tensors out."""

@@ -302,7 +302,8 @@ def read_params(docstring: str) -> dict[str, str]:
 
 
 def to_markdown(text: str) -> str:
-    """Turn a docstring's reST into Markdown."""
+    """Turn a docstring's reST into Markdown, without what points into the code."""
+    text = re.sub(r",? see :(?:func|mod):`[^`]*`", "", text)
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
     text = re.sub(r"method\.md section (\d+)", r"[method.md](method.md) section \1", text)
     return re.sub(r"\b(R\d+)\b", r"[\1](paper.md#readings)", text)

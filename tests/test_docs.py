@@ -233,6 +233,12 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in find_anchors(file), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=show)
+def test_files_that_are_named_exist(page):
+    named = re.findall(r"`((?:tests|eval|struprune_plugin|recipes)/[\w./]+)`", page.read_text(encoding="utf-8"))
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_every_page_is_linked_from_the_readme():
     text = README.read_text(encoding="utf-8")
     assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in text]

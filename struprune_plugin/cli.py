@@ -26,7 +26,7 @@ from struprune_plugin.entrypoint import list_inputs, oneshot
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder
-from struprune_plugin.folder import check_output, write_folder
+from struprune_plugin.folder import check_apart, check_output, write_folder
 from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.recipe import describe_recipe, list_recipes, load_recipe
@@ -279,6 +279,8 @@ def _prune(args: argparse.Namespace) -> None:
     _choose_device(args.device)
     _quiet(args.verbose)
     recipe = load_recipe(args.recipe, changes=_read_changes(args))
+    if args.offload is not None:
+        check_apart(args.output, args.offload)
     kwargs = {"dataset": args.data}
     check_output(
         args.output, args.overwrite, list_inputs(args.model, args.recipe, recipe.modifiers, args.offload, kwargs)
@@ -352,6 +354,7 @@ def _eval(args: argparse.Namespace) -> None:
     text = args.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, args.text_column) if text else None
     if args.json:
+        _check_scores_file(args.json)
         args.json.parent.mkdir(parents=True, exist_ok=True)
     scores: dict[str, dict[str, Any]] = {}
     for path in args.paths if args.no_dense else _add_dense(args.paths):
@@ -373,6 +376,23 @@ def _eval(args: argparse.Namespace) -> None:
     if args.json:
         settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
         args.json.write_text(json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_scores_file(file: Path) -> None:
+    """Refuse to write figures over what holds none.
+
+    :raises ValueError: a folder, or a file that is not an earlier one of ours
+    """
+    if not file.exists():
+        return
+    try:
+        ours = json.loads(file.read_text(encoding="utf-8")).keys() == {"settings", "scores"}
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise ValueError(
+            f"--json: must be absent or an earlier file of scores, {file} is neither. Choose another path."
+        )
 
 
 def _add_dense(paths: list[str]) -> list[str]:
@@ -404,7 +424,7 @@ def _convert(args: argparse.Namespace) -> None:
     _quiet(verbose=False)
     if (args.path / "config.json").is_file():
         check_whole(str(args.path))
-    with write_folder(args.output, args.overwrite, [args.path]) as partial:
+    with write_folder(args.output, args.overwrite, [args.path], measure_weight_bytes(args.path)) as partial:
         convert_folder(args.path, args.to, partial)
     how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
     print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights{how})")

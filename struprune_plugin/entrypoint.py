@@ -32,7 +32,7 @@ from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
 from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
-from struprune_plugin.folder import prepare_output, write_folder
+from struprune_plugin.folder import check_apart, prepare_output, write_folder
 from struprune_plugin.model.families import check_model_type
 from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
@@ -82,6 +82,8 @@ def oneshot(
     source = model if isinstance(model, str) else config.name_or_path
     inputs = list_inputs(source, recipe, loaded.modifiers, offload_folder, kwargs)
     if output_dir is not None:
+        if offload_folder is not None:
+            check_apart(Path(output_dir), offload_folder)
         prepare_output(Path(output_dir), overwrite, inputs, estimate_output_bytes(source, loaded.modifiers, kwargs))
     kwargs = _split_dataset(_make_dataset(model, kwargs))
     if offload_folder is not None:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import psutil
 from compressed_tensors.distributed import is_source_process
@@ -73,9 +74,20 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
     _check_place(folder, num_bytes)
 
 
+def check_apart(folder: Path, scratch: str | os.PathLike) -> None:
+    """Refuse a place for offloaded weights, there or not, that is the output folder or lies in it.
+
+    :raises ValueError: the same
+    """
+    if Path(scratch).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"output_dir: must be apart from the folder of the offloaded weights, got {folder} and {scratch}. Choose another."
+        )
+
+
 def _check_overlap(folder: Path, replaces: bool, inputs: Sequence[str | os.PathLike]) -> None:
     """Refuse a folder that is or holds what must stay, or that would be replaced inside an input."""
-    for what, path in (("current", Path.cwd()), ("home", Path.home()), ("root", Path(folder.anchor))):
+    for what, path in (("current", Path.cwd()), ("home", Path(os.path.expanduser("~"))), ("root", Path(folder.anchor))):
         if path.resolve().is_relative_to(folder):
             raise ValueError(
                 f"output_dir: must not be or hold the {what} folder {path}, got {folder}, which would be replaced. "
@@ -220,14 +232,16 @@ def prepare_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.Path
 
 
 @contextmanager
-def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = ()) -> Iterator[Path]:
+def write_folder(
+    folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = (), num_bytes: int = 0
+) -> Iterator[Path]:
     """Give a folder to write into, which takes the place of ``folder`` when the block ends well, and vanishes otherwise.
 
-    :param inputs: as in :func:`check_output`
+    :param inputs: as in :func:`check_output`, and so is ``num_bytes``
     :raises ValueError: as :func:`check_output`
     :raises OSError: the block ended well, and yet the folder cannot take its place: it is kept, the message says where
     """
-    prepare_output(folder, overwrite, inputs)
+    prepare_output(folder, overwrite, inputs, num_bytes)
     folder = folder.resolve()
     made = [path for path in folder.parents if not path.exists()]
     scratch = Path(do_once(lambda: str(_make_scratch(folder))))
@@ -247,7 +261,8 @@ def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
 def _make_scratch(folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-    (scratch / _OWNER).write_text(json.dumps(_describe_process(os.getpid())) + "\n", encoding="utf-8")
+    owner = {"folder": folder.name, **_describe_process()}
+    (scratch / _OWNER).write_text(json.dumps(owner) + "\n", encoding="utf-8")
     (scratch / _NEW).mkdir()
     return scratch
 
@@ -291,7 +306,10 @@ def settle_leftovers(folder: Path) -> None:
     if not folder.parent.is_dir():
         return
     for scratch in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.partial-*")):
-        alive = _is_owner_alive(scratch)
+        owner = _read_owner(scratch)
+        if owner.get("folder", folder.name) != folder.name:
+            continue  # of a folder whose name only begins like that
+        alive = _is_alive(owner)
         if alive is None:
             logger.warning(f"{scratch} may belong to a run elsewhere that writes {folder}. Remove it if there is none.")
         elif not alive:
@@ -324,12 +342,19 @@ def _move_beside(path: Path, folder: Path, word: str) -> Path:
     return path.rename(folder.with_name(f"{folder.name}.{word}-{path.parent.name.rpartition('-')[2]}"))
 
 
-def _is_owner_alive(scratch: Path) -> bool | None:
-    """Tell whether the process that a scratch folder names still runs; None where that cannot be known from here."""
+def _read_owner(scratch: Path) -> dict[str, Any]:
     try:
         owner = json.loads((scratch / _OWNER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _is_alive(owner: dict[str, Any]) -> bool | None:
+    """Tell whether the process that a scratch folder names still runs; None where that cannot be known from here."""
+    try:
         pid, start, place = int(owner["pid"]), float(owner["start"]), owner["place"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     if place != _describe_place():
         return None
@@ -341,8 +366,8 @@ def _is_owner_alive(scratch: Path) -> bool | None:
         return True
 
 
-def _describe_process(pid: int) -> dict[str, object]:
-    return {"pid": pid, "start": psutil.Process(pid).create_time(), "place": _describe_place()}
+def _describe_process() -> dict[str, object]:
+    return {"pid": os.getpid(), "start": psutil.Process().create_time(), "place": _describe_place()}
 
 
 def _describe_place() -> str:

@@ -160,6 +160,7 @@ OPTIONS = {
     "prune": "--recipe --output --data --text-column --num-samples --seq-length --sparsity --set --seed --device --overwrite",
     "eval": "--text --window --stride --max-tokens --tasks --json",
     "inspect": "PATH --json",
+    "recipes": "",
     "convert": "OUT --to uniform-padded masked block_configs --output --overwrite",
 }
 
@@ -213,18 +214,38 @@ def test_prune_refuses_budgets_that_are_no_bytes(tmp_path, capsys, value):
     assert "must be a number of bytes" in capsys.readouterr().err
 
 
-def test_overwriting_never_takes_an_input(pruned, tmp_path, monkeypatch, capsys):
+def test_overwriting_never_takes_an_input(pruned, capsys):
     for argv in (
         ["convert", str(pruned), "--to", "masked", "--output", str(pruned)],
         ["prune", str(pruned), "--recipe", RECIPE, "--output", str(pruned)],
         ["prune", str(DEMO_MODEL), "--recipe", str(pruned / "recipe.yaml"), "--output", str(pruned)],
         ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--data", str(pruned / "recipe.yaml"), "--output", str(pruned)],
-        ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--offload", str(pruned), "--output", str(pruned)],
     ):
         before = {path.name: path.stat().st_mtime_ns for path in pruned.iterdir()}
         assert cli.main([*argv, "--overwrite"]) == 2
         assert "must not be or hold an input of the run" in capsys.readouterr().err
         assert {path.name: path.stat().st_mtime_ns for path in pruned.iterdir()} == before
+
+
+def test_offloaded_weights_lie_apart_from_the_output(tmp_path, capsys):
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), "--offload"]
+    for place in ("out", "out/disk"):
+        assert cli.main([*argv, str(tmp_path / place), "--overwrite"]) == 2
+        assert "must be apart from the folder of the offloaded weights" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eval_writes_scores_over_nothing_but_scores(tmp_path, capsys):
+    file = tmp_path / "notes.json"
+    for content in ("mine", "[]", '{"settings": 1}'):
+        file.write_text(content)
+        assert cli.main(["eval", str(DEMO_MODEL), "--json", str(file)]) == 2
+        assert "must be absent or an earlier file of scores" in capsys.readouterr().err
+        assert file.read_text() == content
+    file.write_text('{"settings": {}, "scores": {}}')
+    argv = ["eval", str(DEMO_MODEL), "--max-tokens", "512", "--window", "64", "--json", str(file)]
+    assert cli.main(argv) == cli.main(argv) == 0
+    assert cli.main([*argv[:-1], str(tmp_path)]) == 2
 
 
 def test_a_converted_folder_can_be_overwritten(pruned, tmp_path):

@@ -304,6 +304,17 @@ def test_a_folder_made_after_a_run_died_is_kept_beside_the_earlier_one(tmp_path)
     assert read_names(out) == []
 
 
+def test_only_a_folders_own_leftovers_are_touched(tmp_path):
+    """A name that begins like the scratch folder's of another."""
+    other = tmp_path / "out.partial-x"
+    die_while_writing(other, "block")
+    (tmp_path / "out.partial-x").mkdir()
+    before = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    other.rename(tmp_path / ".out.partial-y")  # somebody's hidden folder: no owner
+    settle_leftovers(tmp_path / "out")
+    assert all(path.exists() for path in [*before, tmp_path / ".out.partial-y"])
+
+
 @pytest.mark.parametrize("change", [{}, {"place": "another machine"}, None])
 def test_what_a_living_or_unknown_run_writes_is_left_alone(tmp_path, change):
     out, scratch = tmp_path / "out", None

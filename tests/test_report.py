@@ -2,7 +2,13 @@ import pytest
 from conftest import run_oneshot
 
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
-from struprune_plugin.report import format_bytes, format_table, summarize_layers, summarize_manifest
+from struprune_plugin.report import (
+    format_bytes,
+    format_table,
+    measure_weight_bytes,
+    summarize_layers,
+    summarize_manifest,
+)
 
 
 def test_summary_tells_sizes_budget_stages_and_recovery(opt, tmp_path):
@@ -38,3 +44,15 @@ def test_format_table_aligns_columns():
 )
 def test_format_bytes_gives_three_digits(count, text):
     assert format_bytes(count) == text
+
+
+def test_weights_in_two_forms_count_once(tmp_path):
+    sizes = {"model-1.safetensors": 10, "model-2.safetensors": 5, "consolidated.safetensors": 15}
+    sizes |= {"pytorch_model.bin": 15, "training_args.bin": 1, "config.json": 7}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    assert measure_weight_bytes(tmp_path) == 15
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert measure_weight_bytes(tmp_path) == 15
+    assert measure_weight_bytes(tmp_path / "nowhere") == 0

@@ -13,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin import read_manifest
+from struprune_plugin.maths.statistics import append_bias
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight
+from struprune_plugin.model.units import find_groups
 from struprune_plugin.report import format_table
-from struprune_plugin.statistics import append_bias
-from struprune_plugin.surgery import mask_group, read_consumer, read_weight
-from struprune_plugin.topology import find_groups, find_linear
 
 
 def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: dict) -> None:

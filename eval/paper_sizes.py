@@ -15,8 +15,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin import StruPruneModifier, oneshot
-from struprune_plugin.modifiers.budget import Demands, find_least_budget, read_sizes
-from struprune_plugin.topology import find_decoder_layers, find_family, find_linear
+from struprune_plugin.device.placement import Demands, find_least_budget
+from struprune_plugin.model.families import find_family
+from struprune_plugin.model.footprint import read_sizes
+from struprune_plugin.model.layers import find_decoder_layers, find_linear
 
 # name -> (hidden size, layers, heads), the published configurations; FFN 4 d, vocabulary 50,272, 2048 positions
 OPT_SIZES: dict[str, tuple[int, int, int]] = {
@@ -91,8 +93,8 @@ def count_sizes(name: str, config: PreTrainedConfig) -> ModelSize:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     layer, family = find_decoder_layers(model)[0][1], find_family(model)
-    attention = (*family.attention_producers, family.attention_output)
-    ffn = (*family.ffn_producers, family.ffn_output)
+    attention = (*family.attention.producers, family.attention.output)
+    ffn = (*family.ffn.producers, family.ffn.output)
 
     def count(names: tuple[str, ...]) -> int:
         return sum(p.numel() for linear in names for p in find_linear(layer, linear).parameters())

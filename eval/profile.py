@@ -29,9 +29,10 @@ from eval.paper_sizes import make_opt_config
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.data import DEMO_MODEL, make_calibration_dataset
 from struprune_plugin.export import read_manifest
+from struprune_plugin.maths.statistics import MomentSums
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.report import format_table
-from struprune_plugin.statistics import MomentSums
-from struprune_plugin.topology import UnitGroup, find_groups
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from eval.measure import count_own_seconds, time_side_by_side
+from struprune_plugin.maths.statistics import count_sums
 from struprune_plugin.report import format_table
-from struprune_plugin.statistics import count_sums
 
 _DAMPINGS = 8  # solves that choose the damping, and the last one
 _SENSED = 16  # sequences that the sensitivity is measured on

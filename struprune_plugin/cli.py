@@ -1,4 +1,4 @@
-"""``struprune``: prune, eval and inspect from the command line."""
+"""``struprune``: prune, eval, convert, inspect and recipes from the command line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +20,16 @@ import yaml
 from loguru import logger
 from transformers import AutoTokenizer, set_seed
 
+from struprune_plugin.checkpoint import check_checkpoint, check_whole
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.entrypoint import check_checkpoint, check_output, load_recipe, oneshot, write_folder
+from struprune_plugin.entrypoint import list_inputs, oneshot
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.forms import Form, convert_folder
+from struprune_plugin.folder import check_output, write_folder
+from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.modifiers import StruPruneModifier
-from struprune_plugin.modifiers.checks import count_parameters
+from struprune_plugin.recipe import describe_recipe, list_recipes, load_recipe
 from struprune_plugin.report import (
     format_bytes,
     format_table,
@@ -45,24 +50,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 when the whole job is done, 2 for bad input."""
     args = _make_parser().parse_args(argv)
     try:
-        args.run(args)
-    except (ValueError, OSError) as error:
+        with _raise_on_sigterm():
+            args.run(args)
+    except Exception as error:
+        failed = " (os error " in str(
+            error
+        )  # so the compiled libraries say that a disk is full, in classes of their own
+        if not failed and not isinstance(error, (ValueError, OSError)):
+            raise
         print(f"struprune: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) and error.errno is not None else 2  # a full disk is no bad input
+        return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # that is no bad input
+    except (KeyboardInterrupt, _Terminated) as stop:
+        print(f"\nstruprune: {'interrupted' if isinstance(stop, KeyboardInterrupt) else 'terminated'}", file=sys.stderr)
+        return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
     return 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as Ctrl-C is a KeyboardInterrupt: what was begun is undone on the way out."""
+
+
+@contextmanager
+def _raise_on_sigterm() -> Iterator[None]:
+    def stop(*_: object) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="struprune",
         description="Structured pruning of large language models: physically smaller, layer by layer.",
-        epilog="Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), 1 otherwise.",
+        epilog="Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), "
+        "130 and 143 when stopped by Ctrl-C and SIGTERM, 1 otherwise.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_prune(commands)
     _add_eval(commands)
     _add_convert(commands)
     _add_inspect(commands)
+    _add_recipes(commands)
     return parser
 
 
@@ -74,7 +109,9 @@ def _add_prune(commands: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     prune.add_argument("model", metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")
-    prune.add_argument("--recipe", required=True, metavar="R", help="a recipe, e.g. recipes/struprune_opt.yaml")
+    prune.add_argument(
+        "--recipe", required=True, metavar="R", help="a recipe file, or a name that `struprune recipes` lists"
+    )
     prune.add_argument("--output", required=True, metavar="OUT", type=Path, help="folder to write; whole or not at all")
     data = prune.add_argument_group("calibration text")
     data.add_argument(
@@ -96,7 +133,8 @@ def _add_prune(commands: Any) -> None:
         default=[],
         dest="changes",
         metavar="FIELD=VALUE",
-        help="set a field of StruPrune's modifiers, e.g. attention_unit=head; may be repeated",
+        help="set a field, e.g. attention_unit=head, or LoRARecoveryModifier.alpha=8 where several modifiers have it; "
+        "may be repeated",
     )
     change.add_argument(
         "--memory-budget",
@@ -111,7 +149,7 @@ def _add_prune(commands: Any) -> None:
     prune.add_argument(
         "--offload", type=Path, metavar="FOLDER", help="for weights that the memory does not hold, while the run lasts"
     )
-    prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is not empty")
+    prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output, unchanged")
     prune.add_argument("--verbose", action="store_true", help="show the host's log")
     _add_device(prune)
     prune.set_defaults(run=_prune)
@@ -162,7 +200,7 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument(
         "--output", required=True, metavar="DIR", type=Path, help="folder to write; whole or not at all"
     )
-    convert.add_argument("--overwrite", action="store_true", help="replace DIR if it is not empty")
+    convert.add_argument("--overwrite", action="store_true", help="replace DIR if it is an earlier output, unchanged")
     convert.set_defaults(run=_convert)
 
 
@@ -175,6 +213,15 @@ def _add_inspect(commands: Any) -> None:
     inspect.add_argument("path", metavar="PATH", type=Path, help="a pruned folder")
     inspect.add_argument("--json", action="store_true", help="the whole manifest as JSON")
     inspect.set_defaults(run=_inspect)
+
+
+def _add_recipes(commands: Any) -> None:
+    recipes = commands.add_parser(
+        "recipes",
+        help="the recipes that ship with the package",
+        description="List the recipes that ship with the package: `prune --recipe NAME` takes them.",
+    )
+    recipes.set_defaults(run=_recipes)
 
 
 def _positive(text: str) -> int:
@@ -232,7 +279,10 @@ def _prune(args: argparse.Namespace) -> None:
     _choose_device(args.device)
     _quiet(args.verbose)
     recipe = load_recipe(args.recipe, changes=_read_changes(args))
-    check_output(args.output, args.overwrite)
+    kwargs = {"dataset": args.data}
+    check_output(
+        args.output, args.overwrite, list_inputs(args.model, args.recipe, recipe.modifiers, args.offload, kwargs)
+    )
     check_checkpoint(args.model)
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -271,17 +321,28 @@ def _make_scratch(parent: Path | None) -> Iterator[str | None]:
 
 
 def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
-    changes = {}
-    for change in args.changes:
-        field, equals, value = change.partition("=")
+    given = [("--set", *change.partition("=")) for change in args.changes]
+    changes: dict[str, Any] = {}
+    for option, field, equals, text in given:
         if not field or not equals:
-            raise ValueError(f"--set: must be FIELD=VALUE, got {change!r}.")
-        changes[field] = yaml.safe_load(value)
+            raise ValueError(f"{option}: must be FIELD=VALUE, got {field + equals + text!r}.")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise ValueError(f"{option}: {field} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
+        _add_change(changes, option, field, value)
     if args.sparsity is not None:
-        changes["sparsity"] = args.sparsity
+        _add_change(changes, "--sparsity", "sparsity", args.sparsity)
     if args.memory_budget is not None:
-        changes["memory_budget"] = args.memory_budget
+        _add_change(changes, "--memory-budget", "memory_budget", args.memory_budget)
     return changes
+
+
+def _add_change(changes: dict[str, Any], option: str, field: str, value: object) -> None:
+    if field in changes:
+        raise ValueError(f"{option}: {field} must be set once, got {changes[field]!r} and {value!r}. Give one.")
+    changes[field] = value
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -341,7 +402,9 @@ def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
 
 def _convert(args: argparse.Namespace) -> None:
     _quiet(verbose=False)
-    with write_folder(args.output, args.overwrite) as partial:
+    if (args.path / "config.json").is_file():
+        check_whole(str(args.path))
+    with write_folder(args.output, args.overwrite, [args.path]) as partial:
         convert_folder(args.path, args.to, partial)
     how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
     print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights{how})")
@@ -354,6 +417,12 @@ def _inspect(args: argparse.Namespace) -> None:
         return
     folder = args.path if args.path.is_dir() else args.path.parent
     print(summarize_layers(manifest), summarize_manifest(manifest, folder), sep="\n\n")
+
+
+def _recipes(_: argparse.Namespace) -> None:
+    recipes = list_recipes()
+    width = max(map(len, recipes), default=0)
+    print("\n".join(f"{name.ljust(width)}  {describe_recipe(file)}" for name, file in recipes.items()))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from compressed_tensors.distributed import is_source_process
 from compressed_tensors.offload import load_offloaded_model
 from compressed_tensors.utils import patch_attr
@@ -21,10 +19,8 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.pytorch.model_load.helpers import parse_dtype
 from llmcompressor.recipe import Recipe
-from pydantic import ValidationError
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -32,13 +28,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
+from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
-from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.folder import prepare_output, write_folder
+from struprune_plugin.model.families import check_model_type
+from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
-from struprune_plugin.modifiers.distributed import count_ranks, join_processes, send_text, split_range, wait_for_all
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.topology import check_model_type
+from struprune_plugin.recipe import load_recipe
+from struprune_plugin.report import measure_weight_bytes
 
 
 def oneshot(
@@ -62,42 +62,27 @@ def oneshot(
     :param model: a folder, a hub name or a loaded model
     :param recipe: a YAML file, a YAML text, or modifiers
     :param output_dir: where to save; nothing is saved where None
-    :param overwrite: whether ``output_dir`` may replace a folder that is not empty
+    :param overwrite: whether ``output_dir`` may replace an earlier output of StruPrune, whole and unchanged, and nothing else
     :param offload_folder: where weights lie that the host's memory does not hold, for a model given by name; the returned
         model reads them, so that the folder is the caller's to remove
     :param offload_memory: bytes of weights that the memory may hold then; all but 5 GB of what is free where None
     :param kwargs: everything else that the host's ``oneshot`` takes
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
+    :raises OSError: the model is finished and written, and cannot take its place; the message says where it is
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     join_processes()
     loaded = load_recipe(recipe)
     _check_arguments(model, loaded, kwargs)
-    if offload_memory is not None and (offload_folder is None or offload_memory < 1):
-        raise ValueError(
-            f"offload_memory: must be bytes, at least 1, given with offload_folder, got {offload_memory} and "
-            f"offload_folder={offload_folder!r}. Give both, or neither."
-        )
-    if offload_folder is not None and isinstance(model, PreTrainedModel):
-        raise ValueError(
-            "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
-        )
-    if isinstance(model, PreTrainedModel):
-        config = model.config
-        check_model_type(config.model_type)
-        if not config.name_or_path:
-            raise ValueError(
-                "model: must come from a folder or the hub, whose configuration the host reads again, got a model without a "
-                "config.name_or_path. Save it and pass the folder."
-            )
-    else:
-        model = os.fspath(model)
-        trust = kwargs.get("trust_remote_code_model", False)
-        config = check_checkpoint(model, trust, kwargs.get("model_revision", "main"))
+    _check_offload(model, offload_folder, offload_memory)
+    model = model if isinstance(model, PreTrainedModel) else os.fspath(model)
+    config = _check_model(model, kwargs)
     check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
+    source = model if isinstance(model, str) else config.name_or_path
+    inputs = list_inputs(source, recipe, loaded.modifiers, offload_folder, kwargs)
     if output_dir is not None:
-        check_output(Path(output_dir), overwrite)
+        prepare_output(Path(output_dir), overwrite, inputs, estimate_output_bytes(source, loaded.modifiers, kwargs))
     kwargs = _split_dataset(_make_dataset(model, kwargs))
     if offload_folder is not None:
         model = _load_offloaded(str(model), Path(offload_folder), offload_memory, kwargs)
@@ -105,11 +90,11 @@ def oneshot(
         with _pin_no_memory_without_an_accelerator():
             if output_dir is None:
                 return host_oneshot(model=model, recipe=loaded, **kwargs)
-            with write_folder(Path(output_dir), overwrite) as partial:
+            with write_folder(Path(output_dir), overwrite, inputs) as partial:
                 compressed = host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
                 if is_source_process():
                     tidy_recipe(partial)
-                    _carry_manifest(model if isinstance(model, str) else config._name_or_path, partial)
+                    _carry_manifest(source, partial)
                 return compressed
     except BaseException:
         for modifier in loaded.modifiers:
@@ -140,6 +125,70 @@ def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> N
             f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
             "calibration pass of its own. Leave it out."
         )
+
+
+def _check_offload(model: object, folder: str | os.PathLike | None, memory: int | None) -> None:
+    """Refuse half of the options for weights that lie on the disk, or both for a model that is loaded.
+
+    :raises ValueError: the same
+    """
+    if memory is not None and (folder is None or memory < 1):
+        raise ValueError(
+            f"offload_memory: must be bytes, at least 1, given with offload_folder, got {memory} and "
+            f"offload_folder={folder!r}. Give both, or neither."
+        )
+    if folder is not None and isinstance(model, PreTrainedModel):
+        raise ValueError(
+            "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
+        )
+
+
+def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PretrainedConfig:
+    """Return a model's configuration; refuse a model that cannot be pruned.
+
+    :raises ValueError: as :func:`~struprune_plugin.checkpoint.check_checkpoint`; a loaded model that came from nowhere
+    """
+    if isinstance(model, str):
+        return check_checkpoint(
+            model, kwargs.get("trust_remote_code_model", False), kwargs.get("model_revision", "main")
+        )
+    check_model_type(model.config.model_type)
+    if not model.config.name_or_path:
+        raise ValueError(
+            "model: must come from a folder or the hub, whose configuration the host reads again, got a model without a "
+            "config.name_or_path. Save it and pass the folder."
+        )
+    return model.config
+
+
+def list_inputs(
+    model: object,
+    recipe: object,
+    modifiers: Iterable[Modifier],
+    offload_folder: str | os.PathLike | None,
+    kwargs: dict[str, Any],
+) -> list[str | os.PathLike]:
+    """Return the paths that a run reads, and its offload folder: what its output must not replace."""
+    named = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
+    told = [getattr(modifier, name, None) for modifier in modifiers for name in ("teacher", "replay")]
+    candidates = [model, recipe, offload_folder, *named, *told]
+    return [path for path in candidates if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
+
+
+def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[str, Any]) -> int:
+    """Return what the weights of a run's output take at least, in bytes; 0 where the input's are not on this machine.
+
+    A lower bound, so that nothing is refused that would fit: all weights shrink by the sparsity, though embeddings do
+    not; by half where the model is loaded in half precision, and to a quarter where a modifier of the host's follows.
+    """
+    ours = [modifier for modifier in modifiers if isinstance(modifier, StructuredModifier)]
+    left = min([1.0, *(1 - modifier.sparsity for modifier in ours if modifier.sparsity)])
+    if kwargs.get("precision") in ("bfloat16", "float16"):
+        left /= 2
+    if any(not isinstance(modifier, (StructuredModifier, LoRARecoveryModifier)) for modifier in modifiers):
+        left /= 4
+    folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
+    return int(measure_weight_bytes(folder) * left) if folder else 0
 
 
 def _load_offloaded(path: str, folder: Path, memory: int | None, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -222,186 +271,3 @@ def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
         )
     part = split_range(total)
     return {**kwargs, "dataset": dataset.select(part), "num_calibration_samples": len(part)}
-
-
-def load_recipe(
-    recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe, changes: dict[str, Any] | None = None
-) -> Recipe:
-    """Read a recipe, and refuse every part of it that the host would pass over in silence.
-
-    :param changes: fields to set in StruPrune's own modifiers, for recipes given as a file or a text
-    :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
-        ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields
-    """
-    if recipe is None:
-        raise ValueError("recipe: must be a YAML file, a YAML text or modifiers, got None. Pass recipe=….")
-    if not isinstance(recipe, (str, os.PathLike)):
-        loaded = Recipe.create_instance(recipe)
-    else:
-        where, content = _read_recipe(recipe)
-        _check_recipe_form(where, content)
-        _change_fields(where, content, changes or {})
-        try:
-            loaded = Recipe.from_dict(content)
-        except ValidationError as error:
-            details = "; ".join(
-                f"{'.'.join(str(part) for part in e['loc']) or error.title}: {e['msg'].removeprefix('Value error, ')}"
-                for e in error.errors()
-            )
-            raise ValueError(f"{where}: {error.title} refuses the recipe: {details}") from None
-    if not loaded.modifiers:
-        raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
-    return loaded
-
-
-def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
-    text = os.fspath(recipe)
-    where = "recipe"
-    if "\n" not in text:
-        if not os.path.isfile(text):
-            raise ValueError(f"recipe: must be an existing file or a YAML text, got {text!r}. Correct the path.")
-        where, text = text, Path(text).read_text(encoding="utf-8")
-    try:
-        return where, yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())}") from None
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses the same key twice, of which YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {key for key in keys if keys.count(key) > 1}
-        if twice:
-            raise yaml.YAMLError(f"{sorted(map(str, twice))} twice in one mapping, line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
-
-
-def _check_recipe_form(where: str, content: Any) -> None:
-    form = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
-    if not isinstance(content, dict) or not content:
-        raise ValueError(f"{where}: must be a mapping of the form {form}, got {type(content).__name__}.")
-    for stage, groups in content.items():
-        if stage == "args":
-            raise ValueError(
-                f"{where}: 'args' must be left out, the host never substitutes them. Write values in place."
-            )
-        if not str(stage).endswith("_stage") or not isinstance(groups, dict) or not groups:
-            raise ValueError(
-                f"{where}: {stage!r} must be a stage of the form {form}. Name it '…_stage' and nest groups in it."
-            )
-        for group, modifiers in groups.items():
-            if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
-                raise ValueError(
-                    f"{where}: {stage}.{group} must be a mapping of modifiers under a name that ends in '_modifiers', "
-                    f"got {type(modifiers).__name__} (form {form})."
-                )
-            for name, fields in modifiers.items():
-                if not isinstance(fields, dict):
-                    raise ValueError(
-                        f"{where}: {stage}.{group}.{name} must be a mapping of fields, got {fields!r}. Write {{}} for none."
-                    )
-
-
-def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Set fields in every modifier of ours that has them."""
-    ours: dict[str, type[Modifier]] = {"StruPruneModifier": StruPruneModifier, "StructPruneModifier": StruPruneModifier}
-    ours["SparsityAllocatorModifier"] = SparsityAllocatorModifier
-    ours["LoRARecoveryModifier"] = LoRARecoveryModifier
-    for field, value in changes.items():
-        holders = [
-            fields
-            for groups in content.values()
-            for modifiers in groups.values()
-            for name, fields in modifiers.items()
-            if name in ours and field in ours[name].model_fields
-        ]
-        if not holders:
-            known = sorted({f for cls in ours.values() for f in cls.model_fields} - set(Modifier.model_fields))
-            raise ValueError(
-                f"{where}: {field!r} must be a field of one of its modifiers, known are {', '.join(known)}."
-            )
-        for fields in holders:
-            fields[field] = value
-
-
-def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
-    """Return the configuration of a checkpoint; refuse, from it alone, one that cannot be pruned.
-
-    :raises ValueError: nothing to load there; an unsupported architecture; quantised weights
-    """
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {first}"
-        ) from None
-    check_model_type(config.model_type)
-    weights = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-    if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in weights):
-        raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
-            "Prune the full-precision checkpoint and quantise afterwards."
-        )
-    return config
-
-
-def check_output(folder: Path, overwrite: bool) -> None:
-    """Refuse an output path that cannot become the output folder.
-
-    :raises ValueError: a file, the current folder, a folder that holds something and may not be overwritten, or a place
-        where nothing can be written
-    """
-    folder = folder.resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir: must be a folder, {folder} is a file. Choose another path.")
-    if folder == Path.cwd():
-        raise ValueError("output_dir: must not be the current folder, which cannot be replaced. Choose another path.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise ValueError(
-            f"output_dir: must be empty or absent, {folder} is neither. Choose another, or pass overwrite."
-        )
-    parent = next(path for path in folder.parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"output_dir: {parent} must be a folder that can be written, it is not. Choose another path.")
-
-
-@contextmanager
-def write_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a scratch folder beside ``folder`` that takes its place when the block ends well, and vanishes otherwise.
-
-    :raises ValueError: as :func:`check_output`
-    """
-    if not is_source_process():  # of several processes the first makes the folder, and moves it when all are done
-        yield Path(send_text(""))
-        wait_for_all()
-        wait_for_all()
-        return
-    check_output(folder, overwrite)
-    folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-    partial.chmod(0o777 & ~_read_umask())
-    try:
-        yield Path(send_text(str(partial)))
-        wait_for_all()
-        if folder.exists():
-            old = partial.with_name(partial.name.replace(".partial-", ".old-"))
-            folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old)
-        else:
-            partial.rename(folder)
-        wait_for_all()
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _read_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from struprune_plugin.checkpoint import check_loading, read_headers
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -53,16 +56,20 @@ def measure_perplexity(
 def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a dense, pruned or quantised checkpoint and its tokenizer, on the accelerator where there is one.
 
-    :raises ValueError: nothing to load there
+    :raises ValueError: nothing to load there; weight files that are broken, or that lack what the configuration asks for
     """
+    headers = read_headers(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(
             f"model: {path!r} must be a model folder or a hub name that can be loaded, got: {first}"
         ) from None
+    check_loading(path, info, headers)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
 
@@ -90,21 +97,67 @@ def run_tasks(
     :raises ValueError: a task that lm-eval does not know
     """
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
     manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()))
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")
-    results = simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
-        tasks=list(tasks),
-        task_manager=manager,
-        limit=limit,
-        log_samples=False,
-        bootstrap_iters=0,
-    )
+    with _hide_bars_over_documents():
+        results = simple_evaluate(
+            model=_make_harness_model(model, tokenizer, batch_size),
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
     return {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in results["results"].items()
     }
+
+
+def _make_harness_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
+    """Return lm-eval's wrapper of a loaded model, with one progress bar a kind of request in place of one a batch."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Harness(HFLM):
+        bar: Any = None  # over windows, while whole documents are scored
+
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+            return super().loglikelihood(requests, disable_tqdm=True)  # of tokenising
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+            lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+            total = sum(math.ceil(length / self.max_length) for length in lengths)
+            with tqdm(total=total, desc=_name_tasks(requests)) as self.bar:
+                try:
+                    return super().loglikelihood_rolling(requests, disable_tqdm=True)
+                finally:
+                    self.bar = None
+
+        def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **options: Any) -> Any:
+            if self.bar is None:
+                return super()._loglikelihood_tokens(requests, disable_tqdm=False, **options)
+            scores = super()._loglikelihood_tokens(requests, disable_tqdm=True, **options)
+            self.bar.update(len(requests))
+            return scores
+
+    return Harness(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
+
+
+def _name_tasks(requests: list[Any]) -> str:
+    return ", ".join(dict.fromkeys(request.task_name or "documents" for request in requests))
+
+
+@contextmanager
+def _hide_bars_over_documents() -> Iterator[None]:
+    """Keep lm-eval from drawing, beside the bar over its requests, one over the documents that it makes them from."""
+    from lm_eval.api import task
+
+    drawn = task.tqdm
+    task.tqdm = lambda documents, **_: documents
+    try:
+        yield
+    finally:
+        task.tqdm = drawn

@@ -34,9 +34,15 @@ def format_bytes(count: float) -> str:
 
 
 def measure_weight_bytes(folder: str | Path) -> int:
-    """Return the bytes of all weight files of a folder; 0 where it is none."""
-    files = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]
-    return sum(file.stat().st_size for file in files)
+    """Return the bytes of a folder's weight files; 0 where it is none.
+
+    A checkpoint that holds its weights in several forms counts once, in the form that is loaded.
+    """
+    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin"):
+        files = list(Path(folder).glob(pattern))
+        if files:
+            return sum(file.stat().st_size for file in files)
+    return 0
 
 
 def summarize_layers(manifest: dict[str, Any]) -> str:

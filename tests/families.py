@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from struprune_plugin.topology import FAMILIES
+from struprune_plugin.model.families import FAMILIES
 
 SIZES = {"vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 64}
 SIZES |= {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}

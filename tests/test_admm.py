@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from struprune_plugin.admm import (
+from struprune_plugin.maths.admm_ffn import (
     FFNVariables,
     accumulate_ffn_moments,
     activate,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from struprune_plugin.admm_attention import (
+from struprune_plugin.maths.admm_attention import (
     AttentionObjective,
     AttentionSample,
     AttentionSettings,
@@ -20,8 +20,8 @@ from struprune_plugin.admm_attention import (
     solve_attention_weights,
     update_attention_variables,
 )
-from struprune_plugin.solve import damp_moments
-from struprune_plugin.statistics import Moments, measure_error
+from struprune_plugin.maths.solve import damp_moments
+from struprune_plugin.maths.statistics import Moments, measure_error
 
 F64 = torch.float64
 HEADS = 2

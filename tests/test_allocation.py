@@ -5,19 +5,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from struprune_plugin.allocation import (
-    GroupSize,
+from struprune_plugin.maths.allocation import (
     allocate_error_curves,
     allocate_global_threshold,
     allocate_softmax,
     allocate_softmax_inverse,
+    search_temperature,
+    spread_sparsity,
+)
+from struprune_plugin.maths.rounding import (
+    GroupSize,
     check_budget,
     find_group_sparsity,
     measure_uniform_slack,
     round_kept_counts,
     round_uniform_counts,
-    search_temperature,
-    spread_sparsity,
 )
 
 

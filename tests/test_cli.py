@@ -1,11 +1,14 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from struprune_plugin import cli, read_manifest
@@ -208,3 +211,54 @@ def test_prune_refuses_budgets_that_are_no_bytes(tmp_path, capsys, value):
         cli.main(argv)
     assert stop.value.code == 2
     assert "must be a number of bytes" in capsys.readouterr().err
+
+
+def test_overwriting_never_takes_an_input(pruned, tmp_path, monkeypatch, capsys):
+    for argv in (
+        ["convert", str(pruned), "--to", "masked", "--output", str(pruned)],
+        ["prune", str(pruned), "--recipe", RECIPE, "--output", str(pruned)],
+        ["prune", str(DEMO_MODEL), "--recipe", str(pruned / "recipe.yaml"), "--output", str(pruned)],
+        ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--data", str(pruned / "recipe.yaml"), "--output", str(pruned)],
+        ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--offload", str(pruned), "--output", str(pruned)],
+    ):
+        before = {path.name: path.stat().st_mtime_ns for path in pruned.iterdir()}
+        assert cli.main([*argv, "--overwrite"]) == 2
+        assert "must not be or hold an input of the run" in capsys.readouterr().err
+        assert {path.name: path.stat().st_mtime_ns for path in pruned.iterdir()} == before
+
+
+def test_a_converted_folder_can_be_overwritten(pruned, tmp_path):
+    argv = ["convert", str(pruned), "--output", str(tmp_path / "out"), "--overwrite", "--to"]
+    assert cli.main([*argv, "masked"]) == cli.main([*argv, "masked"]) == 0
+    (tmp_path / "out" / "mine.txt").write_text("")
+    assert cli.main([*argv, "masked"]) == 2
+
+
+def test_a_full_disk_is_told_in_one_line(pruned, tmp_path, monkeypatch, capsys):
+    def fail(*_args, **_kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(cli, "convert_folder", fail)
+    assert cli.main(["convert", str(pruned), "--to", "masked", "--output", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("struprune: error: Error while serializing: I/O error")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "status", "word"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")])
+def test_a_stopped_run_ends_in_one_line_and_leaves_nothing(tmp_path, name, status, word):
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), *SMALL]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "struprune_plugin.cli", *argv], env=environment, stderr=subprocess.PIPE, text=True
+    ) as run:
+        for _ in range(1200):
+            if list(tmp_path.iterdir()) or run.poll() is not None:
+                break
+            time.sleep(0.1)
+        time.sleep(1)
+        run.send_signal(getattr(signal, name))
+        error = run.communicate(timeout=120)[1]
+    assert run.returncode == status, error
+    assert error.splitlines()[-1] == f"struprune: {word}"
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,64 +12,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.data import DEMO_CALIBRATION
-from struprune_plugin.entrypoint import check_output, load_recipe, write_folder
+from struprune_plugin.folder import list_foreign
 
 GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
-
-
-def modifier(**fields):
-    return yaml.safe_dump({"prune_stage": {"prune_modifiers": {"StruPruneModifier": fields}}})
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("", "recipe: must be an existing file or a YAML text, got ''"),
-        ("no/such.yaml", "must be an existing file or a YAML text, got 'no/such.yaml'"),
-        ("a: [\n", "recipe: must be valid YAML"),
-        ("[]\n", "must be a mapping of the form .* got list"),
-        ("prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n", "'prune_modifiers' must be a stage of the form"),
-        ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "under a name that ends in '_modifiers'"),
-        ("prune_stage:\n  prune_modifiers: [StruPruneModifier]\n", "must be a mapping of modifiers .* got list"),
-        ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "must be a mapping of fields, got None"),
-        ("args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n", "'args' must be left out"),
-        (
-            "x_stage:\n  x_modifiers:\n    StruPruneModifier: {sparsity: 0.3}\n    StruPruneModifier: {sparsity: 0.2}\n",
-            "StruPruneModifier.* twice in one mapping",
-        ),
-        ("x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n", "No modifier of type 'PruneModifier' found"),
-        (modifier(sparsity=0.3, sparsty=0.2), "sparsty: Extra inputs are not permitted"),
-        (modifier(sparsity=1.0), r"sparsity must be in \[0, 1\), got 1.0"),
-        (modifier(sparsity=-0.1), r"sparsity must be in \[0, 1\), got -0.1"),
-        (modifier(sparsity=float("nan")), r"sparsity must be in \[0, 1\), got nan"),
-        (modifier(sparsity=0.3, attention_unit="neuron"), "attention_unit: Input should be 'head', 'vo' or 'none'"),
-        (modifier(sparsity=0.3, temperature=[]), "temperature must be above 0"),
-        (modifier(sparsity=0.3, temperature=[1.0, 0.0]), "temperature must be above 0"),
-        (modifier(sparsity=0.3, damping=-1), "damping must be auto, or finite and at least 0, got -1"),
-        (modifier(sparsity=0.3, channel_multiple=0), "channel_multiple: Input should be greater"),
-        (modifier(sparsity=0.3, start=0.0), "start and end must be left out"),
-        (modifier(replay="no/such.json"), "no/such.json: must be a pruned folder"),
-    ],
-)
-def test_load_recipe_refuses(recipe, message):
-    with pytest.raises(ValueError, match=message):
-        load_recipe(recipe)
-
-
-def test_load_recipe_sets_fields_in_our_modifiers_only():
-    recipe = {**GOOD, "q_stage": {"q_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "scheme": "W8A8"}}}}
-    loaded = load_recipe(yaml.safe_dump(recipe), {"targets": ["re:.*fc2"], "sparsity": 0.1})
-    assert loaded.modifiers[0].targets == ["re:.*fc2"]
-    assert loaded.modifiers[0].sparsity == 0.1
-    assert loaded.modifiers[1].targets == ["Linear"]
-    with pytest.raises(ValueError, match=r"'sparsty' must be a field of one of its modifiers, known are .*sparsity"):
-        load_recipe(yaml.safe_dump(recipe), {"sparsty": 0.1})
-
-
-def test_both_names_resolve_to_the_same_modifier():
-    for name in ("StruPruneModifier", "StructPruneModifier"):
-        text = yaml.safe_dump({"x_stage": {"x_modifiers": {name: {"sparsity": 0.3}}}})
-        assert type(load_recipe(text).modifiers[0]) is StruPruneModifier
 
 
 def broken_model(tmp_path, name, value=float("inf")):
@@ -254,19 +199,47 @@ def test_hosts_oneshot_after_a_bare_import(opt, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "struprune_opt"
 
 
-def test_output_folder_that_is_not_empty_is_kept_unless_overwritten(opt, tmp_path):
+def test_an_earlier_output_is_overwritten_and_nothing_else(opt, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious.txt").write_text("mine")
-    with pytest.raises(ValueError, match="output_dir: must be empty or absent"):
-        run_oneshot(str(opt), sparsity=0.3, output_dir=str(out))
-    with pytest.raises(ValueError, match="tokens"):  # a run that fails later loses nothing either
-        run_oneshot(str(opt), sparsity=0.3, output_dir=str(out), overwrite=True, dataset=make_dataset(1, 8))
+    for overwrite, message in ((False, "must be empty or absent"), (True, "must be an earlier output of StruPrune")):
+        with pytest.raises(ValueError, match=f"output_dir: {message}"):
+            run_oneshot(str(opt), sparsity=0.3, output_dir=str(out), overwrite=overwrite)
     assert (out / "precious.txt").read_text() == "mine"
-    run_oneshot(str(opt), sparsity=0.3, output_dir=str(out), overwrite=True)
-    assert not (out / "precious.txt").exists()
+    (out / "precious.txt").unlink()
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(out))
+    with pytest.raises(ValueError, match="tokens"):  # a run that fails later loses nothing either
+        run_oneshot(str(opt), sparsity=0.2, output_dir=str(out), overwrite=True, dataset=make_dataset(1, 8))
     assert read_manifest(out)["budget"]["asked_sparsity"] == 0.3
+    run_oneshot(str(opt), sparsity=0.2, output_dir=str(out), overwrite=True)
+    assert read_manifest(out)["budget"]["asked_sparsity"] == 0.2
+    assert list_foreign(out) == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_inputs_are_never_overwritten(opt, tmp_path, loaded):
+    """The model is here an earlier output of ours, which alone could be replaced."""
+    model = tmp_path / "model"
+    run_oneshot(str(opt), sparsity=0.1, output_dir=str(model))
+    before = {path.name: path.stat().st_mtime_ns for path in model.iterdir()}
+    options = {"sparsity": 0.3, "output_dir": model, "overwrite": True, "tokenizer": str(opt)}
+    given = AutoModelForCausalLM.from_pretrained(model) if loaded else model
+    with pytest.raises(ValueError, match="must not be or hold an input of the run"):
+        run_oneshot(given, **options)
+    for name in ("struprune.json", "recipe.yaml"):
+        fields = {"replay": str(model / name)} if name == "struprune.json" else {"recipe": str(model / name)}
+        with pytest.raises(ValueError, match="must not be or hold an input of the run"):
+            run_oneshot(str(opt), **{k: v for k, v in options.items() if k != "sparsity"}, **fields)
+    assert {path.name: path.stat().st_mtime_ns for path in model.iterdir()} == before
+
+
+def test_a_disk_without_room_is_refused_before_the_run(opt, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=r"must have room for at least \d+ kB of weights, got 100 B free"):
+        run_oneshot(str(opt), sparsity=0.3, output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -278,33 +251,6 @@ def test_an_interrupted_save_leaves_no_folder(opt, tmp_path, monkeypatch, error)
     with pytest.raises(error):
         run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_check_output_refuses_places_that_cannot_become_the_folder(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.chdir(tmp_path)
-    for folder, message in (
-        ("file", "is a file"),
-        (".", "must not be the current folder"),
-        ("file/out", "must be a folder"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_output(Path(folder), overwrite=True)
-
-
-def test_write_folder_follows_a_link(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    with write_folder(tmp_path / "link", overwrite=False) as partial:
-        (partial / "x").write_text("done")
-    assert (tmp_path / "real" / "x").read_text() == "done"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
-
-
-def test_write_folder_refuses_a_file(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file"), write_folder(tmp_path / "file", overwrite=True):
-        pass
 
 
 def test_the_same_modifier_cannot_be_used_twice_by_accident(opt):

@@ -18,8 +18,8 @@ from eval import memory, methods, paper_sizes, paper_tables, quality, rows
 from eval.peers.fasp import prune_fasp
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
-from struprune_plugin.entrypoint import load_recipe
-from struprune_plugin.topology import count_prunable_parameters
+from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.recipe import load_recipe
 
 LOCAL = {  # file of a data folder -> what stands in for it
     "books_calibration.jsonl": DEMO_CALIBRATION,

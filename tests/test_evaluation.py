@@ -1,10 +1,13 @@
 import math
+from functools import partial
 
 import pytest
 import torch
-from conftest import make_opt
+from conftest import ROOT, make_opt
+from tqdm import tqdm
 
-from struprune_plugin.evaluation import measure_perplexity
+from struprune_plugin.data import DEMO_MODEL
+from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
 
 
 def _naive_perplexity(model, tokens, window, stride):
@@ -43,3 +46,28 @@ def test_measure_perplexity_refuses_bad_windows(arguments):
 def test_measure_perplexity_refuses_too_little_text():
     with pytest.raises(ValueError, match="at least one window of 100 tokens, got 64"):
         measure_perplexity(make_opt(), torch.arange(64), window=100)
+
+
+def test_run_tasks_draws_one_bar_a_task_and_scores_the_same(monkeypatch, capsys):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model, tokenizer = load_checkpoint(str(DEMO_MODEL))
+    tasks, include = ["struprune_demo_text", "struprune_demo_word_order"], str(ROOT / "eval" / "tasks")
+    monkeypatch.setattr("struprune_plugin.evaluation.tqdm", partial(tqdm, disable=False))
+    capsys.readouterr()
+    ours = run_tasks(model, tokenizer, tasks, include, batch_size=4, limit=20)
+    drawn = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "| 0/" in line]
+    assert len(drawn) == 2, drawn
+    assert any("struprune_demo_text: " in line for line in drawn)
+    stock = simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, backend="causal"),
+        tasks=tasks,
+        task_manager=TaskManager(include_path=include),
+        limit=20,
+        log_samples=False,
+        bootstrap_iters=0,
+    )["results"]
+    for task in tasks:
+        assert ours[task].items() <= stock[task].items()

@@ -15,14 +15,10 @@ from struprune_plugin.evaluation import load_checkpoint, run_tasks
 from struprune_plugin.export import adopt_attention, adopt_config
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.modeling_struprune import StruPruneAttention
-from struprune_plugin.surgery import mask_group, slice_group
-from struprune_plugin.topology import (
-    check_model_type,
-    count_prunable_parameters,
-    find_decoder_layers,
-    find_groups,
-    measure_layer,
-)
+from struprune_plugin.model.families import check_model_type
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, measure_layer
+from struprune_plugin.model.surgery import mask_group, slice_group
+from struprune_plugin.model.units import find_groups
 
 PROMPTS = torch.randint(4, 2048, (2, 12), generator=torch.Generator().manual_seed(7))
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

@@ -1,7 +1,7 @@
 import torch
 from test_statistics import gather, make_case
 
-from struprune_plugin.importance import (
+from struprune_plugin.maths.importance import (
     _gate_quadratic,
     measure_attention_importance,
     measure_mlp_importance,
@@ -12,8 +12,8 @@ from struprune_plugin.importance import (
     score_wanda,
     score_wanda_l2,
 )
-from struprune_plugin.solve import damp_moments
-from struprune_plugin.statistics import append_bias
+from struprune_plugin.maths.solve import damp_moments
+from struprune_plugin.maths.statistics import append_bias
 
 UNITS = torch.tensor([[0, 1], [2, 3], [4, 5]])
 

@@ -14,23 +14,17 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
-from struprune_plugin.entrypoint import load_recipe
-from struprune_plugin.modifiers.lora import (
-    Sample,
-    TeacherTargets,
+from struprune_plugin.recipe import load_recipe
+from struprune_plugin.recovery.adapters import (
     attach_adapters,
-    cache_teacher,
     checkpoint_layers,
-    compress_logits,
-    find_rate_factor,
     lift_dispatch,
-    make_micro_batches,
     match_linears,
-    measure_divergence,
-    read_samples,
     seed_random,
-    split_samples,
 )
+from struprune_plugin.recovery.distillation import cache_teacher, compress_logits, measure_divergence
+from struprune_plugin.recovery.samples import Sample, TeacherTargets, make_micro_batches, read_samples, split_samples
+from struprune_plugin.recovery.training import find_rate_factor
 
 CPU = torch.device("cpu")
 FAST = {"learning_rate": 2e-2, "schedule": "constant", "warmup_fraction": 0.0, "batch_size": 2}

@@ -5,10 +5,11 @@ import gc
 import pytest
 import torch
 from conftest import make_dataset, run_oneshot, save_opt
+from struprune_plugin.modifiers.memory import to_device, to_host
 
 from eval.measure import count_live_bytes
 from struprune_plugin import read_manifest
-from struprune_plugin.modifiers.memory import LiveBytes, open_account, to_device, to_host
+from struprune_plugin.device.account import LiveBytes, open_account
 
 CPU = torch.device("cpu")
 

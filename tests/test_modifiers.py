@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.equivalence import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.modifiers.capture import find_tokens
-from struprune_plugin.modifiers.saliency import check_gradient_memory, measure_snip
-from struprune_plugin.topology import find_groups
+from struprune_plugin.layer.calls import find_tokens
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.passes.saliency import check_gradient_memory, measure_snip
 
 
 def weights_of(model):

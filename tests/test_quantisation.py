@@ -18,13 +18,14 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from eval.quantisation import compare_with_parts, make_recipe
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, cli, read_manifest
 from struprune_plugin.data import DEMO_MODEL
-from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import load_checkpoint, run_tasks
 from struprune_plugin.export import tidy_recipe
-from struprune_plugin.modifiers.checks import check_weights, count_parameters
+from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.modifiers.checks import check_weights
 from struprune_plugin.modifiers.widths import find_roundings
+from struprune_plugin.recipe import load_recipe
 from struprune_plugin.report import summarize_manifest
-from struprune_plugin.topology import count_prunable_parameters, find_groups
 
 RECIPES = [
     "struprune_w8a8",

@@ -3,16 +3,16 @@ import torch
 from conftest import make_opt
 from test_solve import _naive_restored_error, make_problem
 
-from struprune_plugin.rotation import (
+from struprune_plugin.maths.elimination import keep_last
+from struprune_plugin.maths.rotation import (
     Rotation,
     eliminate_directions,
     order_directions,
     rotate_columns,
     rotate_moments,
 )
-from struprune_plugin.solve import keep_last
-from struprune_plugin.surgery import rotate_group
-from struprune_plugin.topology import find_groups
+from struprune_plugin.model.surgery import rotate_group
+from struprune_plugin.model.units import find_groups
 
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2)]  # blocks, copies
 

@@ -2,9 +2,10 @@ import pytest
 import torch
 from conftest import make_opt
 
-from struprune_plugin.modifiers.sensitivity import measure_fisher
-from struprune_plugin.solve import find_root
-from struprune_plugin.topology import find_groups, find_linear
+from struprune_plugin.maths.solve import find_root
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.passes.sensitivity import measure_fisher
 
 
 def _make_batch(padded):

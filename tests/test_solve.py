@@ -8,21 +8,12 @@ from hypothesis import strategies as st
 from test_statistics import gather, make_case
 
 from struprune_plugin import solve
-from struprune_plugin.rotation import eliminate_directions
-from struprune_plugin.solve import (
-    choose_damping,
-    damp_moments,
-    eliminate_units,
-    expand_units,
-    keep_last,
-    measure_deletion_curve,
-    measure_restored_curve,
-    order_units,
-    solve_kept_weights,
-    swap_units,
-    weigh_outputs,
-)
-from struprune_plugin.statistics import append_bias, measure_error
+from struprune_plugin.maths.curves import measure_deletion_curve, measure_restored_curve
+from struprune_plugin.maths.elimination import eliminate_units, expand_units, keep_last, order_units
+from struprune_plugin.maths.rotation import eliminate_directions
+from struprune_plugin.maths.solve import choose_damping, damp_moments, solve_kept_weights, weigh_outputs
+from struprune_plugin.maths.statistics import append_bias, measure_error
+from struprune_plugin.maths.swaps import swap_units
 
 
 def make_problem(n=6, d=3, seed=0, damping=0.01, tokens=50):

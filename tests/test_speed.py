@@ -9,7 +9,7 @@ from conftest import make_opt
 
 from eval import profile, scale, speed
 from struprune_plugin.data import DEMO_CALIBRATION
-from struprune_plugin.statistics import MomentSums
+from struprune_plugin.maths.statistics import MomentSums
 
 
 def run_command(module, monkeypatch, *words):

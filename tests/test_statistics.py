@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from struprune_plugin.statistics import (
+from struprune_plugin.maths.statistics import (
     MomentSums,
     accumulate_moments,
     append_bias,

@@ -5,8 +5,8 @@ import torch
 from conftest import SHAPES, make_opt
 
 from struprune_plugin.export import adopt_attention
-from struprune_plugin.surgery import mask_group, slice_group
-from struprune_plugin.topology import find_groups
+from struprune_plugin.model.surgery import mask_group, slice_group
+from struprune_plugin.model.units import find_groups
 
 
 @pytest.mark.parametrize("shape", SHAPES)

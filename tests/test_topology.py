@@ -3,8 +3,9 @@ import torch
 from conftest import SHAPES, make_opt
 from torch import nn
 
-from struprune_plugin.surgery import slice_group
-from struprune_plugin.topology import count_prunable_parameters, find_decoder_layers, find_groups, list_head_weights
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
+from struprune_plugin.model.surgery import slice_group
+from struprune_plugin.model.units import find_groups, list_head_weights
 
 
 @pytest.mark.parametrize("shape", SHAPES)

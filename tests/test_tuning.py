@@ -7,8 +7,8 @@ from transformers import OPTForCausalLM
 
 from eval.equivalence import mask_dense
 from struprune_plugin import read_manifest
-from struprune_plugin.modifiers.capture import LayerCall
-from struprune_plugin.modifiers.tuning import TuningSettings, tune_layer
+from struprune_plugin.layer.calls import LayerCall
+from struprune_plugin.layer.tuning import TuningSettings, tune_layer
 
 SETTINGS = TuningSettings(epochs=4, learning_rate=0.02)
 

@@ -1,4 +1,7 @@
-"""Other structured pruning methods for OPT, written anew from their papers, to compare with on the same work."""
+"""Other structured pruning methods, written anew from their papers, to compare with on the same work.
+
+All of them take OPT and LLaMA, under grouped-query attention too.
+"""
 
 from __future__ import annotations
 

@@ -7,12 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.modifiers.capture import LayerCall
-from struprune_plugin.topology import find_decoder_layers
+from struprune_plugin.device.room import Room
+from struprune_plugin.layer.calls import LayerCall
+from struprune_plugin.model.layers import find_decoder_layers
 
 
 class _FirstLayerReached(Exception):
     """Ends a forward pass that has shown all that is wanted of it."""
+
+
+ROOM = Room()  # of every peer: all on the device, nothing counted
 
 
 def record_calls(model: PreTrainedModel, windows: Tensor, batch_size: int = 8) -> list[LayerCall]:
@@ -23,7 +27,7 @@ def record_calls(model: PreTrainedModel, windows: Tensor, batch_size: int = 8) -
     calls: list[LayerCall] = []
 
     def record(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        calls.append(LayerCall.record(args, kwargs, calls[-1] if calls else None))
+        calls.append(LayerCall.record(args, kwargs, calls[-1] if calls else None, ROOM))
         raise _FirstLayerReached
 
     _, first = find_decoder_layers(model)[0]

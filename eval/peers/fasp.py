@@ -9,32 +9,32 @@ import torch
 from torch import Tensor, nn
 
 from eval.peers import PeerResult
-from eval.peers.calibration import record_calls
-from struprune_plugin.allocation import GroupSize, find_group_sparsity, round_kept_counts
+from eval.peers.calibration import ROOM, record_calls
 from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.modifiers.capture import LayerCall, accumulate_tokens, capture_streams, make_group_sums
-from struprune_plugin.solve import damp_moments, keep_last, solve_kept_weights
-from struprune_plugin.statistics import Moments, append_bias
-from struprune_plugin.surgery import mask_group, read_weight, slice_group
-from struprune_plugin.topology import (
-    UnitGroup,
-    count_prunable_parameters,
-    find_decoder_layers,
-    find_groups,
-    find_linear,
-)
+from struprune_plugin.layer.calls import LayerCall, capture_streams
+from struprune_plugin.layer.gather import accumulate_tokens, make_group_sums
+from struprune_plugin.maths.elimination import expand_units, keep_last
+from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
+from struprune_plugin.maths.statistics import Moments, reorder_moments
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
+from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
 
 _NOTE = "value channels ragged over heads, kept as zeros: a deployment needs a mask"
 
 
 @torch.no_grad()
 def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0.01, batch_size: int = 8) -> PeerResult:
-    """Prune an OPT model with FASP, layer after layer on the pruned path's inputs.
+    """Prune a model with FASP, layer after layer on the pruned path's inputs.
 
-    Units are FFN channels (columns of ``fc2``, rows of ``fc1``) and single value channels (columns of ``out_proj``, rows of
-    ``v_proj``), those of all heads ranked together; Q and K stay whole, so that FFN and V/O give more than ``sparsity``.
-    The target of a restoration is the dense linear's own output on the inputs that it now gets. Source: FASP, sections 3.1 to
-    3.3. Differs from the source: the bias is solved along, and the ridge pulls towards the dense weights, as here everywhere.
+    Units are FFN channels (columns of ``fc2``, rows of ``fc1``; of ``down_proj``, rows of ``gate_proj`` and ``up_proj``) and
+    single value channels (columns of ``out_proj``, rows of ``v_proj``), those of all heads ranked together; Q and K stay
+    whole, so that FFN and V/O give more than ``sparsity``. The target of a restoration is the dense linear's own output on
+    the inputs that it now gets. Source: FASP, sections 3.1 to 3.3. Differs from the source: the bias, where the linear has
+    one, is solved along, and the ridge pulls towards the dense weights, as here everywhere. Not in the source: under
+    grouped-query attention a row of ``v_proj`` goes with its column in every query head that reads it, and their scores add up.
 
     :param folder: model folder or hub name
     :param windows: calibration tokens, shape [windows, length], int64
@@ -55,7 +55,7 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
             if group.layer_name == name:
                 moments = _gather_moments(layer, group, calls, hidden)
                 _prune_group(layer, group, moments, kept[group.name], damping)
-        hidden = [call.repeat(layer, states).cpu() for call, states in zip(calls, hidden, strict=True)]
+        hidden = [call.repeat(layer, ROOM, states).cpu() for call, states in zip(calls, hidden, strict=True)]
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
     return PeerResult(model, removed / num_prunable, time.perf_counter() - start, _NOTE)
 
@@ -63,31 +63,32 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
 def _gather_moments(
     layer: nn.Module, group: UnitGroup, calls: Sequence[LayerCall], hidden: Sequence[Tensor]
 ) -> Moments:
-    """Run the layer as it now is; return the moments of the group's consumer against its own outputs."""
-    sums = make_group_sums(layer, group, calls[0].device)
+    """Run the layer as it now is; return the moments of the group's consumer against its own outputs, in unit order."""
+    sums = make_group_sums(layer, group, calls[0].device, ROOM)
     with capture_streams(layer, [group]) as take:
         for call, states in zip(calls, hidden, strict=True):
-            call.repeat(layer, states)
+            call.repeat(layer, ROOM, states)
             stream = take(group)
             assert stream.output is not None
-            accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, group)
-    return sums.gather()
+            accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, group, ROOM)
+    moments = sums.gather()
+    return reorder_moments(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))
 
 
 def _prune_group(layer: nn.Module, group: UnitGroup, moments: Moments, num_keep: int, damping: float) -> None:
-    """Rank a module's channels by ``sum_o |W_oj| * ||X_j||_2``, drop the lowest, restore the rest by least squares."""
-    consumer = find_linear(layer, group.consumer)
-    dense = append_bias(*read_weight(consumer))
+    """Rank a module's units by ``sum_o |W_oj| * ||X_j||_2`` over their columns, drop the lowest, restore the rest."""
+    dense = read_consumer(layer, group)
     scores = dense[:, :-1].abs().sum(0) * moments.gram.diagonal()[:-1].double().sqrt()
+    scores = scores.view(-1, group.columns_per_unit).sum(1)
     keep = keep_last(scores.argsort(stable=True), group.num_units, num_keep)
-    damped = damp_moments(moments, dense, damping, consumer.bias is not None)
-    weight = solve_kept_weights(damped, keep, group.name).weight
+    damped = damp_moments(moments, dense, damping, find_linear(layer, group.consumer).bias is not None)
+    weight = solve_kept_weights(damped, expand_units(keep, group.columns_per_unit), group.name).weight
     if group.kind == "ffn":
         slice_group(layer, group, keep, weight)
         return
     mask_group(layer, group, keep, weight)
-    gone = torch.ones(group.num_units, dtype=torch.bool, device=keep.device).index_fill(0, keep, False)
     for name in group.producers:
-        producer = find_linear(layer, name)
-        for parameter in producer.parameters():
-            parameter[gone] = 0
+        stays = group.find_kept_rows(name, keep)
+        for parameter in find_linear(layer, name).parameters():
+            gone = torch.ones(len(parameter), dtype=torch.bool).index_fill(0, stays, False)
+            parameter[gone.to(parameter.device)] = 0

@@ -1,4 +1,4 @@
-"""OSSCAR for OPT: greedy removal of heads and FFN channels, then swaps, each judged by the re-solved error.
+"""OSSCAR: greedy removal of heads and FFN channels, then swaps, each judged by the re-solved error.
 
 Source: Meng et al. 2024, "OSSCAR: One-Shot Structured Pruning in Vision and Language Models with Combinatorial
 Optimization" (ICML), written anew from the paper, with the settings of the authors' program. Per consuming linear, from
@@ -20,20 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from eval.peers import PeerResult
-from eval.peers.calibration import record_calls
-from struprune_plugin.allocation import GroupSize, find_group_sparsity, round_kept_counts
+from eval.peers.calibration import ROOM, record_calls
 from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.modifiers.capture import LayerObserver
-from struprune_plugin.solve import damp_moments, eliminate_units, expand_units, keep_last, solve_kept_weights
-from struprune_plugin.statistics import Moments, append_bias, with_bias_index
-from struprune_plugin.surgery import read_weight, slice_group
-from struprune_plugin.topology import (
-    UnitGroup,
-    count_prunable_parameters,
-    find_decoder_layers,
-    find_groups,
-    find_linear,
-)
+from struprune_plugin.layer.gather import LayerObserver
+from struprune_plugin.layer.targets import TARGETS
+from struprune_plugin.maths.elimination import eliminate_units, expand_units, keep_last
+from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
+from struprune_plugin.maths.statistics import Moments, append_bias, with_bias_index
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
+from struprune_plugin.model.surgery import read_weight, slice_group
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
 
 DAMPING = 0.01  # lambda_2 of the authors' program, relative to the mean diagonal of H
 TOLERANCE = 1e-9  # a swap must lower the error by more than this share of it: what is less may be rounding
@@ -45,7 +43,8 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
 
     Differs from the source: before the swaps, units go one at a time, not several; the heads are rounded to the nearest
     number and the FFN makes up the rest, so that the budget is met. As in the source, biases stay as they are, and both
-    modules of a layer are measured before either is cut.
+    modules of a layer are measured before either is cut. Not in the source: under grouped-query attention a head is a KV
+    head with its query heads, whose columns of ``o_proj`` go and are re-solved together.
 
     :param windows: calibration tokens, shape [windows, window], int64
     :param sparsity: fraction of the parameters of the decoder layers' linears to remove, in [0, 1)
@@ -60,20 +59,20 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
     start = time.perf_counter()
     calls = record_calls(model, windows)
     hidden = [call.hidden for call in calls]
-    observer = LayerObserver("block", all_groups=True)
+    observer = LayerObserver(TARGETS["block"], ROOM, all_groups=True)
     changed, num_swaps = False, 0
     for name, layer in find_decoder_layers(model):
         members = [group for group in groups if group.layer_name == name]
         for call, stream in zip(calls, hidden, strict=True):
             observer.before_layer(layer, members, (stream,), call.kwargs)
-            observer.after_layer(call.repeat(layer, stream))
+            observer.after_layer(call.repeat(layer, ROOM, stream))
         for group in members:
-            moments = observer.collect_moments(layer, group, group.name)
+            moments = observer.collect_moments(layer, group, group.name).all
             changed = changed or kept[group.name] < group.num_units
             if changed:  # before the first cut there is nothing to repair
                 num_swaps += _prune_group(layer, group, moments, kept[group.name])
         observer.finish_layer()
-        hidden = [call.repeat(layer, stream).cpu() for call, stream in zip(calls, hidden, strict=True)]
+        hidden = [call.repeat(layer, ROOM, stream).cpu() for call, stream in zip(calls, hidden, strict=True)]
     seconds = time.perf_counter() - start
     return PeerResult(model, 1 - count_prunable_parameters(model) / dense, seconds, f"{num_swaps} swaps")
 

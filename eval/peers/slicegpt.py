@@ -1,12 +1,13 @@
-"""SliceGPT for OPT: rotate the residual stream to its principal components and cut the smallest ones off.
+"""SliceGPT for OPT and LLaMA: rotate the residual stream to its principal components and cut the smallest ones off.
 
 Source: Ashkboos et al. 2024, "SliceGPT: Compress Large Language Models by Deleting Rows and Columns" (ICLR), written anew
-from the paper, with the settings of the authors' program. As there, layer norms become norms without parameters, each cut
-has a basis of its own, the residual additions get shortcut matrices between the bases, cuts go from the first to the last
-and see what the cuts before them left, and the last FFN's output, which feeds the head, keeps the full width.
+from the paper, with the settings of the authors' program. As there, norms lose their parameters to the linears behind
+them, layer norms their centring to the linears before them too, each cut has a basis of its own, the residual additions
+get shortcut matrices between the bases, cuts go from the first to the last and see what the cuts before them left, and the
+last FFN's output, which feeds the head, keeps the full width.
 
 Legend:
-    X [tokens, d]  residual stream that enters a norm, its mean over channels gone
+    X [tokens, d]  residual stream that enters a norm, for layer norms its mean over channels gone
     Q [d, k]       orthonormal basis of the k largest principal components of X
 """
 
@@ -14,24 +15,72 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from eval.peers import PeerResult
-from eval.peers.calibration import record_calls
+from eval.peers.calibration import ROOM, record_calls
 from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.modifiers.capture import LayerCall
-from struprune_plugin.statistics import append_bias
-from struprune_plugin.surgery import read_weight, set_weight
-from struprune_plugin.topology import count_prunable_parameters, find_decoder_layers
+from struprune_plugin.layer.calls import LayerCall
+from struprune_plugin.maths.statistics import append_bias
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
+from struprune_plugin.model.surgery import read_weight, set_weight
 
 ROUND_TO = 8  # as the authors' program does by default
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Where a model family keeps what SliceGPT changes; names within a decoder layer, or, of the ends, within the model.
+
+    :param attention_norm: in front of attention; ``ffn_norm`` in front of the FFN
+    :param ffn: the modules that the FFN's input runs through, one after the other
+    :param embeddings: whose sum enters the first layer
+    :param last_norm: in front of the head
+    """
+
+    attention_norm: str
+    attention_inputs: tuple[str, ...]
+    attention_output: str
+    ffn_norm: str
+    ffn: tuple[str, ...]
+    ffn_inputs: tuple[str, ...]
+    ffn_output: str
+    embeddings: tuple[str, ...]
+    last_norm: str
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OPT = _Layout(
+    attention_norm="self_attn_layer_norm",
+    attention_inputs=_QKV,
+    attention_output="self_attn.out_proj",
+    ffn_norm="final_layer_norm",
+    ffn=("fc1", "activation_fn", "fc2"),
+    ffn_inputs=("fc1",),
+    ffn_output="fc2",
+    embeddings=("model.decoder.embed_tokens", "model.decoder.embed_positions"),
+    last_norm="model.decoder.final_layer_norm",
+)
+_LLAMA = _Layout(
+    attention_norm="input_layernorm",
+    attention_inputs=_QKV,
+    attention_output="self_attn.o_proj",
+    ffn_norm="post_attention_layernorm",
+    ffn=("mlp",),
+    ffn_inputs=("mlp.gate_proj", "mlp.up_proj"),
+    ffn_output="mlp.down_proj",
+    embeddings=("model.embed_tokens",),
+    last_norm="model.norm",
+)
+_LAYOUTS = {"opt": _OPT, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
+
+
 class RootMeanSquareNorm(nn.Module):
-    """``x / sqrt(||x||^2 / d + eps)``: what a layer norm does to a stream without mean, its gain and shift elsewhere.
+    """``x / sqrt(||x||^2 / d + eps)``: what is left of a norm, its gain, shift and centring elsewhere.
 
     :param width: d, that of the dense model: what was cut off was small and counts as zero
     """
@@ -60,17 +109,14 @@ class SlicedAttention(nn.Module):
 
 
 class SlicedFFN(nn.Module):
-    """``x S + fc2(activation(fc1(norm(x))))``; S as in :class:`SlicedAttention`."""
+    """``x S + ffn(norm(x))``; S as in :class:`SlicedAttention`."""
 
-    def __init__(
-        self, norm: RootMeanSquareNorm, fc1: nn.Module, activation: nn.Module, fc2: nn.Module, shortcut: Tensor
-    ):
+    def __init__(self, norm: RootMeanSquareNorm, ffn: nn.Module, shortcut: Tensor):
         super().__init__()
-        self.norm, self.fc1, self.activation, self.fc2 = norm, fc1, activation, fc2
-        self.shortcut = nn.Parameter(shortcut)
+        self.norm, self.ffn, self.shortcut = norm, ffn, nn.Parameter(shortcut)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states @ self.shortcut + self.fc2(self.activation(self.fc1(self.norm(hidden_states))))
+        return cast(Tensor, hidden_states @ self.shortcut + self.ffn(self.norm(hidden_states)))
 
 
 class SlicedLayer(nn.Module):
@@ -86,7 +132,7 @@ class SlicedLayer(nn.Module):
 
 @torch.no_grad()
 def prune_slicegpt(folder: str, windows: Tensor, slice_fraction: float, round_to: int = ROUND_TO) -> PeerResult:
-    """Prune an OPT checkpoint with SliceGPT.
+    """Prune an OPT, LLaMA, Mistral or Qwen checkpoint with SliceGPT.
 
     Differs from the paper: the basis is that of the stream before the norm, not after it, as in the authors' program.
 
@@ -94,24 +140,26 @@ def prune_slicegpt(folder: str, windows: Tensor, slice_fraction: float, round_to
     :param slice_fraction: share of the embedding channels to cut, in [0, 1). Shortcuts are added, so that fewer parameters
         go than this says; none or less than none below about 0.12
     :param round_to: the width left is rounded down to a multiple of this; 1 cuts exactly
-    :raises ValueError: the contract of ``slice_fraction``, or no OPT of the usual shape (that of OPT-350m is not)
+    :raises ValueError: the contract of ``slice_fraction``, another family, or an OPT of another shape (as OPT-350m)
     """
     model, _ = load_checkpoint(folder)
     width = count_kept_channels(model, slice_fraction, round_to)
     dense = count_prunable_parameters(model)
     start = time.perf_counter()
-    _fuse_ends(model)
+    layout = _LAYOUTS[model.config.model_type]
+    _fuse_ends(model, layout)
     calls = record_calls(model, windows)
-    decoder = model.model.decoder
     basis = find_principal_basis((call.hidden for call in calls), width).to(model.device)
-    for embedding in (decoder.embed_tokens, decoder.embed_positions):
+    for name in layout.embeddings:
+        embedding = cast(nn.Embedding, model.get_submodule(name))
         _set_embedding(embedding, embedding.weight.double() @ basis)
     hidden = [_project(call.hidden.to(model.device), basis) for call in calls]
-    layers = decoder.layers
-    for index in range(len(layers)):
+    layers = find_decoder_layers(model)
+    for index, (name, layer) in enumerate(layers):
         out_width = width if index < len(layers) - 1 else model.config.hidden_size
-        layers[index], hidden, basis = _slice_layer(layers[index], calls, hidden, basis, out_width)
-    _rotate_inputs(model.lm_head, basis)
+        sliced, hidden, basis = _slice_layer(layer, layout, calls, hidden, basis, out_width)
+        model.set_submodule(name, sliced)
+    _rotate_inputs(cast(nn.Linear, model.lm_head), basis)
     seconds = time.perf_counter() - start
     left = sum(p.numel() for _, layer in find_decoder_layers(model) for p in layer.parameters())
     note = (
@@ -127,11 +175,14 @@ def count_kept_channels(model: nn.Module, slice_fraction: float, round_to: int) 
     """
     config = cast(Any, model.config)
     size = config.hidden_size
-    usual = config.model_type == "opt" and config.do_layer_norm_before and not config._remove_final_layer_norm
-    if not usual or config.word_embed_proj_dim != size:
+    if config.model_type not in _LAYOUTS:
+        raise ValueError(
+            f"slicegpt: model must be one of {', '.join(_LAYOUTS)}, got {config.model_type}. Choose another model."
+        )
+    if config.model_type == "opt" and not _is_usual_opt(config):
         raise ValueError(
             "slicegpt: model must be an OPT with norms before its modules and before the head, and unprojected embeddings, "
-            f"got another {config.model_type}. Choose another model."
+            "got another OPT. Choose another model."
         )
     width = int(
         round((1 - slice_fraction) * size, 6)
@@ -142,6 +193,11 @@ def count_kept_channels(model: nn.Module, slice_fraction: float, round_to: int) 
             f"slicegpt: slice_fraction must leave from {round_to} to {size} channels, got {slice_fraction}. Change it."
         )
     return width
+
+
+def _is_usual_opt(config: Any) -> bool:
+    plain = config.do_layer_norm_before and not config._remove_final_layer_norm
+    return bool(plain and config.word_embed_proj_dim == config.hidden_size)
 
 
 def find_principal_basis(signals: Iterable[Tensor], width: int) -> Tensor:
@@ -161,7 +217,7 @@ def find_principal_basis(signals: Iterable[Tensor], width: int) -> Tensor:
 
 
 def _slice_layer(
-    layer: nn.Module, calls: list[LayerCall], hidden: list[Tensor], basis: Tensor, out_width: int
+    layer: nn.Module, layout: _Layout, calls: list[LayerCall], hidden: list[Tensor], basis: Tensor, out_width: int
 ) -> tuple[SlicedLayer, list[Tensor], Tensor]:
     """Rotate and slice one decoder layer.
 
@@ -172,60 +228,68 @@ def _slice_layer(
     :param out_width: channels to keep of the stream that leaves
     :return: (layer, the stream that leaves, its basis)
     """
-    dense = cast(Any, layer)
-    width, dtype, attention = basis.shape[1], hidden[0].dtype, dense.self_attn
-    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
-    for linear in (*inputs, attention.out_proj, dense.fc1, dense.fc2):
-        _ensure_bias(linear)
-    _fuse_norm(dense.self_attn_layer_norm, inputs)
-    _fuse_norm(dense.final_layer_norm, [dense.fc1])
-    _center_outputs(attention.out_proj)
-    _center_outputs(dense.fc2)
-    first, second = (_strip_norm(norm) for norm in (dense.self_attn_layer_norm, dense.final_layer_norm))
+    width, dtype = basis.shape[1], hidden[0].dtype
+    norms = [layer.get_submodule(name) for name in (layout.attention_norm, layout.ffn_norm)]
+    inputs = [[find_linear(layer, n) for n in names] for names in (layout.attention_inputs, layout.ffn_inputs)]
+    outputs = [find_linear(layer, name) for name in (layout.attention_output, layout.ffn_output)]
+    for norm, readers, writer in zip(norms, inputs, outputs, strict=True):
+        _fuse_norm(norm, readers)
+        if isinstance(norm, nn.LayerNorm):
+            _center_outputs(writer)
 
-    for linear in inputs:
+    for linear in inputs[0]:
         _rotate_inputs(linear, basis)
-    sliced = SlicedAttention(first, attention, basis.T.to(dtype))
-    middle = [call.repeat(sliced, stream) for call, stream in zip(calls, hidden, strict=True)]
+    attention = layer.get_submodule(layout.attention_output.rpartition(".")[0])
+    sliced = SlicedAttention(_strip_norm(norms[0]), attention, basis.T.to(dtype))
+    middle = [call.repeat(sliced, ROOM, stream) for call, stream in zip(calls, hidden, strict=True)]
     inner = find_principal_basis(middle, width)
-    _rotate_outputs(attention.out_proj, inner)
+    _rotate_outputs(outputs[0], inner)
     sliced.shortcut = nn.Parameter((basis.T @ inner).to(dtype))
 
-    _rotate_inputs(dense.fc1, inner)
-    ffn = SlicedFFN(second, dense.fc1, dense.activation_fn, dense.fc2, inner.T.to(dtype))
-    outputs = [ffn(_project(stream, inner)) for stream in middle]
-    outer = find_principal_basis(outputs, out_width)
-    _rotate_outputs(dense.fc2, outer)
+    for linear in inputs[1]:
+        _rotate_inputs(linear, inner)
+    parts = nn.Sequential(*(layer.get_submodule(name) for name in layout.ffn))
+    ffn = SlicedFFN(_strip_norm(norms[1]), parts, inner.T.to(dtype))
+    leaving = [ffn(_project(stream, inner)) for stream in middle]
+    outer = find_principal_basis(leaving, out_width)
+    _rotate_outputs(outputs[1], outer)
     ffn.shortcut = nn.Parameter((inner.T @ outer).to(dtype))
-    return SlicedLayer(sliced, ffn), [_project(stream, outer) for stream in outputs], outer
+    return SlicedLayer(sliced, ffn), [_project(stream, outer) for stream in leaving], outer
 
 
-def _fuse_ends(model: nn.Module) -> None:
-    """Take the mean out of the embeddings, and move the last norm's gain and shift into the head, tied no longer."""
-    opt = cast(Any, model)
-    decoder = opt.model.decoder
-    _ensure_bias(opt.lm_head)
-    _fuse_norm(decoder.final_layer_norm, [opt.lm_head])
-    decoder.final_layer_norm = _strip_norm(decoder.final_layer_norm)
-    opt.config.tie_word_embeddings = False
-    for embedding in (decoder.embed_tokens, decoder.embed_positions):
-        weight = embedding.weight.double()
-        _set_embedding(embedding, weight - weight.mean(1, keepdim=True))
+def _fuse_ends(model: nn.Module, layout: _Layout) -> None:
+    """Move the last norm's gain and shift into the head, tied no longer; before layer norms, centre the embeddings."""
+    head, norm = cast(nn.Linear, model.lm_head), model.get_submodule(layout.last_norm)
+    embeddings = [cast(nn.Embedding, model.get_submodule(name)) for name in layout.embeddings]
+    _fuse_norm(norm, [head])
+    model.set_submodule(layout.last_norm, _strip_norm(norm))
+    cast(Any, model.config).tie_word_embeddings = False
+    if isinstance(norm, nn.LayerNorm):
+        for embedding in embeddings:
+            weight = embedding.weight.double()
+            _set_embedding(embedding, weight - weight.mean(1, keepdim=True))
 
 
-def _fuse_norm(norm: nn.LayerNorm, linears: Iterable[nn.Linear]) -> None:
-    """Move a layer norm's gain and shift into the linears that read it: ``W (g x + s) + b = (W g) x + (W s + b)``."""
-    if not norm.elementwise_affine:
+def _fuse_norm(norm: nn.Module, linears: Iterable[nn.Linear]) -> None:
+    """Move a norm's gain g and shift s into the linears that read it: ``W (g x + s) + b = (W g) x + (W s + b)``."""
+    gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if gain is None:
         return
-    gain, shift = norm.weight.double(), norm.bias.double()
     for linear in linears:
         full = append_bias(*read_weight(linear))
         weight, bias = full[:, :-1], full[:, -1]
-        set_weight(linear, torch.cat([weight * gain, (weight @ shift + bias)[:, None]], dim=1))
+        if shift is not None:
+            _ensure_bias(linear)
+            bias = weight @ shift.double() + bias
+        set_weight(linear, torch.cat([weight * gain.double(), bias[:, None]], dim=1))
 
 
-def _strip_norm(norm: nn.LayerNorm) -> RootMeanSquareNorm:
-    return RootMeanSquareNorm(norm.normalized_shape[0], norm.eps)
+def _strip_norm(norm: nn.Module) -> RootMeanSquareNorm:
+    """Return what is left of a norm whose gain and shift are elsewhere."""
+    if isinstance(norm, nn.LayerNorm):
+        return RootMeanSquareNorm(norm.normalized_shape[0], norm.eps)
+    gain = cast(Tensor, norm.weight)
+    return RootMeanSquareNorm(len(gain), cast(float, norm.variance_epsilon))
 
 
 def _center_outputs(linear: nn.Linear) -> None:

@@ -17,14 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.recipe import tidy_recipe
-from struprune_plugin.topology import (
-    FAMILIES,
-    Family,
-    find_decoder_layers,
-    find_family,
-    has_ffn,
-    measure_layer,
-)
+from struprune_plugin.model.families import FAMILIES, Family, find_family
+from struprune_plugin.model.layers import find_decoder_layers, has_ffn, measure_layer
 
 
 def _list_stock_configs() -> list[type[PreTrainedConfig]]:
@@ -50,14 +44,14 @@ def list_architectures() -> list[str]:
 
 def describe_layout(family: Family) -> dict[str, Any]:
     """Return what a pruned checkpoint's configuration says of its layers' linears."""
-    rows = {**family.attention_producers, **family.ffn_producers}
+    rows = {**family.attention.producers, **family.ffn.producers}
     return {
         "layers": family.layers,
-        "attention": family.attention,
+        "attention": family.attention.module,
         "rows": {name: list(parts) for name, parts in rows.items()},
-        "columns": {family.attention_output: "attention", family.ffn_output: "ffn"},
-        "width_key": family.width_key,
-        "interleaved": family.interleaved,
+        "columns": {family.attention.output: "attention", family.ffn.output: "ffn"},
+        "width_key": family.ffn.width_key,
+        "interleaved": family.attention.interleaved,
     }
 
 
@@ -65,7 +59,7 @@ def adopt_attention(model: nn.Module) -> None:
     """Let the attention modules of a dense model take values of any width; their function stays the same."""
     family = find_family(model)
     for _, layer in find_decoder_layers(model):
-        attention = layer.get_submodule(family.attention)
+        attention = layer.get_submodule(family.attention.module)
         with _keep_offload(attention):
             modeling.adopt_attention(attention, describe_layout(family))
 
@@ -91,7 +85,7 @@ def adopt_config(model: PreTrainedModel) -> None:
         if has_groups:
             per_layer[index]["num_key_value_heads"] = sizes.num_key_value_heads
         if has_ffn(family, layer):
-            per_layer[index][family.width_key] = sizes.width
+            per_layer[index][family.ffn.width_key] = sizes.width
     config.per_layer_config = per_layer
     modeling.share_config(model, old, config)
     name = type(model).__name__
@@ -105,9 +99,9 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Turn a model whose layers are all of the sizes that a stock configuration says into the stock class."""
     old, family = model.config, find_family(model)
     for _, layer in find_decoder_layers(model):
-        attention: Any = layer.get_submodule(family.attention)
+        attention: Any = layer.get_submodule(family.attention.module)
         if hasattr(attention, "wide"):
-            with _keep_offload(layer.get_submodule(family.attention)):
+            with _keep_offload(layer.get_submodule(family.attention.module)):
                 modeling.release_attention(attention)
     modeling.copy_settings(old, config)
     modeling.share_config(model, old, config)
@@ -129,14 +123,14 @@ def make_uniform_config(model: PreTrainedModel, num_key_value_heads: int, width:
     sizes = measure_layer(family, find_decoder_layers(model)[0][1])
     num_heads = num_key_value_heads * sizes.num_heads // sizes.num_key_value_heads
     if num_heads != config.num_attention_heads:
-        if not family.free_heads:
+        if not family.attention.free_heads:
             raise ValueError(
                 f"{type(config).__name__}: the stock class must have heads of hidden_size / num_attention_heads channels, "
                 f"got {num_heads} heads of {sizes.head_dim}. Keep all heads, or the per-layer form."
             )
         values.update(num_attention_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=sizes.head_dim)
     if width:
-        values[family.width_key] = width
+        values[family.ffn.width_key] = width
     for name in ("model_type", "architectures", "transformers_version"):
         values.pop(name, None)
     try:

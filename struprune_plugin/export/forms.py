@@ -12,15 +12,10 @@ from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.convert import adopt_stock, can_hold_heads, make_uniform_config
 from struprune_plugin.export.manifest import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.modeling_block_configs import DeciLMConfig, DeciLMForCausalLM
-from struprune_plugin.surgery import grow_group
-from struprune_plugin.topology import (
-    UnitGroup,
-    check_model_type,
-    find_decoder_layers,
-    find_family,
-    find_groups,
-    measure_layer,
-)
+from struprune_plugin.model.families import check_model_type, find_family
+from struprune_plugin.model.layers import find_decoder_layers, measure_layer
+from struprune_plugin.model.surgery import grow_group
+from struprune_plugin.model.units import UnitGroup, find_groups
 
 Form = Literal["uniform-padded", "masked", "block_configs"]
 
@@ -87,7 +82,7 @@ def _restore_units(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
     family, config = find_family(model), modeling.make_dense_config(model.config)
     for name, layer in find_decoder_layers(model):
         sizes = measure_layer(family, layer)
-        wanted = (config.num_attention_heads, getattr(config, family.width_key))
+        wanted = (config.num_attention_heads, getattr(config, family.ffn.width_key))
         if (sizes.num_heads, sizes.width or wanted[1]) != wanted or sizes.value_head_dim != sizes.head_dim:
             raise ValueError(
                 f"{name}: masked must start from a model that was pruned in one run, got sizes that an earlier run made. "

@@ -4,14 +4,92 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from struprune_plugin.device.room import StageRecord
+from struprune_plugin.layer.records import AllocationRecord, CalibrationRecord, GroupRecord
+from struprune_plugin.layer.tuning import TuningRecord
 
 MANIFEST_NAME = "struprune.json"
 FORMAT_VERSION = 1
 _KEYS = ("model", "settings", "calibration", "budget", "allocation", "stages", "groups")
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """The model, before and after.
+
+    :param base: folder or hub name of the dense model
+    :param type: ``model_type`` of the pruned one
+    :param weights_sha256: tells one dense model from another, see
+        :func:`~struprune_plugin.model.layers.describe_weights`
+    """
+
+    base: str
+    type: str
+    weights_sha256: str
+    parameters_before: int
+    parameters_after: int
+
+
+@dataclass(frozen=True)
+class BudgetRecord:
+    """What was asked and what went, in parameters of the decoder layers' linears.
+
+    :param rounding: multiples that widths were rounded to, and why
+    """
+
+    prunable_parameters: int
+    asked_sparsity: float
+    removed_parameters: int
+    met_sparsity: float
+    rounding: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a pruning run tells of itself.
+
+    :param settings: all fields of the recipe's pruning stage
+    :param seed: of torch, at the end
+    :param memory_measure: what ``peak_bytes`` of the stages counts
+    :param stages: by name
+    :param tuning: by layer
+    """
+
+    model: ModelRecord
+    settings: dict[str, Any]
+    seed: int
+    calibration: CalibrationRecord
+    budget: BudgetRecord
+    allocation: AllocationRecord
+    memory_measure: str
+    stages: Mapping[str, StageRecord]
+    tuning: Mapping[str, TuningRecord]
+    groups: Sequence[GroupRecord]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the manifest as JSON has it."""
+        return {
+            "model": asdict(self.model),
+            "settings": self.settings,
+            "seed": self.seed,
+            "calibration": asdict(self.calibration),
+            "budget": asdict(self.budget),
+            "allocation": self.allocation.to_dict(),
+            "memory_measure": self.memory_measure,
+            "stages": [
+                {"name": name, "seconds": round(stage.seconds, 3), "peak_bytes": stage.peak_bytes}
+                for name, stage in self.stages.items()
+            ],
+            "tuning": {name: asdict(record) for name, record in self.tuning.items()},
+            "groups": [record.to_dict() for record in self.groups],
+        }
 
 
 def describe_versions() -> dict[str, str]:

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
-from compressed_tensors.quantization import QuantizationMetadata
 from llmcompressor.core import active_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
@@ -15,10 +14,9 @@ from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
 from torch import nn
 from transformers import PretrainedConfig
 
-from struprune_plugin.modifiers.distributed import count_ranks, gather_digests, gather_numbers
-from struprune_plugin.topology import find_decoder_layers, find_family, find_linear, list_linears
+from struprune_plugin.device.ranks import count_ranks, gather_digests, gather_numbers
+from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 
-QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
 _FINAL = {  # what works on the final weights -> its name in messages
     QuantizationMixin: "quantiser",
     AWQModifier: "quantiser and its smoothing",
@@ -149,21 +147,3 @@ def check_calibration(loader: Iterable | None, num_needed: int, where: str, max_
             f"got {num_tokens} in {num_sequences} sequences. Raise the number or the length of the samples."
         )
     return num_sequences, num_tokens
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Count a model's parameters, tied ones once, without what a quantiser later in the recipe has added."""
-    named = model.named_parameters()
-    return sum(p.numel() for name, p in named if name.rpartition(".")[2] not in QUANTISER_PARAMETERS)
-
-
-def describe_weights(model: nn.Module) -> str:
-    """Return a digest of the decoder layers' linears that tells one dense model from another: sums, dtypes, shapes."""
-    digest = hashlib.sha256()
-    family = find_family(model)
-    for _, layer in find_decoder_layers(model):
-        for name in list_linears(family, layer):
-            weight = find_linear(layer, name).weight.detach()
-            values = [weight.sum(dtype=torch.float64).item(), weight.abs().sum(dtype=torch.float64).item()]
-            digest.update(repr((name, str(weight.dtype), tuple(weight.shape), values)).encode())
-    return digest.hexdigest()

@@ -14,7 +14,8 @@ from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import nn
 
-from struprune_plugin.topology import UnitGroup
+from struprune_plugin.maths.rounding import GroupSize
+from struprune_plugin.model.units.group import UnitGroup
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
@@ -61,6 +62,14 @@ def find_roundings(
     return {group.name: _round_group(model, group, later, channel_multiple) for group in groups}
 
 
+def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[GroupSize]:
+    """Return what allocation needs to know of the groups."""
+    return [
+        GroupSize(group.name, group.module_kind, group.num_units, group.unit_cost, roundings[group.name].step)
+        for group in groups
+    ]
+
+
 def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings: Mapping[str, Rounding]) -> None:
     """Refuse kept widths that a modifier later in the recipe cannot cut into its groups.
 
@@ -93,7 +102,7 @@ def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Roun
 
 def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], channel_multiple: int) -> Rounding:
     wanted = [(group.num_blocks, 1, "")]  # multiple of a width, width of a unit, who asks
-    if group.kind == "ffn" and channel_multiple > 1:
+    if group.unit.is_ffn and channel_multiple > 1:
         wanted.append((channel_multiple, 1, f"channel_multiple: {channel_multiple}"))
     for modifier in later:
         for demand in list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):

@@ -1,0 +1,172 @@
+"""A checkpoint as it lies on the disk: whole, and what its configuration asks for, told from the headers of its files.
+
+transformers fills what a checkpoint lacks with random numbers and goes on; so it is asked first, with tensors that have shapes
+and no values, what it would find missing. That takes the renamings, ties and exceptions of every architecture into account.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from struprune_plugin.model.families import check_model_type
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+Header = dict[str, list[int]]  # tensor -> shape
+
+
+def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
+    """Return the configuration of a checkpoint; refuse, without reading weights, one that cannot be pruned.
+
+    :raises ValueError: nothing to load there; an unsupported architecture; quantised weights; a weight file that is cut off
+        or is none; a tensor that the configuration asks for and that is missing, or of another shape
+    """
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {first}"
+        ) from None
+    check_model_type(config.model_type)
+    if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in _WEIGHTS):
+        raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
+            "Prune the full-precision checkpoint and quantise afterwards."
+        )
+    check_whole(model, config, revision)
+    return config
+
+
+def check_whole(model: str, config: PretrainedConfig | None = None, revision: str = "main") -> None:
+    """Refuse a checkpoint that is not whole, from its configuration and the headers of its files; a quantised one from these.
+
+    :raises ValueError: as the last two of :func:`check_checkpoint`
+    """
+    headers = read_headers(model, revision)
+    config = AutoConfig.from_pretrained(model, revision=revision) if config is None else config
+    quantised = getattr(config, "quantization_config", None) is not None
+    if headers and not quantised and type(config) in AutoModelForCausalLM._model_mapping:
+        _check_tensors(model, config, headers)
+
+
+def find_checkpoint(model: str, revision: str = "main") -> Path | None:
+    """Return the folder that a checkpoint lies in: its own, or that of the hub's cache; None where nothing is there yet."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        found = cached_file(model, "config.json", revision=revision, local_files_only=True)
+    except (OSError, ValueError):  # not there; no name that the hub could have
+        return None
+    return Path(found).parent if found else None
+
+
+def read_headers(model: str, revision: str = "main") -> dict[Path, Header]:
+    """Read what the safetensors files that would be loaded hold; nothing where there are none, or none yet.
+
+    :raises ValueError: a file of a local folder is missing, cut off, or no safetensors file
+    """
+    folder = find_checkpoint(model, revision)
+    if folder is None:
+        return {}
+    files = _list_files(folder)
+    if not Path(model).is_dir() and not all(file.is_file() for file in files):
+        return {}  # the rest will be downloaded
+    return {file: _read_header(file) for file in files}
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers loads from a folder."""
+    index = folder / _INDEX
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    if not index.is_file():
+        return []
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({folder / name for name in names})
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"model: {index} must be an index with a weight_map, got {error!r}. Copy or download it again."
+        ) from None
+
+
+def _read_header(file: Path) -> Header:
+    try:
+        with safe_open(file, "pt") as tensors:
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  # no mapping
+    except (SafetensorError, OSError, ValueError) as error:
+        size = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
+        raise ValueError(
+            f"model: {file} must be a whole safetensors file, got {size}: {error}. Copy or download it again."
+        ) from None
+
+
+def _check_tensors(model: str, config: PretrainedConfig, headers: dict[Path, Header]) -> None:
+    """Refuse files that lack what a configuration asks for, or hold it in another shape."""
+    tensors = {name: torch.empty(shape, device="meta") for header in headers.values() for name, shape in header.items()}
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    try:
+        with _quiet_transformers(), torch.random.fork_rng(devices=[]):
+            _, info = kind.from_pretrained(
+                None,
+                config=copy.deepcopy(config),
+                state_dict=tensors,
+                device_map={"": "meta"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"model: {model!r} must fit its config, got: {first} Use a complete checkpoint.") from None
+    check_loading(model, info, headers)
+
+
+def check_loading(model: str, info: dict[str, Any], headers: dict[Path, Header]) -> None:
+    """Refuse a checkpoint of which transformers says that it would fill a part with random numbers.
+
+    :param info: the ``output_loading_info`` of ``from_pretrained``
+    :param headers: of the checkpoint's files, to name the file
+    :raises ValueError: the same, by tensor
+    """
+    where = next(iter(headers)) if len(headers) == 1 else Path(model)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"model: {where} must hold every tensor that its config asks for, {missing[0]}{more} missing. Use a complete "
+            "checkpoint, or the config.json that belongs to it."
+        )
+    for name, stored, wanted in sorted(info["mismatched_keys"], key=lambda entry: entry[0]):
+        file = next((file for file, header in headers.items() if name in header), where)
+        raise ValueError(
+            f"model: {file}: {name} must have the shape {list(wanted)} that the config asks for, got {list(stored)}. Use the "
+            "config.json that belongs to it."
+        )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep the report of a trial from the screen."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

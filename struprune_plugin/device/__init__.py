@@ -1,0 +1,1 @@
+"""Where tensors live while layers are pruned: the device, the host, and how much of either."""

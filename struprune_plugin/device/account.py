@@ -1,0 +1,176 @@
+"""What the execution device holds: its allocator's counters, or, on a CPU, an exact account.
+
+On a CPU nothing moves: the host's offload caches, our recorded hidden states and what is computed on are tensors of one
+memory, often the same ones. So the account plays an accelerator: while it is open, moves to and from the device
+(:class:`~struprune_plugin.device.room.Room`, the host's caches of weights and of activations) copy, and every tensor is on one
+side. What an operation makes is on the device unless all tensors that it reads are on the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from compressed_tensors.offload.cache import CPUCache, DiskCache
+from compressed_tensors.utils import patch_attr
+from llmcompressor.pipelines.cache import IntermediatesCache, IntermediateValue, OverrideEqMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+ON_ACCELERATOR = "accelerator bytes allocated"
+ON_CPU = "account of the tensors that an accelerator would hold"
+UNMEASURED = "not measured (measure_memory: true counts it on a CPU)"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages on the device, now and at their peak; kernels' inner workspaces stay unseen.
+
+    :param everything: count all that operations make, of the host's tensors too
+    :ivar live: bytes now
+    :ivar peak: most bytes since it was last set
+    :ivar host_caches: ids of the host's caches whose weights are never onloaded
+    """
+
+    def __init__(self, everything: bool = False) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.host_caches: set[int] = set()
+        self._held: set[int] = set()  # addresses of the storages on the device
+        self._to_host: bool | None = False if everything else None  # what a move, the operation in progress, decides
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf.untyped_storage() for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        made = [storage for storage in made if storage.data_ptr() not in self._held]
+        if made and self._to_host is not True:
+            read = {a.untyped_storage().data_ptr() for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)}
+            if self._to_host is False or not read or not read.isdisjoint(self._held):
+                for storage in made:
+                    if storage.data_ptr() not in read:
+                        self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key and key not in self._held:  # meta tensors have no address
+            self._held.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._held.discard(key)
+        self.live -= size
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is on the device."""
+        return tensor.untyped_storage().data_ptr() in self._held
+
+    def move(self, tensor: Tensor, to_host: bool) -> Tensor:
+        """Return a tensor on the other side, copied unless it is there."""
+        if self.holds(tensor) != to_host or tensor.is_meta:
+            return tensor
+        with self.decide(to_host):
+            return tensor.clone()
+
+    @contextmanager
+    def decide(self, to_host: bool | None) -> Iterator[None]:
+        """Count what is made inside as the host's or the device's; by what it reads where None."""
+        before, self._to_host = self._to_host, to_host
+        try:
+            yield
+        finally:
+            self._to_host = before
+
+
+class DeviceAccount:
+    """The peak of the bytes on the device, over any span.
+
+    :param live: the account of a CPU; None for the accelerator's counters
+    """
+
+    def __init__(self, live: LiveBytes | None):
+        self.live = live
+        self._before = 0  # peak since the enclosing span began, up to the last reset of the counters
+        self.measure = ON_CPU if live else ON_ACCELERATOR
+
+    def _read(self) -> int:
+        return self.live.peak if self.live else torch.cuda.max_memory_allocated()
+
+    def _reset(self) -> None:
+        if self.live:
+            self.live.peak = self.live.live
+        else:
+            torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def watch(self) -> Iterator[list[int]]:
+        """Give a list that holds the peak once the block is over; blocks may be nested."""
+        outer, self._before = max(self._before, self._read()), 0
+        self._reset()
+        peak: list[int] = []
+        try:
+            yield peak
+        finally:
+            peak.append(max(self._before, self._read()))
+            self._before = max(outer, peak[0])
+
+
+@contextmanager
+def open_account(on_cpu: bool) -> Iterator[DeviceAccount | None]:
+    """Count what the device holds inside.
+
+    :param on_cpu: count on a CPU too, at the price of copies; there is no account otherwise
+    """
+    if torch.cuda.is_available():
+        yield DeviceAccount(None)
+    elif on_cpu:
+        with LiveBytes() as live, _let_caches_copy(live):
+            yield DeviceAccount(live)
+    else:
+        yield None
+
+
+@contextmanager
+def _let_caches_copy(live: LiveBytes) -> Iterator[None]:
+    """Let the host's caches of weights and activations copy where, on a CPU alone, they would share."""
+
+    def turn(tensor: Tensor | None, to_host: bool) -> Tensor | None:
+        if tensor is None:
+            return None
+        with torch.no_grad():
+            moved = live.move(tensor, to_host)
+        if moved is not tensor:  # as the host's send_tensors
+            moved.__class__, moved.__dict__ = tensor.__class__, tensor.__dict__.copy()
+        return moved
+
+    def wrap_onload(onload: Any) -> Any:
+        return lambda cache, offloaded: turn(onload(cache, offloaded), to_host=id(cache) in live.host_caches)
+
+    def offload(_cache: CPUCache, tensor: Tensor | None) -> Tensor | None:
+        return turn(tensor, to_host=True)
+
+    inner_onload, inner_offload = IntermediatesCache._onload_value, IntermediatesCache._offload_value
+
+    def onload_value(cls: Any, intermediate: IntermediateValue) -> Any:
+        value = inner_onload.__func__(cls, intermediate)  # type: ignore[attr-defined]
+        return live.move(value, to_host=False) if isinstance(value, Tensor) else value
+
+    def offload_value(cls: Any, value: Any, offload_device: Any, onload_device: Any = None) -> Any:
+        if isinstance(value, Tensor):
+            with OverrideEqMode():
+                if value not in cls.offload_values and live.holds(value):
+                    cls.offload_values[value] = live.move(value, to_host=True)
+        return inner_offload.__func__(cls, value, offload_device, onload_device)  # type: ignore[attr-defined]
+
+    with ExitStack() as stack:
+        for cache in (CPUCache, DiskCache):
+            stack.enter_context(patch_attr(cache, "onload", wrap_onload(cache.onload)))
+        stack.enter_context(patch_attr(CPUCache, "offload", offload))
+        stack.enter_context(patch_attr(IntermediatesCache, "_onload_value", classmethod(onload_value)))
+        stack.enter_context(patch_attr(IntermediatesCache, "_offload_value", classmethod(offload_value)))
+        yield

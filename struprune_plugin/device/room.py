@@ -1,0 +1,137 @@
+"""One object that says where the tensors of a run live, how long its stages take and what the device holds meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from struprune_plugin.device.account import UNMEASURED, DeviceAccount, open_account
+from struprune_plugin.device.placement import WHOLE, Placement
+from struprune_plugin.device.residence import release_weights
+
+
+@dataclass
+class StageRecord:
+    """What one stage of a run took, all its spans together.
+
+    :param seconds: of wall time
+    :param peak_bytes: most bytes that the device held; None where nothing counts them
+    """
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+
+
+class Room:
+    """Where a run's tensors live: moves between the device and the host, stages and their account.
+
+    :ivar placement: what goes to the host, and in what pieces
+    :ivar account: of the bytes on the device; None where nothing counts them
+    :ivar stages: by name, in the order of their first spans
+    """
+
+    def __init__(self, placement: Placement = WHOLE, account: DeviceAccount | None = None):
+        self.placement = placement
+        self.account = account
+        self.stages: dict[str, StageRecord] = {}
+
+    def replace(self, placement: Placement) -> Room:
+        """Return the room of a pass inside this one's: the same account, stages of its own."""
+        return Room(placement, self.account)
+
+    @property
+    def measure(self) -> str:
+        """What ``peak_bytes`` counts."""
+        return self.account.measure if self.account else UNMEASURED
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the host, without its graph."""
+        if self.account is None or self.account.live is None:
+            return tensor.detach().cpu()
+        return self.account.live.move(tensor.detach(), to_host=True)
+
+    def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor on the execution device."""
+        if self.account is None or self.account.live is None:
+            return tensor.to(device, dtype)
+        return self.account.live.move(tensor, to_host=False).to(dtype or tensor.dtype)
+
+    @contextmanager
+    def on_host(self, active: bool = True) -> Iterator[torch.device]:
+        """Count what is made inside, on the device given, as the host's; a block with False inside counts as usual again."""
+        live = self.account.live if self.account else None
+        with live.decide(True if active else None) if live else nullcontext():
+            yield torch.device("cpu")
+
+    @contextmanager
+    def wait_on_host(self) -> Iterator[None]:
+        """Let what a backward pass needs wait on the host, where weights leave the device after every call."""
+        if not self.placement.release_weights:
+            yield
+            return
+
+        def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
+            return self.to_host(tensor), tensor.device
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: self.to_device(*held)):
+            yield
+
+    # -- solves ---------------------------------------------------------------------------------------------------
+
+    def solving(self) -> AbstractContextManager[object]:
+        """Give the block in which systems are solved: the host's, or the device's."""
+        return self.on_host() if self.placement.solve_on_host else nullcontext()
+
+    @property
+    def fetch(self) -> Callable[[Tensor], Tensor] | None:
+        """What brings a tensor to the host, where systems are solved there; None where they are solved on the device."""
+        return self.to_host if self.placement.solve_on_host else None
+
+    def place(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor of the host's where the system is solved."""
+        return tensor if self.placement.solve_on_host else self.to_device(tensor, like.device)
+
+    def release(self, module: nn.Module) -> None:
+        """Take a module's weights off the device where the budget asks for that."""
+        if self.placement.release_weights:
+            release_weights(module)
+
+    # -- stages ---------------------------------------------------------------------------------------------------
+
+    def watch(self) -> AbstractContextManager[list[int]]:
+        """Give a list that holds the most bytes on the device once the block is over; empty where nothing counts them."""
+        return nullcontext([]) if self.account is None else self.account.watch()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds and the peak memory of what runs inside to a stage."""
+        start = time.perf_counter()
+        record = self.stages.setdefault(name, StageRecord())
+        with self.watch() as peaks:
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        record.seconds += time.perf_counter() - start
+        record.peak_bytes = max(*peaks, record.peak_bytes or 0) if peaks else None
+
+
+@contextmanager
+def open_room(placement: Placement = WHOLE, count_on_cpu: bool = False) -> Iterator[Room]:
+    """Give a room whose account is open while the block lasts.
+
+    :param count_on_cpu: count on a CPU, too, what an accelerator would hold; its own counters always tell
+    """
+    with open_account(count_on_cpu) as account:
+        yield Room(placement, account)
+
+
+def find_free_bytes() -> int | None:
+    """Return what the accelerator has free, less a tenth for what is not counted; None without one."""
+    return round(0.9 * torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None

@@ -1,0 +1,240 @@
+"""The statistics of one decoder layer after the other: moments, those of held-out sequences apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from llmcompressor.modifiers.utils.hooks import HooksMixin
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from struprune_plugin.device.ranks import count_ranks, reduce_sums
+from struprune_plugin.device.room import Room
+from struprune_plugin.layer.calls import LayerCall, Stopped, Visit, capture_streams, skip_linears, take_hidden
+from struprune_plugin.layer.targets import DensePath, Target
+from struprune_plugin.maths.statistics import Moments, MomentSums, add_moments, reorder_moments
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.units.group import UnitGroup
+
+_HOLD_EVERY = 4  # sequences
+
+
+@dataclass(frozen=True)
+class GroupMoments:
+    """The statistics of one group's consumer, inputs in unit order.
+
+    :param all: of all sequences
+    :param held: of those held out, which are a part of them; None where there are none
+    """
+
+    all: Moments
+    held: Moments | None = None
+
+
+class MomentGatherer:
+    """Sums of the moments of groups while they grow.
+
+    :param hold_out: gather every fourth sequence apart
+    :param num_before: sequences of the processes before this one, so that every fourth is counted through all
+    """
+
+    def __init__(self, room: Room, hold_out: bool = False, num_before: int = 0):
+        self._room, self._hold_out, self._num_before = room, hold_out, num_before
+        self._sums: dict[str, MomentSums] = {}
+        self._held: dict[str, MomentSums] = {}
+        self._visits: dict[str, int] = {}  # sequences seen, by group
+
+    def has(self, group: UnitGroup) -> bool:
+        """Tell whether a group's moments have been gathered."""
+        return group.name in self._sums
+
+    def add(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:
+        """Count every token once: with the rest or, in sequences held out, apart; the two are added when all are counted."""
+
+        def count(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
+            if group.name not in store:
+                store[group.name] = make_group_sums(layer, group, visit.inputs.device, self._room, apart)
+            accumulate_tokens(store[group.name], visit.inputs, visit.target, tokens, group, self._room)
+
+        tokens = visit.call.tokens
+        if self._hold_out:
+            first = self._visits.get(group.name, self._num_before)
+            self._visits[group.name] = first + len(visit.call.hidden)
+            rest, apart = _split_tokens(visit.call, first)
+            tokens = rest if len(apart) else tokens
+            if len(apart) or count_ranks() > 1:  # with several processes empty ones are sent too
+                count(self._held, apart, apart=True)
+        count(self._sums, tokens, apart=False)
+
+    def finish(self, group: UnitGroup) -> GroupMoments:
+        """Return a group's moments, of all processes' batches, whole in the first process, once."""
+        moments, sums = self._close(self._sums.pop(group.name), group), self._held.pop(group.name, None)
+        if sums is None:
+            return GroupMoments(moments)
+        held = self._close(sums, group)
+        add_moments(moments, held)
+        return GroupMoments(moments, held if held.num_tokens else None)
+
+    def _close(self, sums: MomentSums, group: UnitGroup) -> Moments:
+        """Return sums as moments, on the host where its systems are solved there; those of other processes added."""
+        reduce_sums(sums.list_parts())
+        with self._room.solving():
+            return _reorder(sums.gather(self._room.fetch), group)
+
+    def clear(self) -> None:
+        """Forget a layer."""
+        for store in (self._sums, self._held, self._visits):
+            store.clear()
+
+
+class LayerObserver:
+    """What one decoder layer after the other shows: its calls, its groups' moments, and the dense path beside.
+
+    While a layer runs on the pruned path's inputs, the statistics of its first group are gathered, and the dense layer
+    runs on the dense hidden states. Once that group is pruned, the layer runs again for the next. Hidden states live on the
+    host; a micro-batch at a time visits the device.
+
+    :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
+    """
+
+    def __init__(
+        self, target: Target, room: Room, all_groups: bool = False, hold_out: bool = False, num_before: int = 0
+    ):
+        self.dense = DensePath(target, room)
+        self.calls: list[LayerCall] = []
+        self._room = room
+        self._all_groups = all_groups
+        self._moments = MomentGatherer(room, hold_out, num_before)
+        self._propagates = False
+        self._notice = ExitStack()
+        self._watch = ExitStack()
+        self._count: Callable[[Tensor], None] = lambda _output: None  # takes in what the watch saw
+
+    def before_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], args: tuple, kwargs: dict[str, Any]) -> None:
+        """Take the arguments of a layer's call; run the dense path; watch the call for the first group.
+
+        In the first layer the two paths are one, which is run once.
+        """
+        call = LayerCall.record(args, kwargs, self.calls[-1] if self.calls else None, self._room)
+        self.calls.append(call)
+        counted = groups if self._all_groups else groups[:1]
+        is_dense = self.dense.is_pruned_path
+        self.dense.run(layer, groups, call)
+        watched = groups if is_dense else counted
+        take = self._watch.enter_context(capture_streams(layer, watched))
+        if self._propagates and not any(group.wiring.parallel for group in watched):
+            self._watch.enter_context(skip_linears(layer, groups[len(watched) :]))
+
+        def count(output: Tensor) -> None:
+            streams = {group.name: take(group) for group in watched}
+            if is_dense:
+                self.dense.keep(groups, streams, output)
+            for group in counted:
+                stream = streams[group.name]
+                target = self.dense.find_target(group, stream, -1)
+                self._moments.add(layer, group, Visit(stream.source, stream.inputs, target, call))
+
+        self._count = count
+
+    def after_layer(self, output: Any) -> None:
+        """Close the watch that :meth:`before_layer` opened, and count what it saw."""
+        self._watch.close()
+        self._count(take_hidden(output))
+
+    def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
+        """Return the moments of the next group: gathered already for a layer's first, by a pass for the others."""
+        if not self._moments.has(group):
+            for visit in self.visit_batches(layer, group, progress):
+                self._moments.add(layer, group, visit)
+        return self._moments.finish(group)
+
+    def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
+        """Run the layer, as it now is, on every recorded batch of the pruned path."""
+        stop = self.dense.knows(group, len(self.calls)) and not group.wiring.parallel
+        with HooksMixin.disable_hooks(), capture_streams(layer, [group], stop) as take:
+            for index, call in enumerate(tqdm(self.calls, desc=progress)):
+                with suppress(Stopped):
+                    call.repeat(layer, self._room)
+                stream = take(group)
+                yield Visit(stream.source, stream.inputs, self.dense.find_target(group, stream, index), call)
+
+    def finish_layer(self) -> None:
+        """Forget the layer; its dense outputs become the next layer's dense inputs."""
+        self.dense.finish_layer()
+        self.calls.clear()
+        self._moments.clear()
+
+    def watch_propagation(self, layer: nn.Module) -> None:
+        """Notice that a finished layer runs again: nobody then reads the outputs of its calibration passes."""
+        self._notice.close()
+
+        def see(_module: nn.Module, _args: tuple) -> None:
+            self._propagates = True
+
+        if not self._propagates:
+            self._notice.callback(layer.register_forward_pre_hook(see).remove)
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        self._watch.close()
+        self._notice.close()
+
+
+def make_group_sums(
+    layer: nn.Module, group: UnitGroup, device: torch.device, room: Room, apart: bool = False
+) -> MomentSums:
+    """Return empty float32 sums for a group's consumer, on a device or, where the room's placement says so, on the host.
+
+    :param device: where its inputs are
+    :param apart: of sequences held out
+    """
+    consumer, placement = find_linear(layer, group.consumer), room.placement
+    sizes = consumer.in_features, consumer.out_features
+    if not (placement.hold_on_host if apart else placement.gather_on_host):
+        return MomentSums(*sizes, device, torch.float32, placement.tokens)
+    with room.on_host() as host:
+        return MomentSums(*sizes, host, torch.float32, placement.tokens, placement.rows, room.to_host)
+
+
+def accumulate_tokens(
+    sums: MomentSums, inputs: Tensor, targets: Tensor, tokens: Tensor | None, group: UnitGroup, room: Room
+) -> None:
+    """Add the tokens of one micro-batch that are no padding, and refuse what is not finite.
+
+    :raises ValueError: NaN or Inf among the activations; the message names the linear
+    """
+    targets = room.to_device(targets, inputs.device)
+    if tokens is not None:
+        tokens = room.to_device(tokens, inputs.device)
+        inputs, targets = inputs[tokens], targets[tokens]
+    sums.add(inputs, targets)
+    if not sums.is_finite():
+        raise ValueError(
+            f"{group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
+            "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
+        )
+
+
+def _reorder(moments: Moments, group: UnitGroup) -> Moments:
+    """Bring the inputs of moments gathered in the module's order to unit order."""
+    if group.repeats == 1:
+        return moments
+    order = torch.arange(group.num_columns, device=moments.gram.device)
+    return reorder_moments(moments, group.to_unit_order(order))
+
+
+def _split_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:
+    """Return the flat indices of the tokens that are no padding, int64: those to count, and those of every fourth sequence.
+
+    :param first: sequences before this batch
+    """
+    batch, length = call.hidden.shape[:2]
+    apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
+    valid = torch.ones_like(apart)
+    if call.tokens is not None:
+        valid = torch.zeros_like(apart).index_fill(0, call.tokens.cpu(), True)
+    return (valid & ~apart).nonzero().flatten(), (valid & apart).nonzero().flatten()

@@ -1,0 +1,96 @@
+"""Prune one decoder layer. The page to read first: everything else in this package serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from struprune_plugin.device.room import Room
+from struprune_plugin.layer.decide import Decision, decide_group
+from struprune_plugin.layer.gather import LayerObserver
+from struprune_plugin.layer.methods import Methods, Plan
+from struprune_plugin.layer.records import GroupRecord
+from struprune_plugin.layer.restore import can_refine, refine_group
+from struprune_plugin.layer.signals import Signals
+from struprune_plugin.layer.tuning import TuningRecord, tune_layer
+from struprune_plugin.model.surgery import rotate_group, slice_group
+from struprune_plugin.model.units.group import UnitGroup
+
+
+@dataclass(frozen=True)
+class LayerOutcome:
+    """What became of one decoder layer.
+
+    :param groups: a record a group, in order
+    :param tuning: None where the layer was not tuned
+    :param changed: whether anything has gone from this layer or from one before it
+    """
+
+    groups: list[GroupRecord]
+    tuning: TuningRecord | None
+    changed: bool
+
+
+def prune_layer(
+    layer: nn.Module,
+    groups: Sequence[UnitGroup],
+    observed: LayerObserver,
+    plan: Plan,
+    methods: Methods,
+    signals: Signals,
+    room: Room,
+    changed: bool = False,
+    progress: str = "",
+) -> LayerOutcome:
+    """Remove units from every group of a decoder layer, in place, and restore what remains.
+
+    Each group in turn: statistics of its consumer's inputs, as the groups before it left them; which units stay and what the
+    weights on them are; surgery. A layer is left alone as long as nothing has gone: its inputs are the dense ones.
+
+    :param groups: of this layer, in the order in which the model computes them
+    :param observed: what the layer has shown on the calibration data, and can show again
+    :param plan: how many units each group keeps
+    :param changed: whether anything has gone from a layer before
+    :param progress: where the run is, for progress bars
+    """
+    records = []
+    for group in groups:
+        with room.stage("statistics"):
+            gathered = observed.collect_moments(layer, group, f"{progress}{group.consumer.split('.')[-1]} statistics")
+        changed = changed or plan.kept[group.name] < group.num_units
+        with room.stage("select and solve"):
+            decision = decide_group(layer, group, gathered, observed, plan, methods, signals, room, restores=changed)
+        del gathered
+        record = decision.record
+        if changed and methods.restoration.refines and can_refine(group):
+            record = _refine(layer, group, decision, observed, methods, room)
+        elif changed:
+            with room.stage("surgery"):
+                _slice(layer, group, decision, room)
+        records.append(record)
+    tuning = None
+    if methods.tuning and changed:
+        with room.stage("tuning"):
+            where = groups[0].layer_name if groups else ""
+            tuning = tune_layer(layer, observed.calls, observed.dense.outputs, methods.tuning, where, room)
+    return LayerOutcome(records, tuning, changed)
+
+
+def _slice(layer: nn.Module, group: UnitGroup, decision: Decision, room: Room) -> None:
+    producers = {} if decision.rows is None else {next(iter(group.producers)): decision.rows}
+    slice_group(layer, group, decision.keep, decision.weight, producers)
+    room.release(layer)
+
+
+def _refine(
+    layer: nn.Module, group: UnitGroup, decision: Decision, observed: LayerObserver, methods: Methods, room: Room
+) -> GroupRecord:
+    """Slice by way of ADMM; return the record with what it did."""
+    if decision.basis is not None:
+        rotate_group(layer, group, decision.basis)
+    with room.stage("admm"):
+        admm = refine_group(layer, group, decision.keep, decision.weight, observed, methods, room)
+    solve = replace(decision.record.solve, admm=admm, error_after=admm.error_after)
+    return replace(decision.record, solve=solve)

@@ -1,0 +1,20 @@
+"""What was measured of the whole dense model, once, and is handed on from pass to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Measurements by group name, on the host; empty where they were not asked for.
+
+    :param roots: square root of the Fisher information of the consumer's output, shape [d, d], float64
+    :param saliency: SNIP's score of every unit, shape [units], float64
+    """
+
+    roots: Mapping[str, Tensor] = field(default_factory=dict)
+    saliency: Mapping[str, Tensor] = field(default_factory=dict)

@@ -1,0 +1,175 @@
+"""Re-solve the weights that remain, from moments alone.
+
+Legend as in ``statistics.py``: H gram [n + 1, n + 1], C cross [d, n + 1], W weights [d, n + 1] with the bias last.
+Every solve works on *damped* moments (:func:`~struprune_plugin.maths.solve.damp_moments`), in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from struprune_plugin.maths.statistics import Moments, measure_error, subtract_moments, with_bias_index
+
+MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
+DAMPING = 0.01  # where none was chosen
+_DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
+
+
+@dataclass(frozen=True)
+class SolvedWeights:
+    """Weights re-solved on the kept inputs.
+
+    :param weight: shape [d, k + 1], float64, bias last
+    :param condition_number: estimate of the 2-norm condition number of the damped system
+    """
+
+    weight: Tensor
+    condition_number: float
+
+
+def damp_moments(moments: Moments, weight: Tensor, damping: float, has_bias: bool = True) -> Moments:
+    """Add ``lambda = damping * mean(diag H)`` worth of pseudo-tokens that say "the given weights are right".
+
+    ``H + lambda I``, ``C + lambda W``, ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped: the minimiser of the
+    damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2``, and elimination, error curves and solves all
+    follow from the damped moments alone.
+    Differs from the source: method.md section 6 damps towards zero, which shrinks every solve; damped towards the
+    dense weights, an unpruned layer with a local target stays as it is.
+
+    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    :param damping: at least 0, relative to the mean diagonal of H
+    :param has_bias: False for a linear without bias: every solve then gives it a bias of 0
+    :return: float64 moments
+    """
+    gram, cross = (part.to(torch.float64, copy=True) for part in (moments.gram, moments.cross))
+    strength = damping * gram.diagonal()[:-1].mean()
+    gram.diagonal()[:-1].add_(strength)
+    cross[:, :-1].add_(strength * weight[:, :-1])
+    if not has_bias:
+        _uncouple_bias(gram, cross)
+    energy = moments.target_energy + strength * weight[:, :-1].square().sum()
+    return Moments(gram, cross, energy, moments.absolute_sum)
+
+
+def _uncouple_bias(gram: Tensor, cross: Tensor) -> None:
+    """Make every solve give a bias of 0, in place."""
+    gram[-1], gram[:, -1], cross[:, -1] = 0, 0, 0
+    gram[-1, -1] = 1
+
+
+def weigh_outputs(damped: Moments, root: Tensor, weight: Tensor) -> Moments:
+    """Return moments under which an error e of the output counts as ``||R e||^2``.
+
+    The re-solved weights do not depend on R (theirs are R W); which units should go, and the error of a choice, do. The
+    energy is that of the target that the given weights reproduce exactly, ``tr(R W H W^T R^T)``: the ``local`` one. For other
+    targets it is off by a constant, which changes no order.
+
+    :param root: R, shape [d, d], float64
+    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    """
+    moved = root @ weight
+    return replace(damped, cross=root @ damped.cross, target_energy=(moved @ damped.gram * moved).sum())
+
+
+def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWeights:
+    """Solve ``W = C_S H_SS^-1`` on the kept inputs S and the bias, by Cholesky.
+
+    Source: method.md section 6, ``least_squares``.
+
+    :param damped: from :func:`damp_moments`
+    :param columns: kept input columns, sorted, shape [k], int64
+    :param where: name of the linear, for the error
+    :raises ValueError: the damped system is singular or its condition number exceeds 1e12
+    """
+    rows = with_bias_index(columns, damped.gram.shape[0] - 1)
+    factor = factorize_in_place(damped.gram[rows[:, None], rows], where)
+    condition = _estimate_condition(factor)
+    if not condition <= MAX_CONDITION:
+        raise _describe_singular(where, condition, len(columns))
+    weight = _solve_factorized(factor, damped.cross[:, rows].T).T
+    return SolvedWeights(weight.contiguous(), condition)
+
+
+def choose_damping(
+    moments: Moments, held: Moments, weight: Tensor, columns: Tensor, has_bias: bool, where: str
+) -> float:
+    """Return the damping whose solve on the other tokens has the least error on the held-out ones.
+
+    :param moments: of all tokens
+    :param held: of a part of them
+    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    :param columns: kept input columns, sorted, shape [k]
+    """
+    rows = with_bias_index(columns, weight.shape[1] - 1)
+    scale = float((moments.gram.diagonal()[:-1].double() - held.gram.diagonal()[:-1]).mean())
+    held = _restrict_moments(held, rows)
+    rest = subtract_moments(_restrict_moments(moments, rows), held)
+    if not has_bias:
+        _uncouple_bias(rest.gram, rest.cross)
+    dense = torch.nn.functional.pad(weight[:, columns], (0, 1))  # the bias is not damped
+    system = torch.empty_like(rest.gram)
+
+    def measure(damping: float) -> float:
+        system.copy_(rest.gram).diagonal()[:-1].add_(damping * scale)
+        cross = torch.add(rest.cross, dense, alpha=damping * scale)
+        return measure_error(held, _solve_factorized(factorize_in_place(system, where), cross.T).T)
+
+    return min(_DAMPINGS, key=measure)
+
+
+def _restrict_moments(moments: Moments, rows: Tensor) -> Moments:
+    """Return the float64 moments of some inputs, a copy."""
+    gram, cross = moments.gram[rows[:, None], rows].double(), moments.cross[:, rows].double()
+    return replace(moments, gram=gram, cross=cross)
+
+
+def factorize_in_place(system: Tensor, where: str) -> Tensor:
+    """Return the lower Cholesky factor of a damped system within its own storage, or raise with its name."""
+    factor = system.mT  # the same matrix, by columns, as LAPACK wants it
+    info = torch.empty((), dtype=torch.int32, device=system.device)
+    torch.linalg.cholesky_ex(factor, out=(factor, info))
+    if int(info) or not factor.diagonal().isfinite().all():
+        raise _describe_singular(where, float("inf"), len(system) - 1)
+    return factor
+
+
+def _solve_factorized(factor: Tensor, right: Tensor) -> Tensor:
+    """Return ``H^-1 B`` from the Cholesky factor of H; ``torch.cholesky_solve`` would copy it."""
+    half = torch.linalg.solve_triangular(factor, right, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+
+
+def invert_in_place(gram: Tensor, where: str) -> Tensor:
+    """Return the inverse of a damped Gram matrix within its own storage.
+
+    :raises ValueError: it is singular; the message names ``where``
+    """
+    factor = factorize_in_place(gram, where)
+    return torch.cholesky_inverse(factor, out=factor)
+
+
+def _describe_singular(where: str, condition: float, num_inputs: int) -> ValueError:
+    return ValueError(
+        f"{where}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, "
+        f"got {condition:.3g} ({num_inputs} inputs). Raise damping, or calibrate with more text."
+    )
+
+
+def _estimate_condition(factor: Tensor, iterations: int = 12) -> float:
+    """Estimate the 2-norm condition number of a matrix from its Cholesky factor, by power iterations."""
+    vector = torch.ones(len(factor), 1, dtype=factor.dtype, device=factor.device)
+    inverse_vector = vector / vector.norm()
+    vector = inverse_vector
+    for _ in range(iterations):
+        vector = factor @ (factor.mT @ (vector / vector.norm()))
+        inverse_vector = _solve_factorized(factor, inverse_vector / inverse_vector.norm())
+    return float(vector.norm() * inverse_vector.norm())
+
+
+def find_root(matrix: Tensor) -> Tensor:
+    """Return the symmetric square root of a positive semidefinite matrix, shape [d, d], float64."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.T

@@ -1,0 +1,100 @@
+"""Find the coupled units of every decoder layer.
+
+A *unit* is the smallest thing that can go: an FFN channel, an attention head (under grouped-query attention a KV head
+with its query heads), or one value channel of one value head. A *group* is all units of one module that share a
+consuming linear: the linear whose input columns go with them (``fc2``, ``o_proj``). Its producing linears lose the
+matching output rows.
+
+Everything outside the model's rooms sees the consumer's columns in *unit order*: those of one unit side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from compressed_tensors.utils import match_name
+from torch import Tensor, nn
+
+from struprune_plugin.model.families import Family, find_family
+from struprune_plugin.model.layers import find_decoder_layers, find_linear, has_ffn
+from struprune_plugin.model.units.ffn import FFN
+from struprune_plugin.model.units.group import UnitGroup, UnitKind, Wiring, count_unit_parameters
+from struprune_plugin.model.units.heads import HEAD
+from struprune_plugin.model.units.values import VALUE
+
+AttentionUnit = Literal["head", "vo", "none"]
+ATTENTION_UNITS: dict[str, tuple[UnitKind, ...]] = {"head": (HEAD,), "vo": (VALUE,), "none": ()}
+
+__all__ = [
+    "FFN",
+    "HEAD",
+    "VALUE",
+    "AttentionUnit",
+    "UnitGroup",
+    "UnitKind",
+    "Wiring",
+    "find_groups",
+    "list_head_weights",
+]
+
+
+def find_groups(
+    model: nn.Module,
+    attention_unit: AttentionUnit,
+    prune_ffn: bool = True,
+    targets: Sequence[str] = ("re:.*",),
+    ignore: Sequence[str] = (),
+) -> list[UnitGroup]:
+    """Find the groups of coupled units to prune, in the order in which the model computes them.
+
+    :param attention_unit: ``head`` (method.md section 1), ``vo`` (value channels, the same number from every head) or
+        ``none``
+    :param targets: names of consuming linears, exact or ``re:<pattern>``, as in the host's recipes
+    :param ignore: the same, for those to leave alone
+    :raises ValueError: unsupported architecture; a target or the whole choice matches nothing
+    """
+    family = find_family(model)
+    groups = []
+    for index, (name, layer) in enumerate(find_decoder_layers(model)):
+        kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn and has_ffn(family, layer) else [])]
+        groups += [_describe_group(kind, family, index, name, layer) for kind in kinds]
+    for target in (*targets, *ignore):
+        if groups and not any(match_name(group.name, target) for group in groups):
+            raise ValueError(
+                f"targets: {target!r} must match the consuming linear of a module to prune, got no match "
+                f"({len(groups)} candidates, the first is {groups[0].name!r}). Correct the name or the pattern."
+            )
+    chosen = [
+        group
+        for group in groups
+        if any(match_name(group.name, target) for target in targets)
+        and not any(match_name(group.name, target) for target in ignore)
+    ]
+    if not chosen:
+        raise ValueError(
+            "targets: at least one module must be left to prune, got none "
+            f"(attention_unit={attention_unit}, prune_ffn={prune_ffn}). Choose a unit or widen targets."
+        )
+    return chosen
+
+
+def _describe_group(kind: UnitKind, family: Family, index: int, name: str, layer: nn.Module) -> UnitGroup:
+    group = kind.describe(family, index, name, layer)
+    return replace(group, unit_cost=count_unit_parameters(layer, group))
+
+
+def list_head_weights(model: nn.Module, layer: nn.Module) -> list[Tensor]:
+    """Return all weights of every head (rows of Q, K and V, columns of O), flattened, one tensor a head.
+
+    Under grouped-query attention a head is a KV head with its query heads.
+    """
+    group = HEAD.describe(find_family(model), 0, "", layer)
+    parts = []
+    for name in group.producers:
+        weight, owners = find_linear(layer, name).weight.detach(), group.find_row_owners(name)
+        parts.append(weight[owners.argsort(stable=True).to(weight.device)].unflatten(0, (group.num_units, -1)))
+    parts.append(find_linear(layer, group.consumer).weight.detach().T.unflatten(0, (group.num_units, -1)))
+    return [torch.cat([part[head].flatten() for part in parts]) for head in range(group.num_units)]

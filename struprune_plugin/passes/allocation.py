@@ -1,0 +1,175 @@
+"""The allocation pass: what every module's importance and error curve are on the dense model, and the plan that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from struprune_plugin.device.ranks import Parcel, count_ranks, decide_once
+from struprune_plugin.device.room import Room
+from struprune_plugin.layer.criteria import Ranking, read_dense
+from struprune_plugin.layer.decide import weigh_moments
+from struprune_plugin.layer.gather import LayerObserver
+from struprune_plugin.layer.methods import Methods, Plan
+from struprune_plugin.layer.records import AllocationRecord
+from struprune_plugin.layer.signals import Signals
+from struprune_plugin.layer.targets import TARGETS
+from struprune_plugin.maths.curves import measure_deletion_curve, measure_restored_curve
+from struprune_plugin.maths.rotation import eliminate_directions, order_directions, rotate_moments
+from struprune_plugin.maths.rounding import (
+    GroupSize,
+    check_budget,
+    find_group_sparsity,
+    measure_uniform_slack,
+    round_kept_counts,
+    round_uniform_counts,
+)
+from struprune_plugin.maths.solve import damp_moments
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.passes.rules import RULES, AllocationSettings, Evidence, Subject
+
+
+class AllocationPass:
+    """A pass over the dense model that changes nothing and ends in a :class:`~struprune_plugin.layer.methods.Plan`.
+
+    One decoder layer is on the device at a time; of each module only its importance, its scores and its error curve stay.
+
+    :param groups: of all layers
+    :param sizes: theirs, for the budget
+    :ivar plan: once the pass is over
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[UnitGroup],
+        sizes: Sequence[GroupSize],
+        settings: AllocationSettings,
+        methods: Methods,
+        signals: Signals,
+        room: Room,
+    ):
+        self.plan: Plan | None = None
+        self._groups, self._sizes = groups, sizes
+        self._settings, self._rule = settings, RULES[settings.name]
+        self._methods, self._signals, self._room = methods, signals, room
+        self._observer = LayerObserver(TARGETS["local"], room, all_groups=True)
+        self._evidence: dict[str, Evidence] = {}
+        self._model: PreTrainedModel | None = None
+
+    def begin(self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]]) -> None:
+        self._model = model
+
+    def see_tokens(self, tokens: Tensor) -> None:
+        """Nothing depends on them."""
+
+    def before_layer(self, name: str, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        with self._room.stage("statistics"):
+            self._observer.before_layer(layer, self._groups_of(name), args, kwargs)
+
+    def after_layer(self, output: Any) -> None:
+        with self._room.stage("statistics"):
+            self._observer.after_layer(output)
+
+    def end_layer(self, name: str, layer: nn.Module) -> None:
+        for group in self._groups_of(name):
+            self._evidence[group.name] = self._measure_group(layer, group)
+        self._observer.finish_layer()
+
+    def finish(self) -> None:
+        self._observer.close()
+        missing = [group.name for group in self._groups if group.name not in self._evidence]
+        assert not missing, f"no calibration data reached {missing}"
+        share = find_group_sparsity(self._sizes, self._settings.num_prunable, self._settings.sparsity)
+        self.plan = self._rule.decide(self._sizes, self._evidence, share, self._settings)
+
+    def abort(self) -> None:
+        self._observer.close()
+
+    def _groups_of(self, layer_name: str) -> list[UnitGroup]:
+        return [group for group in self._groups if group.layer_name == layer_name]
+
+    def _measure_group(self, layer: nn.Module, group: UnitGroup) -> Evidence:
+        """Return a group's importance, its error curve and its scores; the first of several processes measures."""
+        with self._room.stage("statistics"):
+            moments = self._observer.collect_moments(layer, group, "statistics").all
+
+        def measure() -> Evidence:
+            has_bias = find_linear(layer, group.consumer).bias is not None
+            dense = read_dense(layer, group, self._room)
+            damped = damp_moments(moments, dense, self._methods.damping, has_bias)
+            weighed = weigh_moments(group, damped, dense, self._signals, self._room)
+            ranked = weighed if self._methods.criterion.eliminates else damped
+            args = (layer, group, moments, ranked, self._observer, self._methods, self._signals, self._room)
+            curve, scores = self._measure_curve(Ranking(*args), weighed, dense)
+            assert self._model is not None
+            importance = self._rule.weigh(Subject(self._model, layer, group, scores, None), self._settings)
+            return Evidence(importance, self._room.to_host(curve), self._room.to_host(scores))
+
+        with self._room.stage("curves"), self._room.solving():
+            return decide_once(measure, _pack, _unpack, torch.device("cpu"))
+
+    def _measure_curve(self, ranking: Ranking, weighed: Any, dense: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a group's error for every number of kept units, and the score of every unit."""
+        group, methods = ranking.group, self._methods
+        if methods.rotates(group):
+            rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
+            weighed = rotate_moments(weighed, rotation.basis, group.columns_per_unit)
+            order, scores = order_directions(rotation)
+        else:
+            order, scores = methods.criterion.rank(ranking, group.num_units)
+        if methods.restoration.solves:  # ADMM too starts from and closes with the least-squares solve
+            return measure_restored_curve(weighed, order, group.columns_per_unit, group.name), scores
+        root = self._signals.roots.get(group.name)
+        moved = dense if root is None else self._room.place(root, dense) @ dense
+        return measure_deletion_curve(weighed, moved, order, group.columns_per_unit), scores
+
+
+def _pack(evidence: Evidence) -> Parcel:
+    return {"importance": evidence.importance}, [evidence.curve, evidence.scores]
+
+
+def _unpack(parcel: Parcel) -> Evidence:
+    record, (curve, scores) = parcel
+    return Evidence(record["importance"], curve, scores)
+
+
+def take_batches(
+    loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup], samples: int
+) -> list[dict[str, Tensor]]:
+    """Return the first batches that hold so many samples and four tokens an input of the widest module, or this process'
+    share of these."""
+    ranks = count_ranks()
+    needed = 4 * max(group.num_columns for group in groups) / ranks
+    batches: list[dict[str, Tensor]] = []
+    sequences = tokens = 0
+    for batch in loader:
+        batches.append(batch)
+        sequences += len(batch["input_ids"])
+        tokens += int(batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel())
+        if sequences >= samples / ranks and tokens >= needed:
+            break
+    return batches
+
+
+def make_uniform_plan(
+    sizes: Sequence[GroupSize], share: float, allowed: Callable[[str, int], bool] | None = None
+) -> Plan:
+    """Give every group the same sparsity, rounded so that the budget is met.
+
+    :param share: sparsity over the groups' own parameters
+    :param allowed: where all layers must be of one size: whether a kind of modules may keep so many units
+    :raises ValueError: rounding misses the budget
+    """
+    if allowed is None:
+        counts = round_kept_counts(sizes, [share] * len(sizes))
+        check_budget(sizes, counts, share)
+    else:
+        counts = round_uniform_counts(sizes, share, allowed)
+        check_budget(sizes, counts, share, measure_uniform_slack(sizes))
+    kept = {size.name: count for size, count in zip(sizes, counts, strict=True)}
+    return Plan(kept, AllocationRecord("uniform"))

@@ -1,0 +1,199 @@
+"""The recipe: read, by path or by name, changed, and refused wherever the host would pass over a part of it in silence."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from llmcompressor.modifiers import Modifier
+from llmcompressor.recipe import Recipe
+from pydantic import ValidationError
+
+from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+
+_PACKAGE = Path(__file__).parent
+_PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")  # of the installed package; of a checkout
+_OURS: dict[str, type[Modifier]] = {
+    "StruPruneModifier": StruPruneModifier,
+    "StructPruneModifier": StruPruneModifier,
+    "SparsityAllocatorModifier": SparsityAllocatorModifier,
+    "LoRARecoveryModifier": LoRARecoveryModifier,
+}
+# what an allocation stage and the pruning stage after it must agree on, so that one change sets it in both
+_AGREED = {"sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple", "memory_budget"}
+
+
+def list_recipes() -> dict[str, Path]:
+    """Return the recipes that ship with the package, by name."""
+    place = next((place for place in _PLACES if place.is_dir()), None)
+    return {file.stem: file for file in sorted(place.glob("*.yaml"))} if place else {}
+
+
+def describe_recipe(file: Path) -> str:
+    """Return the first sentence of the comment that a recipe begins with."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.lstrip("# ") for line in comment)
+    found = re.match(r".*?[.](?= |$)", text)
+    return found[0] if found else text
+
+
+def load_recipe(
+    recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe, changes: dict[str, Any] | None = None
+) -> Recipe:
+    """Read a recipe, and refuse every part of it that the host would pass over in silence.
+
+    :param recipe: a YAML file, the name of one that ships with the package, a YAML text, or modifiers
+    :param changes: fields to set, for recipes given as a file, a name or a text: ``Modifier.field`` in that modifier, a bare
+        ``field`` in the modifier of StruPrune's that has it
+    :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
+        ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields; a
+        bare field that several modifiers have
+    """
+    if recipe is None:
+        raise ValueError("recipe: must be a YAML file, a YAML text or modifiers, got None. Pass recipe=….")
+    if not isinstance(recipe, (str, os.PathLike)):
+        loaded = Recipe.create_instance(recipe)
+    else:
+        where, content = _read_recipe(recipe)
+        _check_recipe_form(where, content)
+        _change_fields(where, content, changes or {})
+        try:
+            loaded = Recipe.from_dict(content)
+        except ValidationError as error:
+            details = "; ".join(
+                f"{'.'.join(str(part) for part in e['loc']) or error.title}: {e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors()
+            )
+            raise ValueError(f"{where}: {error.title} refuses the recipe: {details}") from None
+    if not loaded.modifiers:
+        raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
+    return loaded
+
+
+def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
+    text = os.fspath(recipe)
+    where = "recipe"
+    if "\n" not in text:
+        where = text
+        try:
+            text = _find_recipe(text).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Is it a recipe?") from None
+    try:
+        return where, yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())}") from None
+
+
+def _find_recipe(name: str) -> Path:
+    """Return the file of a recipe: the path itself, or that of a name that ships with the package.
+
+    :raises ValueError: neither
+    """
+    if os.path.isfile(name):
+        return Path(name)
+    known = list_recipes()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), known, n=1)
+    remedy = f"Did you mean {near[0]}?" if near else "Correct the path; `struprune recipes` lists the names."
+    raise ValueError(
+        f"recipe: must be an existing file, a YAML text or the name of a recipe that ships with the package, got {name!r}. "
+        + remedy
+    )
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses the same key twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {key for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.YAMLError(f"{sorted(map(str, twice))} twice in one mapping, line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _check_recipe_form(where: str, content: Any) -> None:
+    form = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{where}: must be a mapping of the form {form}, got {type(content).__name__}.")
+    for stage, groups in content.items():
+        if stage == "args":
+            raise ValueError(
+                f"{where}: 'args' must be left out, the host never substitutes them. Write values in place."
+            )
+        if not str(stage).endswith("_stage") or not isinstance(groups, dict) or not groups:
+            raise ValueError(
+                f"{where}: {stage!r} must be a stage of the form {form}. Name it '…_stage' and nest groups in it."
+            )
+        for group, modifiers in groups.items():
+            if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
+                raise ValueError(
+                    f"{where}: {stage}.{group} must be a mapping of modifiers under a name that ends in '_modifiers', "
+                    f"got {type(modifiers).__name__} (form {form})."
+                )
+            for name, fields in modifiers.items():
+                if not isinstance(fields, dict):
+                    raise ValueError(
+                        f"{where}: {stage}.{group}.{name} must be a mapping of fields, got {fields!r}. Write {{}} for none."
+                    )
+
+
+def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Set fields: ``Modifier.field`` in that modifier, a bare ``field`` in the one modifier of ours that has it."""
+    present: dict[str, list[dict[str, Any]]] = {}
+    for groups in content.values():
+        for modifiers in groups.values():
+            for name, fields in modifiers.items():
+                present.setdefault(name, []).append(fields)
+    for change in sorted(changes, key=lambda change: "." in change):  # the more precise one has the last word
+        name, dot, field = change.rpartition(".")
+        names = _find_holders(where, name, field, list(present)) if dot else _find_owners(where, field, list(present))
+        for holder in names:
+            for fields in present[holder]:
+                fields[field] = changes[change]
+
+
+def _find_holders(where: str, name: str, field: str, present: list[str]) -> list[str]:
+    """Return the modifier of a ``Modifier.field``, by either of its names.
+
+    :raises ValueError: it is not in the recipe, or has no such field
+    """
+    names = [other for other in present if other == name or (name in _OURS and _OURS.get(other) is _OURS[name])]
+    if not names:
+        raise ValueError(f"{where}: {name!r} must be a modifier of the recipe, which holds {', '.join(present)}.")
+    if name in _OURS and field not in _OURS[name].model_fields:
+        known = ", ".join(_list_fields(_OURS[name]))
+        raise ValueError(f"{where}: {field!r} must be a field of {name}, known are {known}.")
+    return names
+
+
+def _find_owners(where: str, field: str, present: list[str]) -> list[str]:
+    """Return the modifiers of ours in which a bare field is to be set.
+
+    :raises ValueError: none has it, or several that need not agree on it do
+    """
+    owners = [name for name in present if name in _OURS and field in _OURS[name].model_fields]
+    if not owners:
+        known = sorted({f for name in present if name in _OURS for f in _list_fields(_OURS[name])})
+        raise ValueError(
+            f"{where}: {field!r} must be a field of one of its modifiers, known are {', '.join(known) or 'none'}."
+        )
+    kinds = {_OURS[name] for name in owners}
+    if len(kinds) > 1 and not (field in _AGREED and LoRARecoveryModifier not in kinds):
+        forms = " or ".join(f"{name}.{field}" for name in owners)
+        raise ValueError(
+            f"{where}: {field!r} must say which modifier it is set in, {' and '.join(owners)} have it. Give {forms}."
+        )
+    return owners
+
+
+def _list_fields(kind: type[Modifier]) -> list[str]:
+    return sorted(set(kind.model_fields) - set(Modifier.model_fields))

@@ -1,0 +1,118 @@
+"""A model lent for training, and the low-rank adapters on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from compressed_tensors.offload import remove_dispatch, set_onload_device
+from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.utils import match_name, patch_attr
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from struprune_plugin.model.families import find_family
+from struprune_plugin.model.layers import find_decoder_layers, list_linears
+
+
+def match_linears(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
+    """Return the full names of the decoder layers' linears that targets name, all where None.
+
+    :param targets: full names, names within a decoder layer (``self_attn.q_proj``), last parts of them (``q_proj``), or
+        ``re:<pattern>`` on full names
+    :raises ValueError: a target matches nothing
+    """
+    family = find_family(model)
+    names = [f"{name}.{linear}" for name, layer in find_decoder_layers(model) for linear in list_linears(family, layer)]
+    if targets is None:
+        return names
+    matches = {
+        target: {name for name in names if match_name(name, target) or f".{name}".endswith(f".{target}")}
+        for target in targets
+    }
+    for target, found in matches.items():
+        if not found:
+            leaves = ", ".join(dict.fromkeys(name.split(".")[-1] for name in names))
+            raise ValueError(
+                f"LoRARecoveryModifier: targets must match linears of the decoder layers, got {target!r} that matches none "
+                f"({len(names)} candidates, the first is {names[0]!r}). Use {leaves}, or re:<pattern> on full names."
+            )
+    return [name for name in names if any(name in found for found in matches.values())]
+
+
+@contextmanager
+def lift_dispatch(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Free a model of the host's offloading, all of it in host memory, and put it back in the end."""
+    dispatched = any(isinstance(module._parameters, OffloadCache) for module in model.modules())
+    remove_dispatch(model)
+    home = next(model.parameters()).device
+    model.to("cpu")
+    try:
+        yield
+    finally:
+        model.to(home)
+        if dispatched:
+            set_onload_device(model, device)
+        free_cache()
+
+
+@contextmanager
+def seed_random(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch, and give everybody else's random numbers back in the end."""
+    with torch.random.fork_rng([] if device.type in ("cpu", "mps") else [device.index or 0]):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def attach_adapters(
+    model: nn.Module, names: list[str], rank: int, alpha: float, dropout: float
+) -> Iterator[list[nn.Parameter]]:
+    """Put float32 adapters on linears; merge them when the block ends well, take them off when it does not.
+
+    The model's own dropout stays off. Weights are merged in float32 and rounded once to their own dtype.
+
+    :return: the parameters of the adapters
+    """
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none")  # type: ignore[arg-type]
+    adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]  # what it wraps is the model itself, in place
+    try:
+        model.eval()
+        yield [parameter for parameter in model.parameters() if parameter.requires_grad]
+    except BaseException:
+        adapted.unload()
+        raise
+    else:
+        adapted.merge_and_unload()
+    finally:
+        model.eval()
+        for parameter, value in required:
+            parameter.requires_grad_(value)
+
+
+@contextmanager
+def checkpoint_layers(model: nn.Module) -> Iterator[None]:
+    """Recompute every decoder layer in the backward pass; transformers' own does so only with the model's dropout on."""
+    with ExitStack() as stack:
+        for _, layer in find_decoder_layers(model):
+            stack.enter_context(patch_attr(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False)))
+        yield
+
+
+def switch_dropout(model: nn.Module, active: bool) -> None:
+    """Switch the adapters' dropout, and nothing else."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.lora_dropout.train(active)
+
+
+def free_cache() -> None:
+    """Let go of accelerator memory that nothing uses."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

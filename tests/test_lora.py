@@ -30,15 +30,6 @@ CPU = torch.device("cpu")
 FAST = {"learning_rate": 2e-2, "schedule": "constant", "warmup_fraction": 0.0, "batch_size": 2}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Two threads wait for each other at every tiny backward step, minutes in all where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def recover(opt, dataset=None, prune=True, **fields):
     """Prune to 0.3 and train; return (model, modifier)."""
     stage = LoRARecoveryModifier(**(FAST | {"epochs": 1} | fields))
@@ -262,7 +253,7 @@ def test_lift_dispatch_leaves_an_undispatched_model_alone():
 
 def test_training_learns_the_data_by_heart(opt):
     _, stage = recover(opt, make_dataset(4, 16), epochs=10, holdout_fraction=0)
-    record = stage._record
+    record = stage.record
     first, last = record["train"]["loss"][0], record["train"]["loss"][-1]
     assert last < 0.8 * first
     assert record["merged"] is None
@@ -276,7 +267,7 @@ def test_training_lowers_the_held_out_loss_and_keeps_the_best_epoch(opt, fields)
     rows = make_dataset(2, 24)["input_ids"][:] * 4  # the held-out sample is among the others too
     data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 24] * 8})
     _, stage = recover(opt, data, epochs=3, holdout_fraction=0.2, **fields)
-    record = stage._record
+    record = stage.record
     losses = [row["loss"] for row in record["holdout"]]
     assert [row["epoch"] for row in record["holdout"]] == [0, 1, 2, 3]
     assert min(losses) < 0.95 * losses[0]
@@ -288,23 +279,23 @@ def test_training_lowers_the_held_out_loss_and_keeps_the_best_epoch(opt, fields)
 def test_where_no_epoch_is_better_nothing_changes(opt):
     """Distilled from itself, a model can only get worse."""
     model, stage = recover(opt, prune=False, epochs=3, learning_rate=0.1, distill="kl", distill_weight=1.0)
-    losses = [row["loss"] for row in stage._record["holdout"]]
+    losses = [row["loss"] for row in stage.record["holdout"]]
     assert min(losses[1:]) > 10 * losses[0]
-    assert stage._record["best_epoch"] == 0
+    assert stage.record["best_epoch"] == 0
     assert not changed(weights_of(OPTForCausalLM.from_pretrained(opt)), weights_of(model))
 
 
-def test_only_targets_change(opt):
-    pruned = run_oneshot(str(opt), sparsity=0.3)
+def test_only_targets_change(opt, prune_once):
+    pruned = prune_once(opt, "vo")[0]
     recovered, stage = recover(opt, targets=["fc1"], holdout_fraction=0)
     names = {f"model.decoder.layers.{i}.fc1.weight" for i in range(3)}
     assert changed(weights_of(pruned), weights_of(recovered)) == names
-    assert stage._record["linears"] == 3
+    assert stage.record["linears"] == 3
 
 
-@pytest.mark.parametrize("shape", [{}, {"do_layer_norm_before": False, "word_embed_proj_dim": 16}])
-def test_names_shapes_and_flags_stay(shape, tmp_path):
-    folder = save_opt(tmp_path / "m", **shape)
+@pytest.mark.parametrize("shape", ["pre_norm", "post_norm"])
+def test_names_shapes_and_flags_stay(save_shape, shape):
+    folder = save_shape(shape)
     pruned = run_oneshot(str(folder), sparsity=0.3)
     recovered, _ = recover(folder, holdout_fraction=0)
     assert type(recovered) is type(pruned)
@@ -368,13 +359,12 @@ def test_without_pruning_the_stage_saves_and_writes_no_manifest(opt, tmp_path):
     assert not (tmp_path / "out" / "struprune.json").exists()
 
 
-def test_a_pruned_folder_can_be_recovered_from_its_dense_teacher(opt, tmp_path):
-    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "pruned"))
+def test_a_pruned_folder_can_be_recovered_from_its_dense_teacher(opt, prune_once, tmp_path):
     stage = LoRARecoveryModifier(**FAST, distill="kl", teacher=str(opt))
-    model = run_oneshot(str(tmp_path / "pruned"), stage, output_dir=str(tmp_path / "out"))
+    model = run_oneshot(str(prune_once(opt, "vo")[1]), stage, output_dir=str(tmp_path / "out"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not changed(weights_of(model), weights_of(again))
-    assert stage._record["holdout"][0]["divergence"] > 0
+    assert stage.record["holdout"][0]["divergence"] > 0
 
 
 def test_quantising_afterwards_in_the_same_recipe_saves_and_reloads(opt, tmp_path):
@@ -399,24 +389,24 @@ def test_quantising_afterwards_in_the_same_recipe_saves_and_reloads(opt, tmp_pat
     assert (quantised - exact).norm() < 0.1 * exact.norm(), "scales are those of the merged weights"
 
 
-def test_held_out_divergence_is_that_of_the_dense_model(opt):
+def test_held_out_divergence_is_that_of_the_dense_model(opt, prune_once):
     """Epoch 0: a naive whole-vocabulary KL of the pruned from the dense model, up to the float16 cache."""
-    pruned, dense = run_oneshot(str(opt), sparsity=0.3), OPTForCausalLM.from_pretrained(opt)
+    pruned, dense = prune_once(opt, "vo")[0], OPTForCausalLM.from_pretrained(opt)
     ids = torch.tensor(make_dataset()["input_ids"][-1:])
     with torch.no_grad():
         naive = _naive_divergence(*(m(ids).logits[:, :-1].double() for m in (pruned, dense)), 2.0).mean()
     fields = {"distill": "kl", "distill_weight": 1.0, "distill_temperature": 2.0, "max_steps": 1}
     _, full = recover(opt, distill_top_k=2048, **fields)
     _, top = recover(opt, distill_top_k=32, **fields)
-    assert full._record["holdout"][0]["divergence"] == pytest.approx(naive.item(), rel=1e-2)
-    assert 0 < top._record["holdout"][0]["divergence"] < naive
+    assert full.record["holdout"][0]["divergence"] == pytest.approx(naive.item(), rel=1e-2)
+    assert 0 < top.record["holdout"][0]["divergence"] < naive
 
 
 def test_the_teacher_itself_has_nothing_to_learn(opt):
     """Distilled from itself at weight 1 the loss is zero."""
     _, stage = recover(opt, prune=False, distill="kl", distill_weight=1.0, max_steps=1)
-    assert abs(stage._record["train"]["loss"][0]) < 1e-4
-    assert abs(stage._record["holdout"][0]["loss"]) < 1e-4
+    assert abs(stage.record["train"]["loss"][0]) < 1e-4
+    assert abs(stage.record["holdout"][0]["loss"]) < 1e-4
 
 
 def test_same_seed_same_weights(opt):
@@ -441,8 +431,8 @@ def test_micro_batches_do_not_change_the_losses(opt):
         loader = DataLoader(batches, batch_size=None, collate_fn=_pad)
         stage = LoRARecoveryModifier(**(FAST | {"learning_rate": 1e-3, "batch_size": 8, "holdout_fraction": 0}))
         run_oneshot(str(opt), stage, loader)
-        assert stage._record["tokens_seen"] == 2 * 4 * (19 + 31)
-        losses.append(stage._record["train"]["loss"])
+        assert stage.record["tokens_seen"] == 2 * 4 * (19 + 31)
+        losses.append(stage.record["train"]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -460,13 +450,13 @@ def test_half_precision_models_keep_their_dtype_and_learn(opt, dtype):
     recipe = [StruPruneModifier(sparsity=0.3), stage]
     model = run_oneshot(str(opt), recipe, make_dataset(4, 16), precision=dtype, num_calibration_samples=4)
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
-    losses = stage._record["train"]["loss"]
+    losses = stage.record["train"]["loss"]
     assert losses[-1] < 0.8 * losses[0]
 
 
 def test_max_steps_ends_in_the_midst_of_an_epoch(opt):
     _, stage = recover(opt, epochs=3, max_steps=5)
-    record = stage._record
+    record = stage.record
     assert record["steps"] == 5
     assert [(row["epoch"], row["step"]) for row in record["holdout"]] == [(0, 0), (1, 4), (2, 5)]
 

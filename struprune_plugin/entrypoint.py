@@ -34,9 +34,10 @@ from struprune_plugin.device.ranks import count_ranks, join_processes, split_ran
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import check_apart, prepare_output, write_folder
 from struprune_plugin.model.families import check_model_type
-from struprune_plugin.modifiers import LoRARecoveryModifier
+from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.session import PIPELINE_OPTIONS
 from struprune_plugin.recipe import load_recipe
 from struprune_plugin.report import measure_weight_bytes
 
@@ -74,6 +75,9 @@ def oneshot(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     join_processes()
     loaded = load_recipe(recipe)
+    for modifier in loaded.modifiers:
+        if isinstance(modifier, StruPruneModifier):
+            modifier.take_pipeline_options({name: kwargs[name] for name in PIPELINE_OPTIONS if name in kwargs})
     _check_arguments(model, loaded, kwargs)
     _check_offload(model, offload_folder, offload_memory)
     model = model if isinstance(model, PreTrainedModel) else os.fspath(model)

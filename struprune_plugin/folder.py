@@ -314,7 +314,8 @@ def settle_leftovers(folder: Path) -> None:
             logger.warning(f"{scratch} may belong to a run elsewhere that writes {folder}. Remove it if there is none.")
         elif not alive:
             told = _settle(scratch, folder)
-            logger.warning(f"{scratch} was left by a run that died; it is gone. " + " ".join(told))
+            state = "is still there" if scratch.exists() else "is removed"
+            logger.warning(" ".join([f"{scratch}, left by a run that died, {state}.", *told]))
 
 
 def _settle(scratch: Path, folder: Path) -> list[str]:

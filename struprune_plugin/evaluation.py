@@ -69,10 +69,14 @@ def run_tasks(
     include_path: str | None = None,
     batch_size: int = 8,
     limit: int | None = None,
+    bootstrap_iters: int = 0,
+    include_defaults: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Run lm-eval tasks on a loaded model.
 
     :param include_path: folder with task YAML files of your own
+    :param bootstrap_iters: draws for standard errors that have no formula; at 0 lm-eval gives none at all
+    :param include_defaults: know lm-eval's own tasks, too, which takes it seconds to list
     :return: metrics by task, as lm-eval names them
     :raises ValueError: a task that lm-eval does not know
     """
@@ -80,7 +84,7 @@ def run_tasks(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include_path)
+    manager = TaskManager(include_path=include_path, include_defaults=include_defaults)
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")
@@ -90,7 +94,7 @@ def run_tasks(
         task_manager=manager,
         limit=limit,
         log_samples=False,
-        bootstrap_iters=0,
+        bootstrap_iters=bootstrap_iters,
     )
     return {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}

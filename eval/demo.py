@@ -41,7 +41,10 @@ def main() -> int:
     with torch.no_grad():
         prefill, decode = time_side_by_side(forward), time_side_by_side(generate, repeats=3)
         peak = {name: measure_peak_bytes(model, forward[name]) for name, (model, _) in loaded.items()}
-    scores = {name: run_tasks(model, tok, TASKS, "eval/tasks") for name, (model, tok) in loaded.items()}
+    scores = {
+        name: run_tasks(model, tok, TASKS, "eval/tasks", include_defaults=False)
+        for name, (model, tok) in loaded.items()
+    }
     columns = {
         name: [
             f"{model.num_parameters():,}",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,18 @@ import torch
 from loguru import logger
 from transformers import AutoModelForCausalLM
 
+from eval.ledger import Ledger
 from eval.methods import DEFAULT
 from eval.paper_sizes import (
     OPT_SIZES,
     count_least_budget,
     count_sizes,
+    describe_measurement,
     has_room,
     make_opt_config,
     measure_pruning_memory,
 )
 from eval.paper_tables import MEMORY_MODELS, PAPER_MEMORY
-from eval.rows import Ledger
 from struprune_plugin.report import format_table
 
 # mode -> memory budget in decoder layers; 0 is the least possible
@@ -155,7 +155,7 @@ def main() -> None:
     logger.remove()
     warnings.filterwarnings("ignore")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    settings = {"layers": args.layers, "length": args.length, "device": device, "version": version("struprune-plugin")}
+    settings = {"layers": args.layers, "length": args.length, "device": device}
     ledger = Ledger(args.output / "memory-growth-rows.json", settings)
     rows: dict[str, dict[str, Any]] = {}
     left_out = []
@@ -170,7 +170,8 @@ def main() -> None:
             def measure(name: str = name, budget: float | None = budget) -> dict[str, Any]:
                 return measure_pruning_memory(name, DEFAULT.fields, budget, args.layers, length=args.length)
 
-            row = ledger.finish(f"{name} | {mode}", {"fields": DEFAULT.fields, "budget": budget}, measure)
+            how = describe_measurement(name, DEFAULT.fields, budget, args.layers, length=args.length)
+            row = ledger.finish(f"{name} | {mode}", how, measure)
             counted = {"parameters": size.total, "model_bytes": 2 * size.total, "num_layers": args.layers}
             rows[f"{name} | {mode}"] = {**row, **counted}
     print(write_report(rows, left_out, args.length, args.output))

@@ -60,6 +60,9 @@ def spell(**changes: Any) -> dict[str, Any]:
 DEFAULT = Row()  # whatever the modifier's defaults are
 FASP = Row(peer="eval.peers.fasp:prune_fasp")
 SLICEGPT = Row(peer="eval.peers.slicegpt:prune_slicegpt")
+OSSCAR = Row(peer="eval.peers.osscar:prune_osscar")
+FLAP = Row(peer="eval.peers.flap:prune_flap")
+LLM_PRUNER = Row(peer="eval.peers.llm_pruner:prune_llm_pruner")
 
 _OURS: dict[str, Row] = {
     "magnitude, head, deletion": Row(spell(importance="magnitude", restoration="none")),
@@ -82,7 +85,8 @@ OTHERS: dict[str, Row] = {  # the paper's table of other structured methods
     for name, importance in (("SNIP", "snip"), ("L0", "l0"), ("Magnitude", "magnitude"))
     for suffix, restoration in (("", "none"), (" (w/ correction)", "least_squares"))
 }
-PEERS: dict[str, Row] = {"sliceGPT": SLICEGPT, "FASP": FASP}
+PEERS: dict[str, Row] = {"sliceGPT": SLICEGPT, "FASP": FASP}  # the paper's
+MORE_PEERS: dict[str, Row] = {"OSSCAR": OSSCAR, "FLAP": FLAP, "LLM-Pruner": LLM_PRUNER}
 
 _WANDA_FFN = {"importance": "wanda", "attention_unit": "none"}
 _ADMM: dict[str, Row] = {
@@ -139,7 +143,7 @@ _RECOVERY: dict[str, Row] = {
 SETS: dict[str, dict[str, Row]] = {
     "ours": _OURS,
     "paper": {**PEERS, **OTHERS, **ALGORITHMS, "StruPrune, default": DEFAULT},
-    "peers": {**PEERS, "StruPrune, default": DEFAULT},
+    "peers": {**PEERS, **MORE_PEERS, "StruPrune, default": DEFAULT},
     "admm": _ADMM,
     "printed": {**ALGORITHMS, **_PRINTED},
     "recovery": _RECOVERY,

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
+from eval.ledger import describe_code, resolve_fields
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.device.placement import Demands, find_least_budget
 from struprune_plugin.model.families import find_family
@@ -156,18 +157,40 @@ def estimate_growth(sizes: list[ModelSize]) -> dict[str, float]:
 MEMORY_LAYERS = 2  # decoder layers of the models that memory is measured on: the peak is one layer's
 
 
+MEMORY_SPARSITY, MEMORY_LENGTH = 0.2, 2048  # what is removed, and tokens of a sequence
+
+
+def describe_measurement(
+    name: str,
+    fields: Mapping[str, Any],
+    budget_layers: float | None = None,
+    num_layers: int = MEMORY_LAYERS,
+    sparsity: float = MEMORY_SPARSITY,
+    length: int = MEMORY_LENGTH,
+) -> dict[str, Any]:
+    """Return everything that :func:`measure_pruning_memory` of the same arguments depends on."""
+    return {
+        "code": describe_code(Path(__file__)),
+        "shape": make_opt_config(name).to_diff_dict(),
+        "fields": resolve_fields(fields, sparsity),
+        "budget_layers": budget_layers,
+        "num_layers": num_layers,
+        "length": length,
+    }
+
+
 def measure_pruning_memory(
     name: str,
     fields: Mapping[str, Any],
     budget_layers: float | None = None,
     num_layers: int = MEMORY_LAYERS,
-    sparsity: float = 0.2,
-    length: int = 2048,
+    sparsity: float = MEMORY_SPARSITY,
+    length: int = MEMORY_LENGTH,
 ) -> dict[str, Any]:
     """Prune random weights of an OPT's shape; return the bytes of one layer, the peak on the device, and what led to it.
 
     The model has the published widths and vocabulary but few decoder layers, in bfloat16; calibration is as few sequences
-    as the widest solve needs, one at a time. What is counted: see ``struprune_plugin.modifiers.memory``.
+    as the widest solve needs, one at a time. What is counted: see ``struprune_plugin.device.account``.
 
     :param fields: of :class:`StruPruneModifier`
     :param length: tokens of a sequence

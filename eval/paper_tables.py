@@ -15,24 +15,28 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
 
+from eval.ledger import Ledger
 from eval.methods import ALGORITHMS, DEFAULT, OTHERS, PEERS
 from eval.paper_sizes import (
+    MEMORY_LAYERS,
     OPT_SIZES,
     count_all,
     count_sizes,
+    describe_measurement,
     draw_figure,
     estimate_growth,
     has_room,
     make_opt_config,
     measure_pruning_memory,
 )
-from eval.rows import Ledger, Row, add_workload_arguments, list_refusals, read_workload, run_rows
+from eval.rows import Row, add_workload_arguments, list_refusals, read_workload, run_rows
 from struprune_plugin.report import format_table
 
 SPARSITIES = (0.1, 0.2, 0.3)  # of the paper's tables
@@ -197,13 +201,12 @@ def make_ratio_table() -> Table:
 
 def make_memory_table(args: argparse.Namespace) -> Table:
     """Set the paper's gigabytes beside one layer's bytes and the measured peak of pruning a model of that width."""
-    ledger_file = args.output / "memory-rows.json"
-    finished = json.loads(ledger_file.read_text()) if ledger_file.exists() else {}
+    ledger = Ledger(args.output / "memory-rows.json", {"layers": MEMORY_LAYERS})
+    finished: dict[str, dict[str, Any]] = {}
     for name in args.memory_models.split(","):
-        if name not in finished and has_room(name):
-            finished[name] = measure_pruning_memory(name, DEFAULT.fields)
-            ledger_file.write_text(json.dumps(finished, indent=1))
-            print(name, finished[name], flush=True)
+        how = describe_measurement(name, DEFAULT.fields)
+        if ledger.find(name, how) or has_room(name):
+            finished[name] = ledger.finish(name, how, partial(measure_pruning_memory, name, DEFAULT.fields))
     rows = [[f"paper: {method}", *map(str, figures)] for method, figures in PAPER_MEMORY.items()]
     layers = [2 * count_sizes(name, make_opt_config(name)).layer / 1e9 for name in MEMORY_MODELS]
     rows.append(["one decoder layer's weights, 16 bit, counted", *(f"{layer:.3f}" for layer in layers)])

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from loguru import logger
 
-from eval.methods import DISTILL, FASP, SLICEGPT, spell
-from eval.rows import Ledger, Row, Workload, add_workload_arguments, read_workload, run_row, run_rows
+from eval.ledger import Ledger
+from eval.methods import DISTILL, FASP, MORE_PEERS, SLICEGPT, spell
+from eval.rows import Row, Workload, add_workload_arguments, list_refusals, read_workload, run_row, run_rows
+from eval.zeroshot import METRICS, TASKS, format_scores
 from struprune_plugin.report import format_table
 
 _VO = {"attention_unit": "vo"}
@@ -32,7 +34,6 @@ _ROTATED = _FISHER | {"rotate_values": True}
 _SWAPPED = _ROTATED | {"max_swaps": 100}
 _DAMPED = _SWAPPED | {"damping": "auto"}
 _TUNED = _DAMPED | {"tuning_epochs": 6}
-OSSCAR = Row(peer="eval.peers.osscar:prune_osscar")
 BEST = "+ damping by held-out text (default)"  # the best rung without tuning and recovery
 LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
     "wanda, heads, least squares": Row(spell(importance="wanda", target="local")),
@@ -49,9 +50,10 @@ ASIDE: dict[str, Row] = {  # measured beside the ladder
     "uniform, rotated values": Row(spell(**_VO, rotate_values=True)),
     "default with ADMM": Row(spell(**_DAMPED, restoration="admm")),
 }
-PEERS: dict[str, Row] = {"FASP": FASP, "OSSCAR": OSSCAR, "SliceGPT": SLICEGPT}
+PEERS: dict[str, Row] = {"FASP": FASP, "SliceGPT": SLICEGPT, **MORE_PEERS}
 ROWS: dict[str, dict[str, Row]] = {
     "ladder": {**PEERS, **LADDER},
+    "peers": PEERS,
     "aside": {"FASP": FASP, **ASIDE},
     "all": {**PEERS, **LADDER, **ASIDE},
 }
@@ -75,27 +77,42 @@ def interpolate_delta(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any
 def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return one line a row: perplexity, delta over dense and its ratio to FASP's a text; removed; seconds and their ratio.
 
-    A last column for peers: the least of (their delta / the default's at the same parameters removed) over the texts; above
-    1 the default is ahead on all.
+    A column for peers: the least of (their delta / the default's at the same parameters removed) over the texts; above
+    1 the default is ahead on all. Then accuracies, where they were measured. Below, why rows were refused.
     """
+    done = _drop_refused(rows)
     dense = rows["dense"]
-    texts = list(dense["perplexity"])
-    ours = [row for key, row in rows.items() if key.endswith(f" | {BEST}")]
+    ours = [row for key, row in done.items() if key.endswith(f" | {BEST}")]
     header = ["sparsity | method"]
-    for text in texts:
+    for text in dense["perplexity"]:
         header += [text, "delta", "of FASP's"]
+    header += ["removed", "seconds", "of FASP's", "of the default's at its size"]
+    tasks = list(dense.get("zeroshot", ()))
+    names = [f"{task} {metric}" for task in tasks for metric in METRICS]
     table = []
     for key, row in rows.items():
-        fasp = rows.get(f"{key.split(' | ')[0]} | FASP")
-        line = [key]
-        for text in texts:
-            delta = find_delta(row, dense, text)
-            ratio = f"{delta / find_delta(fasp, dense, text):.2f}" if fasp else ""
-            line += [f"{row['perplexity'][text]:.2f}", f"{delta:.2f}", ratio]
-        seconds = row.get("method_seconds") or row["seconds"]
-        line += [f"{row['removed']:.2%}", f"{seconds:.1f}", f"{seconds / fasp['seconds']:.1f}" if fasp else ""]
-        table.append([*line, _compare(key, row, dense, ours)])
-    return format_table([*header, "removed", "seconds", "of FASP's", "of the default's at its size"], table)
+        if "refused" in row:
+            table.append([key, "refused", *[""] * (len(header) + len(names) - 2)])
+            continue
+        line = [key, *_list_figures(row, done.get(f"{key.split(' | ')[0]} | FASP"), dense)]
+        line.append(_compare(key, row, dense, ours))
+        table.append([*line, *(cell for task in tasks for cell in format_scores(row["zeroshot"][task]))])
+    return "\n\n".join([format_table([*header, *names], table), *list_refusals(rows)])
+
+
+def _drop_refused(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {key: row for key, row in rows.items() if "refused" not in row}
+
+
+def _list_figures(row: Mapping[str, Any], fasp: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> list[str]:
+    """Return a row's cells up to its seconds, beside FASP's at the same sparsity where there are any."""
+    cells = []
+    for text in dense["perplexity"]:
+        delta = find_delta(row, dense, text)
+        ratio = f"{delta / find_delta(fasp, dense, text):.2f}" if fasp else ""
+        cells += [f"{row['perplexity'][text]:.2f}", f"{delta:.2f}", ratio]
+    seconds = row.get("method_seconds") or row["seconds"]
+    return [*cells, f"{row['removed']:.2%}", f"{seconds:.1f}", f"{seconds / fasp['seconds']:.1f}" if fasp else ""]
 
 
 def _compare(key: str, row: Mapping[str, Any], dense: Mapping[str, Any], ours: Sequence[Mapping[str, Any]]) -> str:
@@ -118,6 +135,7 @@ def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = _drop_refused(rows)
     dense = rows["dense"]
     methods = list(dict.fromkeys(key.split(" | ")[-1] for key in rows if key != "dense"))
     figure, panels = pyplot.subplots(
@@ -148,7 +166,7 @@ def run_data_study(
             for samples in sizes:
                 key = f"{sparsity:g} | {corpus}, {samples * work.window:,} tokens"
                 chosen = replace(work, calibration=str(file), num_samples=samples)
-                how = row.describe(sparsity)
+                how = chosen.identify_row(row, sparsity)
                 rows[key] = ledger.finish(key, how, lambda s=sparsity, w=chosen: run_row(row, s, w))  # type: ignore[misc]
     return rows
 
@@ -158,6 +176,9 @@ def main() -> None:
     add_workload_arguments(parser)
     parser.add_argument("--sparsity", default="0.1,0.2,0.3,0.5")
     parser.add_argument("--rows", choices=ROWS, default="ladder")
+    parser.add_argument(
+        "--zeroshot", action="store_true", help=f"accuracy, too, on local items of {' and '.join(TASKS)} (lm-eval)"
+    )
     parser.add_argument("--study", choices=["methods", "data"], default="methods")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     args = parser.parse_args()

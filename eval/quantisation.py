@@ -12,6 +12,7 @@ two harm each other. After the stroke, the same with that row as the pruned one.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 import time
@@ -25,7 +26,8 @@ import yaml
 from loguru import logger
 from transformers import AutoTokenizer
 
-from eval.rows import Ledger, Workload, add_workload_arguments, read_workload, score_dense, score_model
+from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_text, resolve_fields
+from eval.rows import Workload, add_workload_arguments, read_workload, score_dense, score_model
 from struprune_plugin import oneshot, read_manifest
 from struprune_plugin.data import make_calibration_dataset
 from struprune_plugin.evaluation import load_checkpoint
@@ -51,6 +53,23 @@ def make_replay(manifest: Path) -> str:
     """Return the text of a recipe that prunes as a manifest says, and does no more."""
     modifier = {"StruPruneModifier": {"replay": str(manifest)}}
     return yaml.safe_dump({"pruning_stage": {"pruning_modifiers": modifier}})
+
+
+def describe_run(work: Workload, recipe: str, replayed: Path | None = None) -> dict[str, Any]:
+    """Return everything that the result of :func:`compress_and_score` depends on.
+
+    :param replayed: manifest that the recipe names: it counts, not its place
+    """
+    told = {
+        **work.identify_row(),
+        **work.identify_calibration(),
+        "code": describe_code(EVAL / "rows.py", Path(__file__)),
+    }
+    if replayed is not None:
+        return {**told, "replayed": identify_text(str(replayed))["digest"]}
+    stages = yaml.safe_load(recipe)
+    fields = stages.get("pruning_stage", {}).get("pruning_modifiers", {}).get("StruPruneModifier")
+    return {**told, "recipe": stages, "fields": fields and resolve_fields(fields, fields["sparsity"])}
 
 
 def compress_and_score(work: Workload, recipe: str, manifest: Path) -> dict[str, Any]:
@@ -142,11 +161,14 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(args.output / "quantisation.json", work.describe())
     sparsities = [float(part) for part in args.sparsity.split(",")]
-    rows = {"dense": ledger.finish("dense", {}, lambda: score_dense(work))}
+    rows = {"dense": ledger.finish("dense", work.identify_row(), lambda: score_dense(work))}
 
-    def finish(name: str, recipe: str) -> Path:
-        manifest = args.output / f"{name}.json"
-        rows[name] = ledger.finish(name, {"recipe": recipe}, lambda: compress_and_score(work, recipe, manifest))
+    def finish(name: str, recipe: str, replayed: Path | None = None) -> Path:
+        how = describe_run(work, recipe, replayed)
+        manifest = args.output / f"{name}-{digest_text(json.dumps(how))}.json"  # of this very row, for its replay
+        rows[name] = ledger.finish(name, how, lambda: compress_and_score(work, recipe, manifest))
+        if rows[name]["rounded"] and not manifest.exists():
+            raise SystemExit(f"{manifest}: must be there, as its row in {ledger.file} is. Choose another --output.")
         return manifest
 
     for sparsity in (0.0, *sparsities):
@@ -156,7 +178,7 @@ def main() -> None:
             name = name_row(quantiser, sparsity)
             manifest = finish(name, make_recipe(quantiser, sparsity))
             if quantiser and rows[name]["rounded"]:
-                finish(name_rounded(quantiser, sparsity), make_replay(manifest))
+                finish(name_rounded(quantiser, sparsity), make_replay(manifest), manifest)
     text = make_table(rows, sparsities)
     (args.output / "quantisation.md").write_text(f"# {Path(work.model).name}\n\n```\n{text}\n```\n", encoding="utf-8")
     print(text)

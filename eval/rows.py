@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -19,11 +17,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.ledger import EVAL, Ledger, describe_code, identify_model, identify_text, resolve_fields, resolve_recovery
+from eval.zeroshot import TASKS, identify_tasks, score_tasks
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.data import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity
 from struprune_plugin.report import format_table, measure_weight_bytes
 
+_HERE = Path(__file__)
 _C4_TEXTS, _C4_WINDOWS = 1100, 256  # of the validation file, as SparseGPT's scripts (and all who follow them) score C4
 
 
@@ -46,16 +47,13 @@ class Row:
         return not self.peer or find_spec(self.peer.split(":")[0]) is not None
 
     def describe(self, sparsity: float) -> dict[str, Any]:
-        """Return everything that the row's result depends on beside the workload, defaults too, as JSON has it."""
+        """Return what is asked of the row, defaults too."""
         if self.peer:
-            return {"peer": self.peer}
-        fields = StruPruneModifier(sparsity=sparsity, **self.fields).dump_fields()
-        told: dict[str, Any] = {
-            "fields": {n: v for n, v in fields.items() if n not in ("measure_memory", "memory_budget")}
-        }
+            return {"peer": self.peer, "sparsity": sparsity}
+        told: dict[str, Any] = {"fields": resolve_fields(self.fields, sparsity)}
         if self.recovery is not None:
-            told["recovery"] = dict(self.recovery)
-        return json.loads(json.dumps(told))
+            told["recovery"] = resolve_recovery(self.recovery)
+        return told
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,7 @@ class Workload:
     :param recovery: text that recovery rows are trained on, a file or a hub name
     :param window: length of calibration samples and of scored windows, in tokens
     :param max_tokens: scored of every text; all of it where None
+    :param tasks: zero-shot tasks to score, too, of :data:`eval.zeroshot.TASKS`
     """
 
     model: str
@@ -77,9 +76,10 @@ class Workload:
     window: int
     stride: int | None
     max_tokens: int | None
+    tasks: Sequence[str] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings under which finished rows hold, without the places of files."""
+        """Return the settings that all rows of a table share, as a person knows them; see :meth:`identify_row` for rows."""
         return {
             "model": Path(self.model).name,
             "calibration": Path(self.calibration).name,
@@ -90,8 +90,29 @@ class Workload:
             "window": self.window,
             "stride": self.stride or self.window,
             "max_tokens": self.max_tokens,
-            "version": version("struprune-plugin"),
         }
+
+    def identify_row(self, row: Row | None = None, sparsity: float = 0.0) -> dict[str, Any]:
+        """Return everything that the result of a row depends on, of the dense one where None."""
+        told: dict[str, Any] = {
+            "code": describe_code_of(row),
+            "model": identify_model(self.model),
+            "texts": {name: identify_text(source) for name, source in self.texts.items()},
+            "window": self.window,
+            "stride": self.stride or self.window,
+            "max_tokens": self.max_tokens,
+            "tasks": identify_tasks(self.tasks),
+        }
+        if row is None:
+            return told
+        told |= {**row.describe(sparsity), **self.identify_calibration()}
+        if row.recovery is not None:
+            told |= {"recovery_text": identify_text(self.recovery), "recovery_samples": self.recovery_samples}
+        return told
+
+    def identify_calibration(self) -> dict[str, Any]:
+        """Return the part of it that all rows but the dense one depend on."""
+        return {"calibration": identify_text(self.calibration), "num_samples": self.num_samples}
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +123,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder with books_calibration.jsonl, wikitext2_test.jsonl, books_test.jsonl and books_train.jsonl (for "
         "recovery); C4 and WikiText-2 from the hub if unset",
+    )
+    parser.add_argument(
+        "--calibration", help="a JSON-lines file, in DATA or elsewhere: books_calibration.jsonl; C4 if no --data"
     )
     parser.add_argument("--num-samples", type=int, help="calibration windows: 64 of local text, 128 of C4")
     parser.add_argument("--recovery-samples", type=int, default=896, help="windows that recovery rows train on")
@@ -114,11 +138,13 @@ def read_workload(args: argparse.Namespace) -> Workload:
     """Return the workload of a command line: local texts, or the paper's (128 windows of 2048 C4 tokens)."""
     if args.model is None:
         raise SystemExit("--model: must be a model folder or a hub name, got none.")
-    options = {"recovery_samples": args.recovery_samples, "stride": args.stride}
+    options: dict[str, Any] = {"recovery_samples": args.recovery_samples, "stride": args.stride}
+    if getattr(args, "zeroshot", False):
+        options["tasks"] = tuple(TASKS)
     if args.data is None:
         return Workload(
             args.model,
-            "c4",
+            args.calibration or "c4",
             {"WikiText-2": "wikitext2", "C4": "c4"},
             "c4",
             num_samples=args.num_samples or 128,
@@ -128,7 +154,7 @@ def read_workload(args: argparse.Namespace) -> Workload:
         )
     return Workload(
         args.model,
-        str(args.data / "books_calibration.jsonl"),
+        _find_calibration(args.data, args.calibration or "books_calibration.jsonl"),
         {"WikiText-2": str(args.data / "wikitext2_test.jsonl"), "books": str(args.data / "books_test.jsonl")},
         str(args.data / "books_train.jsonl"),
         num_samples=args.num_samples or 64,
@@ -138,50 +164,28 @@ def read_workload(args: argparse.Namespace) -> Workload:
     )
 
 
-class Ledger:
-    """Finished rows in a JSON file. A row that is there, made in the same way, is not made again.
+def _find_calibration(data: Path, name: str) -> str:
+    return str(data / name if (data / name).is_file() else name)
 
-    ``cpu_seconds`` of a row are the processor's for all of it, loading and scoring too: steadier than ``seconds`` where other
-    work runs beside.
-    """
 
-    def __init__(self, file: Path, settings: dict[str, Any]):
-        self.file = file
-        self.stored = json.loads(file.read_text()) if file.exists() else {"settings": settings, "rows": {}}
-        if self.stored["settings"] != settings:
-            raise SystemExit(f"{file}: made with {self.stored['settings']}, not {settings}. Choose another --output.")
-
-    def finish(self, key: str, how: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return a row, from the file where it was made as ``how`` says, else made now and written."""
-        rows = self.stored["rows"]
-        if key not in rows or rows[key]["how"] != how:
-            start = time.process_time()
-            made = make()
-            rows[key] = {"how": how, **made, "cpu_seconds": time.process_time() - start}
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.file.with_suffix(".partial")
-            partial.write_text(json.dumps(self.stored, indent=1))
-            partial.replace(self.file)
-            print(
-                key,
-                rows[key].get("refused") or {k: round(v, 2) for k, v in made.get("perplexity", {}).items()},
-                flush=True,
-            )
-        return rows[key]
+def describe_code_of(row: Row | None) -> dict[str, Any]:
+    """Return what runs for a row, for the dense one where None: a peer's rows hang on all peers' sources, too."""
+    return describe_code(_HERE, *([EVAL / "peers"] if row is not None and row.peer else []))
 
 
 def run_rows(
     ledger: Ledger, work: Workload, rows: Mapping[str, Row], sparsities: Iterable[float]
 ) -> dict[str, dict[str, Any]]:
     """Finish the dense row and every row that is here at every sparsity; return them by ``<sparsity> | <name>``."""
-    finished = {"dense": ledger.finish("dense", {}, lambda: score_dense(work))}
+    finished = {"dense": ledger.finish("dense", work.identify_row(), lambda: score_dense(work))}
     for sparsity in sparsities:
         for name, row in rows.items():
             if not row.is_here:
                 print(f"{name}: left out, {row.peer} is not here")
                 continue
             key = f"{sparsity:g} | {name}"
-            finished[key] = ledger.finish(key, row.describe(sparsity), lambda r=row, s=sparsity: _attempt(r, s, work))  # type: ignore[misc]
+            how = work.identify_row(row, sparsity)
+            finished[key] = ledger.finish(key, how, lambda r=row, s=sparsity: _attempt(r, s, work))  # type: ignore[misc]
     return finished
 
 
@@ -202,7 +206,7 @@ def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
         windows = torch.tensor(dataset["input_ids"])
         result = getattr(import_module(module), function)(work.model, windows, sparsity)
         return {
-            "perplexity": score_model(result.model, tokenizer, work),
+            **score_all(result.model, tokenizer, work),
             "removed": result.removed,
             "bytes": None,
             "seconds": result.seconds,
@@ -227,7 +231,7 @@ def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
             record = recovery.record
             told["recovery"] = {name: record[name] for name in ("steps", "tokens_seen", "samples", "holdout", "merged")}
         return {
-            "perplexity": score_model(load_checkpoint(str(out))[0], tokenizer, work),
+            **score_all(load_checkpoint(str(out))[0], tokenizer, work),
             **told,
             "bytes": measure_weight_bytes(out),
             "seconds": sum(seconds.values()),
@@ -253,7 +257,13 @@ def score_dense(work: Workload) -> dict[str, Any]:
     """Return the row of the model as it is."""
     model, tokenizer = load_checkpoint(work.model)
     size = measure_weight_bytes(work.model) or None
-    return {"perplexity": score_model(model, tokenizer, work), "removed": 0.0, "bytes": size, "seconds": 0.0}
+    return {**score_all(model, tokenizer, work), "removed": 0.0, "bytes": size, "seconds": 0.0}
+
+
+def score_all(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, Any]:
+    """Return what is measured of a model: perplexity by text and, where tasks are asked for, accuracy by task."""
+    told: dict[str, Any] = {"perplexity": score_model(model, tokenizer, work)}
+    return {**told, "zeroshot": score_tasks(model, tokenizer, work.tasks)} if work.tasks else told
 
 
 def score_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, float]:

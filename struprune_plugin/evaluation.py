@@ -75,11 +75,11 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
 
 
 @functools.cache
-def _index_tasks(include_path: str | None) -> TaskManager:
+def _index_tasks(include_path: str | None, include_defaults: bool) -> TaskManager:
     """Return lm-eval's index of tasks, made once: it reads more than 10,000 files."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=include_path)
+    return TaskManager(include_path=include_path, include_defaults=include_defaults)
 
 
 def run_tasks(
@@ -89,16 +89,20 @@ def run_tasks(
     include_path: str | None = None,
     batch_size: int = 8,
     limit: int | None = None,
+    bootstrap_iters: int = 0,
+    include_defaults: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Run lm-eval tasks on a loaded model.
 
     :param include_path: folder with task YAML files of your own
+    :param bootstrap_iters: draws for standard errors that have no formula; at 0 lm-eval gives none at all
+    :param include_defaults: know lm-eval's own tasks, too, which takes it seconds to list
     :return: metrics by task, as lm-eval names them
     :raises ValueError: a task that lm-eval does not know
     """
     from lm_eval import simple_evaluate
 
-    manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()))
+    manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()), include_defaults)
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")
@@ -109,7 +113,7 @@ def run_tasks(
             task_manager=manager,
             limit=limit,
             log_samples=False,
-            bootstrap_iters=0,
+            bootstrap_iters=bootstrap_iters,
         )
     return {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}

@@ -7,19 +7,22 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, make_dataset
+from conftest import ROOT, make_dataset, save_model
+from families import make_model
 from llmcompressor.modifiers import Modifier
+from struprune_plugin.model.layers import count_prunable_parameters
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from eval import memory, methods, paper_sizes, paper_tables, quality, rows
+from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, quantisation, rows, zeroshot
 from eval.peers.fasp import prune_fasp
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
-from struprune_plugin.model.layers import count_prunable_parameters
-from struprune_plugin.recipe import load_recipe
+from struprune_plugin.entrypoint import load_recipe
+from struprune_plugin.evaluation import load_checkpoint
 
 LOCAL = {  # file of a data folder -> what stands in for it
     "books_calibration.jsonl": DEMO_CALIBRATION,
@@ -102,6 +105,135 @@ def test_ledger_makes_a_row_once_and_again_when_it_is_made_otherwise(tmp_path):
         assert len(made) == count
     with pytest.raises(SystemExit, match="Choose another --output"):
         rows.Ledger(file, {"s": 2})
+
+
+def test_ledger_keeps_rows_that_no_longer_hold_and_finds_them_again(tmp_path):
+    made = []
+
+    def make():
+        made.append(len(made))
+        return {"value": made[-1]}
+
+    book = ledger.Ledger(tmp_path / "rows.json", {})
+    beside = ledger.Ledger(tmp_path / "rows.json", {})  # another process, which writes meanwhile
+    assert [book.finish("row", {"code": code}, make)["value"] for code in (1, 2, 1)] == [0, 1, 0]
+    assert beside.finish("row", {"code": 3}, make)["value"] == 2
+    assert book.finish("row", {"code": 4}, make)["value"] == 3
+    again = ledger.Ledger(tmp_path / "rows.json", {})
+    assert [again.finish("row", {"code": code}, make)["value"] for code in (1, 2, 3, 4)] == [0, 1, 2, 3]
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("content", [{"settings": {"version": "0.1.0"}, "rows": {}}, {"OPT-125M": {"peak_bytes": 1}}])
+def test_ledger_refuses_files_of_another_form_and_leaves_them_alone(tmp_path, content):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match="Choose another --output"):
+        ledger.Ledger(file, {})
+    assert json.loads(file.read_text()) == content
+
+
+@pytest.fixture
+def counted(opt, texts, tmp_path, monkeypatch):
+    """Rows of a model and texts that a test may change; a function that returns which of them are made anew."""
+    folder, data_folder = (Path(shutil.copytree(source, tmp_path / source.name)) for source in (opt, texts))
+    sizes = ("--num-samples", 8, "--recovery-samples", 10, "--window", 32, "--max-tokens", 320)
+    work, made = read_command("--model", folder, "--data", data_folder, *sizes), []
+    monkeypatch.setattr(rows, "score_dense", lambda _: made.append("dense") or {})
+    monkeypatch.setattr(
+        rows, "run_row", lambda row, *_: made.append(row.peer or f"ours{len(row.recovery or {}) > 0:d}") or {}
+    )
+    chosen = {"ours": methods.DEFAULT, "recovered": rows.Row({}, methods.DISTILL), "FASP": methods.FASP}
+
+    def run(changed=work):
+        made.clear()
+        rows.run_rows(ledger.Ledger(tmp_path / "rows.json", {}), changed, chosen, [0.3])
+        return list(made)
+
+    everything = ["dense", "ours0", "ours1", methods.FASP.peer]
+    assert run() == everything
+    assert run() == []
+    return argparse.Namespace(run=run, all=everything, model=folder, data=data_folder, work=work)
+
+
+def test_rows_are_made_again_when_the_package_changes(counted, monkeypatch):
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
+    assert counted.run() == counted.all
+
+
+def test_rows_of_peers_alone_are_made_again_when_a_peer_changes(counted, monkeypatch):
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s.name == "peers" else digest(s))
+    assert counted.run() == [methods.FASP.peer]
+
+
+def test_rows_are_made_again_when_the_weights_change_under_the_same_name(counted):
+    model = OPTForCausalLM.from_pretrained(counted.model)
+    model.model.decoder.layers[0].fc1.weight.data[0, 0] += 1
+    model.save_pretrained(counted.model)
+    assert counted.run() == counted.all
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [("books_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])],
+)
+def test_rows_are_made_again_when_a_text_of_theirs_changes_under_the_same_name(counted, name, again):
+    file = counted.data / f"{name}.jsonl"
+    file.write_text(file.read_text(encoding="utf-8") + '{"text": "more"}\n', encoding="utf-8")
+    assert counted.run() == [counted.all[index] for index in again]
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ({"window": 16}, [0, 1, 2, 3]),
+        ({"max_tokens": 160}, [0, 1, 2, 3]),
+        ({"stride": 16}, [0, 1, 2, 3]),
+        ({"num_samples": 4}, [1, 2, 3]),
+        ({"recovery_samples": 5}, [2]),
+    ],
+)
+def test_rows_are_made_again_when_a_size_of_the_work_changes(counted, change, again):
+    assert counted.run(dataclasses.replace(counted.work, **change)) == [counted.all[index] for index in again]
+
+
+def test_rows_are_made_again_when_a_default_changes(counted, monkeypatch):
+    resolve = rows.resolve_fields
+    monkeypatch.setattr(rows, "resolve_fields", lambda *args: resolve(*args) | {"max_swaps": 7})
+    assert counted.run() == counted.all[1:3]
+
+
+def test_digest_sources_sees_names_and_contents(tmp_path):
+    def digest(**files):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}" / "package"
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / f"{name}.py").write_text(text)
+        return ledger.digest_sources(folder)
+
+    assert digest(a="1", b="2") == digest(a="1", b="2")
+    assert len({digest(a="1", b="2"), digest(a="1", b="3"), digest(a="1", c="2"), digest(a="1")}) == 4
+
+
+def test_identify_model_refuses_what_is_neither_folder_nor_hub_name(tmp_path):
+    with pytest.raises(ValueError, match="must be a model folder or a hub name"):
+        ledger.identify_model(str(tmp_path / "absent"))
+
+
+def test_quantisation_rows_tell_fields_and_what_they_replay(work, tmp_path):
+    told = quantisation.describe_run(work, quantisation.make_recipe("W8A8", 0.3))
+    assert told["fields"] == ledger.resolve_fields({}, 0.3) | {
+        k: told["fields"][k] for k in ("attention_unit", "sensitivity")
+    }
+    assert "quantisation_stage" in told["recipe"]
+    seen = []
+    for text in ("{}", '{"kept": 1}'):
+        manifest = tmp_path / "manifest.json"
+        manifest.write_text(text)
+        seen.append(quantisation.describe_run(work, quantisation.make_replay(manifest), manifest))
+    assert seen[0] != seen[1]
 
 
 def test_run_row_prunes_and_scores_by_fields(work):
@@ -291,6 +423,16 @@ def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatc
     row = json.loads((tmp_path / "memory.json").read_text())["data"]["OPT-125M"]
     assert row["layer_bytes"] == 2 * (12 * 32**2 + 13 * 32)
     assert row["peak_bytes"] > row["layer_bytes"] + 8 * 129**2
+    assert row["how"]["fields"] == ledger.resolve_fields({}, 0.2)
+    made = []
+    monkeypatch.setattr(paper_tables, "measure_pruning_memory", lambda *_: made.append(1) or row)
+    words = ("--table", "memory", "--memory-models", "OPT-125M", "--output", tmp_path)
+    run_tables(monkeypatch, *words)
+    assert not made
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
+    run_tables(monkeypatch, *words)
+    assert made, "the package is another one"
 
 
 def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch):
@@ -351,6 +493,86 @@ def test_format_quality_compares_with_fasp_and_at_equal_parameters():
     assert lines[f"0.3 | {quality.BEST}"].split()[-5:] == ["4.00", "0.40", "30.00%", "5.0", "2.5"]
     assert lines["0.3 | SliceGPT"].split()[-1] == "2.00", "4 where the default has 2 at 15 % removed"
     assert lines["0.3 | FASP"].split()[-1] == "2.50"
+
+
+def test_format_quality_shows_refused_rows_and_accuracies():
+    scores = {"acc": 0.5, "acc_stderr": 0.05, "acc_norm": 0.25, "acc_norm_stderr": 0.025}
+    dense = {"perplexity": {"t": 10.0}, "removed": 0.0, "seconds": 0.0, "zeroshot": {"PIQA": scores}}
+    rows_ = {"dense": dense, "0.3 | FASP": {"refused": "too much"}, "0.3 | FLAP": {**dense, "removed": 0.3}}
+    text = quality.format_quality(rows_)
+    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert lines["dense"][-6:] == ["50.0%", "±", "5.0%", "25.0%", "±", "2.5%"]
+    assert lines["0.3 | FASP"][-1] == "refused"
+    assert "0.3 | FASP: refused, too much" in text
+    assert {"acc", "acc_norm"} <= set(text.splitlines()[0].split())
+
+
+@pytest.mark.slow
+def test_quality_ladder_of_peers_runs_on_llama_with_grouped_queries(texts, tmp_path, monkeypatch, capsys):
+    folder = save_model(make_model("llama"), tmp_path / "llama")
+    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.25"]
+    command = ["quality", "--model", str(folder), "--data", str(texts), *sizes, "--rows", "peers"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "out")])
+    quality.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("0.25 | ") and "%" in line]
+    assert [line.split("  ")[0].removeprefix("0.25 | ") for line in lines] == list(quality.PEERS)
+
+
+# -- zero-shot ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def items(tmp_path, monkeypatch):
+    """The task files, on items of six demo words each."""
+    folder = Path(shutil.copytree(zeroshot.TASKS_FOLDER, tmp_path / "tasks"))
+    for name in ("hellaswag", "piqa"):
+        rows_ = [{"query": f"Query {i}:", "choices": ["one", "a much longer choice"], "gold": i % 2} for i in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
+        file = folder / f"struprune_{name}.yaml"
+        file.write_text(file.read_text().replace("../shared/testbed/zeroshot", str(tmp_path)))
+    monkeypatch.setattr(zeroshot, "TASKS_FOLDER", folder)
+    return tmp_path
+
+
+def test_zeroshot_columns_have_both_accuracies_and_their_standard_errors(opt, texts, items, monkeypatch, capsys):
+    monkeypatch.setattr(quality, "ROWS", {"ladder": {"FASP": methods.FASP}})
+    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.3", "--zeroshot"]
+    out = items / "out"
+    command = ["quality", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    quality.main()
+    header = capsys.readouterr().out.splitlines()
+    assert any("HellaSwag acc_norm" in line and "PIQA acc" in line for line in header)
+    (row,) = json.loads((out / "quality.json").read_text())["rows"]["0.3 | FASP"]
+    for scores in row["zeroshot"].values():
+        for metric in zeroshot.METRICS:
+            p = scores[metric]
+            assert scores[f"{metric}_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 5))
+    before = row["how"]["tasks"]
+    with (items / "piqa.jsonl").open("a") as stream:
+        stream.write(json.dumps({"query": "Q", "choices": ["a", "b"], "gold": 0}) + "\n")
+    assert zeroshot.identify_tasks(tuple(zeroshot.TASKS)) != before
+    (items / "piqa.jsonl").unlink()
+    with pytest.raises(SystemExit, match="must hold the items of PIQA"):
+        quality.main()
+
+
+def test_zeroshot_prefers_the_likelier_choice_by_length_for_acc_norm(opt, items):
+    """Against log-likelihoods summed by hand, on every item."""
+    model, tokenizer = load_checkpoint(str(opt))
+    scores = zeroshot.score_tasks(model, tokenizer, ["PIQA"])["PIQA"]
+    right = {"acc": 0, "acc_norm": 0}
+    for line in (items / "piqa.jsonl").read_text().splitlines():
+        item, values = json.loads(line), []
+        for choice in item["choices"]:
+            context, whole = (tokenizer(t)["input_ids"] for t in (item["query"], f"{item['query']} {choice}"))
+            with torch.no_grad():
+                logs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+            values.append(sum(float(logs[i - 1, whole[i]]) for i in range(len(context), len(whole))))
+        by_length = [value / len(choice) for value, choice in zip(values, item["choices"], strict=True)]
+        for metric, liked in (("acc", values), ("acc_norm", by_length)):
+            right[metric] += liked.index(max(liked)) == item["gold"]
+    assert {metric: scores[metric] for metric in right} == {metric: count / 6 for metric, count in right.items()}
 
 
 def test_quality_runs_both_studies_and_reads_finished_rows(opt, texts, tmp_path, monkeypatch, capsys):

@@ -44,7 +44,7 @@ def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size) -> No
 def measure_snip(
     model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup]
 ) -> dict[str, Tensor]:
-    """Return :func:`~struprune_plugin.importance.score_snip` of every unit of every group, by group name.
+    """Return :func:`~struprune_plugin.maths.importance.score_snip` of every unit of every group, by group name.
 
     The loss is next-token cross entropy, padding left out. Only activations get gradients; weights collect none.
     """

@@ -1,0 +1,59 @@
+"""Zero-shot accuracy on local multiple-choice items, by lm-eval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eval.ledger import digest_sources, identify_text
+from struprune_plugin.evaluation import run_tasks
+
+TASKS_FOLDER = Path(__file__).parent / "tasks"
+TASKS = {"HellaSwag": "struprune_hellaswag", "PIQA": "struprune_piqa"}  # by what tables call them
+METRICS = ("acc", "acc_norm")
+_BOOTSTRAP = 100  # above 0 lets lm-eval give standard errors; those of means have a formula and draw nothing
+
+
+def identify_tasks(names: Sequence[str]) -> dict[str, Any]:
+    """Return what zero-shot columns depend on: task files, items and lm-eval.
+
+    :raises SystemExit: the items of a task are not where its file says, seen from the current folder
+    """
+    told: dict[str, Any] = {}
+    for name in names:
+        file = TASKS_FOLDER / f"{TASKS[name]}.yaml"
+        parts = [file]
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if "include" in content:
+            parts.append(TASKS_FOLDER / content["include"])
+        items = Path(content["dataset_kwargs"]["data_files"]["test"])
+        if not items.is_file():
+            raise SystemExit(
+                f"--zeroshot: {items} must hold the items of {name}, got no such file below {Path.cwd()}. Run from the "
+                "repository's root, with the file there, or leave the option out."
+            )
+        told[name] = [identify_text(str(part)) for part in (*parts, items)]
+    return {**told, "lm-eval": version("lm-eval"), "code": digest_sources(Path(__file__))} if told else {}
+
+
+def score_tasks(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, names: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Return accuracy and length-normalised accuracy with their standard errors, from 0 to 1, by task."""
+    if not names:
+        return {}
+    tasks = [TASKS[name] for name in names]
+    options: dict[str, Any] = {"bootstrap_iters": _BOOTSTRAP, "include_defaults": False}
+    found = run_tasks(model, tokenizer, tasks, str(TASKS_FOLDER), **options)
+    keys = [key for metric in METRICS for key in (metric, f"{metric}_stderr")]
+    return {name: {key: float(found[TASKS[name]][f"{key},none"]) for key in keys} for name in names}
+
+
+def format_scores(scores: Mapping[str, float]) -> list[str]:
+    """Return a cell a metric: per cent, and the standard error."""
+    return [f"{scores[metric]:.1%} ± {scores[f'{metric}_stderr']:.1%}" for metric in METRICS]

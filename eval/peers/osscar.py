@@ -5,7 +5,7 @@ Optimization" (ICML), written anew from the paper, with the settings of the auth
 the first layer to the last, with P the inputs on the pruned path and Y the dense model's outputs, it looks for the set S
 of kept units with the least ``min_W ||Y - W P_S||^2``.
 
-Legend as in ``struprune_plugin.solve``: H gram [n + 1, n + 1], C cross [d, n + 1], the bias last; and
+Legend as in ``struprune_plugin.maths.solve``: H gram [n + 1, n + 1], C cross [d, n + 1], the bias last; and
     A  [n + 1, n + 1]  (H_SS)^-1, zero where an input is not in S (or the bias)
     W  [d, n + 1]      C_S (H_SS)^-1, zero likewise
     U  [w]             the columns of one unit
@@ -122,7 +122,7 @@ def search_swaps(damped: Moments, keep: Tensor, width: int) -> tuple[Tensor, int
     A step takes the removed unit whose addition lowers the error most and drops the other unit that is then worth least;
     where that gains nothing, it goes on to the next best. The end is an exact local optimum over all pairs.
 
-    :param damped: from :func:`struprune_plugin.solve.damp_moments`
+    :param damped: from :func:`struprune_plugin.maths.solve.damp_moments`
     :param keep: kept units, sorted, shape [kept], int64
     :param width: columns of one unit
     :return: (kept units, sorted, as many as before; number of swaps)

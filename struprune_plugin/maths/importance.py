@@ -133,7 +133,7 @@ def score_l0(
     a step. The error of any gates is a quadratic form in them, read off the moments: no pass over data.
     Source: paper, table "Other structured methods" (Louizos et al. 2018, Eq. 10 to 12).
 
-    :param damped: from :func:`~struprune_plugin.solve.damp_moments`
+    :param damped: from :func:`~struprune_plugin.maths.solve.damp_moments`
     :param weight: shape [d, n + 1], float64, bias last
     :param unit_columns: shape [units, columns_per_unit], int64
     :param retention: share of units wanted open

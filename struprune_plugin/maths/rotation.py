@@ -40,7 +40,7 @@ def eliminate_directions(damped: Moments, num_blocks: int, copies: int, where: s
     direction; it is chosen by the sums of both matrices over them, and the increase is exact all the same.
     Source: method.md section 3, ``obs``, with directions for columns; the increase is of the sum of squares.
 
-    :param damped: from :func:`~struprune_plugin.solve.damp_moments`
+    :param damped: from :func:`~struprune_plugin.maths.solve.damp_moments`
     :param where: name of the linear, for the error
     """
     size = damped.gram.shape[0] - 1
@@ -108,7 +108,7 @@ def _remove(inverse: Tensor, weight: Tensor, energy: Tensor, gone: Tensor) -> Te
 
 
 def order_directions(rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Return (order, scores) of the rotated channels, as :func:`~struprune_plugin.solve.order_units` would.
+    """Return (order, scores) of the rotated channels, as :func:`~struprune_plugin.maths.elimination.order_units` would.
 
     A round's increase is shared among the blocks.
     """

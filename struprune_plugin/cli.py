@@ -149,6 +149,12 @@ def _add_prune(commands: Any) -> None:
     prune.add_argument(
         "--offload", type=Path, metavar="FOLDER", help="for weights that the memory does not hold, while the run lasts"
     )
+    prune.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="keep finished layers there until the run is over; after a kill the same command goes on there",
+    )
     prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output, unchanged")
     prune.add_argument("--verbose", action="store_true", help="show the host's log")
     _add_device(prune)
@@ -298,6 +304,7 @@ def _prune(args: argparse.Namespace) -> None:
             output_dir=args.output,
             overwrite=args.overwrite,
             offload_folder=scratch,
+            checkpoint_dir=args.checkpoint,
             dataset=dataset,
             batch_size=args.batch_size,
             num_calibration_samples=args.num_samples,

@@ -38,6 +38,7 @@ from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.session import PIPELINE_OPTIONS
+from struprune_plugin.passes.journal import Journal
 from struprune_plugin.recipe import load_recipe
 from struprune_plugin.report import measure_weight_bytes
 
@@ -49,6 +50,7 @@ def oneshot(
     overwrite: bool = False,
     offload_folder: str | os.PathLike | None = None,
     offload_memory: int | None = None,
+    checkpoint_dir: str | os.PathLike | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
@@ -67,6 +69,8 @@ def oneshot(
     :param offload_folder: where weights lie that the host's memory does not hold, for a model given by name; the returned
         model reads them, so that the folder is the caller's to remove
     :param offload_memory: bytes of weights that the memory may hold then; all but 5 GB of what is free where None
+    :param checkpoint_dir: where finished parts of the run are kept, durable, until it is over: the same call goes on there after
+        it was killed, and ends with the same weights
     :param kwargs: everything else that the host's ``oneshot`` takes
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
@@ -85,6 +89,7 @@ def oneshot(
     check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
     source = model if isinstance(model, str) else config.name_or_path
     inputs = list_inputs(source, recipe, loaded.modifiers, offload_folder, kwargs)
+    journal = _make_journal(checkpoint_dir, output_dir, loaded.modifiers, inputs)
     if output_dir is not None:
         if offload_folder is not None:
             check_apart(Path(output_dir), offload_folder)
@@ -95,18 +100,46 @@ def oneshot(
     try:
         with _pin_no_memory_without_an_accelerator():
             if output_dir is None:
-                return host_oneshot(model=model, recipe=loaded, **kwargs)
-            with write_folder(Path(output_dir), overwrite, inputs) as partial:
-                compressed = host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
-                if is_source_process():
-                    tidy_recipe(partial)
-                    _carry_manifest(source, partial)
-                return compressed
+                compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
+            else:
+                with write_folder(Path(output_dir), overwrite, inputs) as partial:
+                    compressed = host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
+                    if is_source_process():
+                        tidy_recipe(partial)
+                        _carry_manifest(source, partial)
+        if journal is not None:
+            journal.clear()
+        return compressed
     except BaseException:
         for modifier in loaded.modifiers:
             if isinstance(modifier, StructuredModifier):
                 modifier.clean_up()
         raise
+
+
+def _make_journal(
+    folder: str | os.PathLike | None,
+    output: str | os.PathLike | None,
+    modifiers: list[Modifier],
+    inputs: list[str | os.PathLike],
+) -> Journal | None:
+    """Give every modifier that can go on after a kill the folder to do so from; None without one.
+
+    :raises ValueError: a folder that is something else already, or lies where the run reads or writes
+    """
+    if folder is None:
+        return None
+    path, others = Path(folder).resolve(), [Path(p).resolve() for p in (*inputs, *([] if output is None else [output]))]
+    for other in others:
+        if path == other or path in other.parents or other in path.parents:
+            raise ValueError(
+                f"checkpoint_dir: must be apart from what the run reads and writes, got {path} and {other}. Choose another path."
+            )
+    journal = Journal(path)
+    for modifier in modifiers:
+        if isinstance(modifier, StructuredModifier):
+            modifier.take_journal(journal)
+    return journal
 
 
 def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> None:

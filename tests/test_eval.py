@@ -14,7 +14,6 @@ import torch
 from conftest import ROOT, make_dataset, save_model
 from families import make_model
 from llmcompressor.modifiers import Modifier
-from struprune_plugin.model.layers import count_prunable_parameters
 from transformers import AutoTokenizer, OPTForCausalLM
 
 from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, quantisation, rows, zeroshot
@@ -23,6 +22,7 @@ from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import load_checkpoint
+from struprune_plugin.model.layers import count_prunable_parameters
 
 LOCAL = {  # file of a data folder -> what stands in for it
     "books_calibration.jsonl": DEMO_CALIBRATION,

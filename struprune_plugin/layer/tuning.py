@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from struprune_plugin.device.room import Room
 from struprune_plugin.layer.calls import LayerCall, take_hidden
+from struprune_plugin.model.surgery import set_parameter
 
 _FLOOR = 1e-3  # of a parameter's root mean square, so that a bias of zeros learns too
 
@@ -134,9 +135,6 @@ def _read_state(student: nn.Module, room: Room) -> dict[str, Tensor]:
 
 
 def _write_state(layer: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give a layer new parameters by assignment (the host keeps them in offload caches), in their dtype."""
+    """Give a layer new parameters, in their dtype."""
     for name, value in state.items():
-        module = layer.get_submodule(name.rpartition(".")[0])
-        leaf = name.rpartition(".")[2]
-        old = getattr(module, leaf)
-        setattr(module, leaf, nn.Parameter(value.to(old.device, old.dtype), old.requires_grad))
+        set_parameter(layer, name, value)

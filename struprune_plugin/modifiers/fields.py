@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 from llmcompressor.modifiers import Modifier
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import nn
 
 from struprune_plugin.layer.admm import ADMMSettings
@@ -17,6 +17,7 @@ from struprune_plugin.layer.tuning import TuningSettings
 from struprune_plugin.maths.allocation import MAX_SPARSITY
 from struprune_plugin.maths.solve import DAMPING
 from struprune_plugin.model.units import UnitGroup, find_groups
+from struprune_plugin.passes.journal import Journal
 from struprune_plugin.passes.rules import RULES, AllocationSettings
 
 GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple")
@@ -124,6 +125,12 @@ class StructuredModifier(Modifier):
                 "start and end must be left out: structured pruning happens once, in one calibration pass."
             )
         return self
+
+    _journal: Journal | None = PrivateAttr(default=None)
+
+    def take_journal(self, journal: Journal) -> None:
+        """Take in where finished parts are kept, so that a killed run goes on there."""
+        self._journal = journal
 
     def find_groups(self, model: nn.Module) -> list[UnitGroup]:
         """Return the groups that the recipe chooses."""

@@ -9,6 +9,7 @@ from typing import Any
 from llmcompressor.modifiers import Modifier
 from loguru import logger
 from torch import nn
+from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
 from struprune_plugin.device.placement import WHOLE, Demands, Placement, place_parts
@@ -28,9 +29,12 @@ from struprune_plugin.modifiers.checks import (
     check_order,
     check_weights,
     list_later_modifiers,
+    list_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
+from struprune_plugin.passes.journal import Journal
+from struprune_plugin.passes.resume import describe_run
 from struprune_plugin.passes.rules import RULES
 
 
@@ -152,6 +156,25 @@ def _count_calibration(
     solves = CRITERIA[modifier.importance].eliminates or RESTORATIONS[modifier.restoration].solves
     needed = widest.num_columns + 1 if solves else 1
     return check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
+
+
+def open_journal(modifier: StructuredModifier, journal: Journal, model: PreTrainedModel, loader: Any) -> None:
+    """Begin, or go on with, the run that a modifier is part of.
+
+    :raises ValueError: the journal is another run's; samples come in another order every time; several processes
+    """
+    check_one_process("checkpoint_dir", "Leave it out.")
+    if isinstance(getattr(loader, "sampler", None), RandomSampler):
+        raise ValueError(
+            "checkpoint_dir: calibration samples must come in the same order every time, got a sampler that shuffles them. Pass "
+            "shuffle_calibration_samples=False."
+        )
+    hosts = set(Modifier.model_fields)
+    recipe = [
+        {type(m).__name__: {name: value for name, value in m.model_dump().items() if name not in hosts}}
+        for m in list_modifiers()
+    ]
+    journal.open(describe_run(recipe, model, loader))
 
 
 def place_run(

@@ -50,11 +50,12 @@ from struprune_plugin.model.units import UnitGroup, find_groups
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
-from struprune_plugin.modifiers.job import Job, place_run, prepare_job
+from struprune_plugin.modifiers.job import Job, open_journal, place_run, prepare_job
 from struprune_plugin.modifiers.session import PassDriver, enter_room, run_pass
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.passes.allocation import AllocationPass, make_uniform_plan, take_batches
 from struprune_plugin.passes.pruning import PruningPass
+from struprune_plugin.passes.resume import LayerLog, keep_allocation, take_allocation
 from struprune_plugin.passes.rules import RULES
 from struprune_plugin.passes.search import search_fully
 from struprune_plugin.passes.signals import measure_signals
@@ -194,6 +195,8 @@ class StruPruneModifier(StructuredModifier):
         self._placement = place_run(self, model, groups, state.data.calib, hold_out=self.damping == "auto")
         self._weights_digest = describe_weights(model)
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets"), **self._pipeline_options}
+        if self._journal is not None:
+            open_journal(self, self._journal, model, state.data.calib)
         self._plan = self._make_early_plan(model, self._job)
         return True
 
@@ -204,13 +207,12 @@ class StruPruneModifier(StructuredModifier):
         self._room = room = self._spans.enter_context(enter_room(state.model, self._placement, self.measure_memory))
         self._peaks = self._spans.enter_context(room.watch())
         self._started = time.perf_counter()
-        signals, methods = self._measure_signals(state, job), self._make_own_methods()
-        if self._plan is None:
-            self._plan = self._make_late_plan(state, job, methods, signals)
-            check_widths(job.groups, self._plan.kept, job.roundings)
+        signals, methods = self._decide_plan(state, job), self._make_own_methods()
+        assert self._plan is not None
         adopt_attention(state.model)
         tokens = TokenDigest(self._take_digest)
-        self._pass = PruningPass(job.groups, self._plan, methods, signals, room, tokens=tokens)
+        log = None if self._journal is None else LayerLog(self._journal)
+        self._pass = PruningPass(job.groups, self._plan, methods, signals, room, tokens=tokens, log=log)
         self._driver = PassDriver(self._pass, self)
         self._driver.start(state.model, state.data.calib)
 
@@ -377,6 +379,21 @@ class StruPruneModifier(StructuredModifier):
     def _make_own_methods(self) -> Methods:
         tuning = TuningSettings(self.tuning_epochs, self.tuning_learning_rate) if self.tuning_epochs else None
         return self.make_methods(self.target, self.max_swaps, tuning)
+
+    def _decide_plan(self, state: State, job: Job) -> Signals:
+        """Measure what the methods ask of the dense model and make the plan, unless an earlier process has."""
+        if done := take_allocation(self._journal, "allocation"):
+            plan, signals = done
+            self._plan = plan or self._plan
+            return signals
+        signals = self._measure_signals(state, job)
+        made = None
+        if self._plan is None:
+            made = self._plan = self._make_late_plan(state, job, self._make_own_methods(), signals)
+            check_widths(job.groups, self._plan.kept, job.roundings)
+        if self._journal is not None:
+            keep_allocation(self._journal, "allocation", made, signals)
+        return signals
 
     def _measure_signals(self, state: State, job: Job) -> Signals:
         """Measure what the methods ask of the dense model, unless an allocator stage has."""

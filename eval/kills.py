@@ -2,8 +2,9 @@
 
     python -m eval.kills --kills 20
 
-One recipe prunes the embedded demo model, the other quantises it afterwards. Every trial starts afresh, is killed (``kill -9``) at a moment drawn
-from the whole length of a run, saving included, and goes on until it ends. Prints a row a trial, and what the checkpoint costs.
+One recipe prunes the embedded demo model, the other quantises it afterwards. Every trial starts afresh, is killed (``kill -9``)
+at a moment drawn from the whole length of a run, saving included, and goes on until it ends. Prints a row a trial, and what the
+checkpoint costs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from struprune_plugin.data import DEMO_MODEL
 from struprune_plugin.report import format_table
 
 PRUNE = "pruning_stage: {pruning_modifiers: {StruPruneModifier: {sparsity: 0.3}}}\n"
-QUANTISE = "quantising_stage: {quantising_modifiers: {QuantizationModifier: {targets: [Linear], scheme: W8A8, ignore: [lm_head]}}}\n"
+_FIELDS = "{targets: [Linear], scheme: W8A8, ignore: [lm_head]}"
+QUANTISE = f"quantising_stage: {{quantising_modifiers: {{QuantizationModifier: {_FIELDS}}}}}\n"
 RECIPES = {"pruned": PRUNE, "pruned, then W8A8": PRUNE + QUANTISE}
 
 

@@ -122,7 +122,7 @@ def test_another_run_is_refused_by_name(opt, tmp_path, monkeypatch, change, mess
     if "code" in change:
         monkeypatch.setattr("struprune_plugin.passes.resume.digest_package", lambda: "another")
     elif "versions" in change:
-        monkeypatch.setattr("struprune_plugin.passes.resume.describe_versions", lambda: change["versions"])
+        monkeypatch.setattr("struprune_plugin.modifiers.job.describe_versions", lambda: change["versions"])
     elif "model" in change:
         model = str(save_model(make_model("opt", seed=3), tmp_path / "other"))
     else:

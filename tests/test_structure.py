@@ -35,7 +35,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "layer": ({"maths", "device", "model"}, {"torch", "compressed_tensors", "llmcompressor", "loguru", "tqdm"}),
     "passes": (
         {"maths", "device", "model", "layer"},
-        {"torch", "transformers", "llmcompressor", "loguru", "psutil", "tqdm"},
+        {"torch", "transformers", "llmcompressor", "loguru", "psutil", "safetensors", "tqdm"},
     ),
     "export": (
         {"device", "model", "layer"},

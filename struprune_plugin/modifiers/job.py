@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.device.placement import WHOLE, Demands, Placement, place_parts
 from struprune_plugin.device.ranks import check_one_process
 from struprune_plugin.device.room import find_free_bytes
+from struprune_plugin.export import describe_versions
 from struprune_plugin.layer.criteria import CRITERIA
 from struprune_plugin.layer.methods import RESTORATIONS
 from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity
@@ -174,7 +175,7 @@ def open_journal(modifier: StructuredModifier, journal: Journal, model: PreTrain
         {type(m).__name__: {name: value for name, value in m.model_dump().items() if name not in hosts}}
         for m in list_modifiers()
     ]
-    journal.open(describe_run(recipe, model, loader))
+    journal.open(describe_run(recipe, describe_versions(), model, loader))
 
 
 def place_run(

@@ -95,12 +95,13 @@ class Journal:
             return None
         try:
             held = json.loads(text.read_text(encoding="utf-8"))
-            if _digest(tensors) != held["sha256"]:
-                raise ValueError("its digest is another")
-            return held["record"], load_file(tensors)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning(f"checkpoint_dir: {tensors} is not whole ({error}) and is made again.")
-            return None
+            if _digest(tensors) == held["sha256"]:
+                return held["record"], load_file(tensors)
+            error: Exception | str = "its digest is another"
+        except (OSError, ValueError, KeyError, TypeError) as failure:
+            error = failure
+        logger.warning(f"checkpoint_dir: {tensors} is not whole ({error}) and is made again.")
+        return None
 
     def clear(self) -> None:
         """Remove what this object has written, once the run is over."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.export import describe_versions
 from struprune_plugin.layer.methods import Plan
 from struprune_plugin.layer.prune import LayerOutcome
 from struprune_plugin.layer.records import AllocationRecord
@@ -105,11 +104,12 @@ def take_allocation(journal: Journal | None, stage: str) -> tuple[Plan | None, S
 
 
 def describe_run(
-    recipe: list[dict[str, Any]], model: PreTrainedModel, loader: Iterable[dict[str, Tensor]]
+    recipe: list[dict[str, Any]], versions: dict[str, str], model: PreTrainedModel, loader: Iterable[dict[str, Tensor]]
 ) -> dict[str, Any]:
     """Return what must be the same for a run to go on, by topic.
 
     :param recipe: fields of every modifier, in order
+    :param versions: of the packages
     """
     found: list[str] = []
     digest = TokenDigest(found.append)
@@ -122,7 +122,7 @@ def describe_run(
         "recipe": recipe,
         "model": {"weights": describe_weights(model), "dtype": str(model.dtype)},
         "data": found[0],
-        "versions": describe_versions(),
+        "versions": versions,
         "threads": torch.get_num_threads(),
         "code": digest_package(),
     }

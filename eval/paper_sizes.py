@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from eval.ledger import describe_code, resolve_fields
-from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.device.placement import Demands, find_least_budget
 from struprune_plugin.model.families import find_family
 from struprune_plugin.model.footprint import read_sizes
@@ -216,6 +216,7 @@ def measure_pruning_memory(
             oneshot(
                 model=model,
                 recipe=modifier,
+                output_dir=Path(scratch) / "out",
                 dataset=dataset,
                 tokenizer=str(Path(__file__).parents[1] / "struprune_plugin" / "demo" / "model"),
                 batch_size=1,
@@ -224,14 +225,15 @@ def measure_pruning_memory(
             )
         except ValueError as error:
             return {**shown, "refused": str(error)}
-    stages = modifier.list_stages()
+        manifest = read_manifest(Path(scratch) / "out")
+    stages = manifest["stages"]
     whole = next(stage for stage in stages if stage["name"] == "whole pass")
     return {
         **shown,
         "peak_bytes": whole["peak_bytes"],
         "seconds": whole["seconds"],
         "stages": stages,
-        "measure": modifier.memory_measure,
+        "measure": manifest["memory_measure"],
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, make_dataset, save_model
 from families import make_model
 from llmcompressor.modifiers import Modifier
@@ -234,6 +235,57 @@ def test_quantisation_rows_tell_fields_and_what_they_replay(work, tmp_path):
         manifest.write_text(text)
         seen.append(quantisation.describe_run(work, quantisation.make_replay(manifest), manifest))
     assert seen[0] != seen[1]
+
+
+def test_quantisation_replays_the_manifest_of_the_very_row_it_shows(opt, texts, tmp_path, monkeypatch):
+    made = []
+
+    def compress(_work, recipe, manifest):
+        made.append(recipe)
+        manifest.write_text(json.dumps({"run": len(made)}))
+        rounded = "GPTQModifier" in recipe and "StruPruneModifier" in recipe
+        return {
+            "perplexity": {"WikiText-2": 9.0, "books": 9.0},
+            "removed": 0.3,
+            "rounded": rounded,
+            "bytes": 1,
+            "seconds": 1.0,
+        }
+
+    dense = {"perplexity": {"WikiText-2": 8.0, "books": 8.0}, "removed": 0.0, "bytes": 1, "seconds": 0.0}
+    monkeypatch.setattr(quantisation, "compress_and_score", compress)
+    monkeypatch.setattr(quantisation, "score_dense", lambda _: dense)
+    words = [
+        "--model",
+        opt,
+        "--data",
+        texts,
+        "--num-samples",
+        8,
+        "--window",
+        32,
+        "--sparsity",
+        0.3,
+        "--output",
+        tmp_path,
+    ]
+    monkeypatch.setattr(sys, "argv", ["quantisation", *map(str, words)])
+    quantisation.main()
+    first = len(made)
+    replays = [recipe for recipe in made if "replay" in recipe]
+    assert len(replays) == len(quantisation.QUANTISERS)
+    quantisation.main()
+    assert len(made) == first, "all rows are read back"
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
+    quantisation.main()
+    assert len(made) == 2 * first
+    again = [recipe for recipe in made[first:] if "replay" in recipe]
+    assert not set(replays) & set(again), "other rows, other manifests"
+    for recipe in again:
+        Path(yaml.safe_load(recipe)["pruning_stage"]["pruning_modifiers"]["StruPruneModifier"]["replay"]).unlink()
+    with pytest.raises(SystemExit, match="must be there, as its row"):
+        quantisation.main()
 
 
 def test_run_row_prunes_and_scores_by_fields(work):

@@ -49,7 +49,8 @@ class StructuredModifier(Modifier):
         curves of ``error_curve``; for these at least four tokens an input of the widest module
     :param rotate_values: rotate every head's values first, so that few channels carry what matters; for ``vo`` with
         ``obs`` and a restoration
-    :param max_sparsity: clip of a module's sparsity in Algorithms 2 and 3
+    :param max_sparsity: the most that a module may lose, to within one step: the clip of Algorithms 2 and 3, and as binding in
+        ``error_curve``
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
     :param measure_memory: count on a CPU, too, what an accelerator would hold, see
         :mod:`~struprune_plugin.device.account`; on an accelerator its own counters always tell

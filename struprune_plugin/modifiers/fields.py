@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from llmcompressor.modifiers import Modifier
 from pydantic import Field, field_validator, model_validator
@@ -20,6 +20,9 @@ from struprune_plugin.model.units import UnitGroup, find_groups
 from struprune_plugin.passes.rules import RULES, AllocationSettings
 
 GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple")
+PLAN_FIELDS = (  # that an allocator stage rules
+    *("allocation", "temperature", "gamma", "rho", "max_sparsity", "as_printed", "sensitivity", "allocation_samples"),
+)
 
 
 class StructuredModifier(Modifier):
@@ -65,6 +68,7 @@ class StructuredModifier(Modifier):
     """
 
     requires_calibration_data: bool = True
+    only_plans: ClassVar[bool] = False  # an allocator stage, which prunes nothing itself
 
     sparsity: float | None = None
     targets: list[str] = Field(default_factory=lambda: ["re:.*"], min_length=1)

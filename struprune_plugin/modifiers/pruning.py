@@ -49,7 +49,7 @@ from struprune_plugin.model.layers import (
 from struprune_plugin.model.units import UnitGroup, find_groups
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
-from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
+from struprune_plugin.modifiers.fields import GROUP_FIELDS, PLAN_FIELDS, StructuredModifier
 from struprune_plugin.modifiers.job import Job, place_run, prepare_job
 from struprune_plugin.modifiers.session import PassDriver, enter_room, run_pass
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
@@ -61,9 +61,6 @@ from struprune_plugin.passes.signals import measure_signals
 from struprune_plugin.passes.tokens import TokenDigest
 
 SEARCHED = tuple(name for name, rule in RULES.items() if rule.searches)  # allocations with a temperature
-PLAN_FIELDS = (  # that an allocator stage rules
-    *("allocation", "temperature", "gamma", "rho", "max_sparsity", "as_printed", "sensitivity", "allocation_samples"),
-)
 
 
 @dataclass(frozen=True)

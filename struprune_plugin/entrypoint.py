@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.distributed import is_source_process
 from compressed_tensors.offload import load_offloaded_model
 from compressed_tensors.utils import patch_attr
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
@@ -41,6 +41,11 @@ from struprune_plugin.modifiers.session import PIPELINE_OPTIONS
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.recipe import load_recipe
 from struprune_plugin.report import measure_weight_bytes
+
+_PRECISIONS = {  # that the host reads; it takes every other word for auto
+    *("auto", "None", "float32", "torch.float32", "full", "bfloat16", "torch.bfloat16"),
+    *("float16", "torch.float16", "half"),
+}
 
 
 def oneshot(
@@ -158,12 +163,40 @@ def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> N
         raise ValueError(
             f"model: must be a causal language model, got {type(model).__name__} without a head. Load that."
         )
+    if str(kwargs.get("precision", "auto")) not in _PRECISIONS:
+        raise ValueError(
+            f"precision: must be auto, float32, bfloat16 or float16, got {kwargs['precision']!r}, which the host would take for "
+            "auto. Give one of these."
+        )
+    _check_dataset(kwargs.get("dataset"), kwargs.get("splits"))
     pipeline, count = kwargs.get("pipeline") or "independent", len(recipe.modifiers)
     if pipeline != "independent" and not (pipeline == "sequential" and count == 1):
         raise ValueError(
             f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
             "calibration pass of its own. Leave it out."
         )
+
+
+def _check_dataset(dataset: object, splits: object) -> None:
+    """Refuse data that nobody can read, and splits of what has none.
+
+    :raises ValueError: the same
+    """
+    if not isinstance(dataset, (str, os.PathLike, Dataset, DatasetDict, IterableDataset, DataLoader, type(None))):
+        raise ValueError(
+            f"dataset: must be a file, c4, wikitext2, a name that the host knows, a Dataset or a loader, got "
+            f"{type(dataset).__name__}. Make a Dataset of it: Dataset.from_dict({{'text': [...]}})."
+        )
+    if splits is not None and not (isinstance(dataset, DatasetDict) or _is_host_s(dataset)):
+        raise ValueError(
+            f"splits: must be left out for a file, c4, wikitext2, a Dataset or a loader, which have none to choose, got "
+            f"{splits!r}. Pass the part that you mean."
+        )
+
+
+def _is_host_s(dataset: object) -> bool:
+    """Tell whether data are a name or a folder that the host resolves."""
+    return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in HUB_DATASETS or Path(dataset).is_file())
 
 
 def _check_offload(model: object, folder: str | os.PathLike | None, memory: int | None) -> None:
@@ -275,7 +308,7 @@ def _make_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[
     :raises ValueError: as :func:`~struprune_plugin.data.make_calibration_dataset`
     """
     source = kwargs.get("dataset")
-    if not isinstance(source, (str, os.PathLike)) or not (str(source) in HUB_DATASETS or Path(source).is_file()):
+    if not isinstance(source, (str, os.PathLike)) or _is_host_s(source):
         return kwargs
     tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -15,6 +15,7 @@ from llmcompressor.recipe import Recipe
 from pydantic import ValidationError
 
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.modifiers.unused import check_used
 
 _PACKAGE = Path(__file__).parent
 _PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")  # of the installed package; of a checkout
@@ -53,7 +54,7 @@ def load_recipe(
         ``field`` in the modifier of StruPrune's that has it
     :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
         ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields; a
-        bare field that several modifiers have
+        bare field that several modifiers have; a field that the run would make no use of
     """
     if recipe is None:
         raise ValueError("recipe: must be a YAML file, a YAML text or modifiers, got None. Pass recipe=….")
@@ -73,6 +74,7 @@ def load_recipe(
             raise ValueError(f"{where}: {error.title} refuses the recipe: {details}") from None
     if not loaded.modifiers:
         raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
+    check_used(loaded.modifiers)
     return loaded
 
 

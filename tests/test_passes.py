@@ -50,7 +50,7 @@ def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, m
             "allocation must be 'softmax' as in the SparsityAllocatorModifier stage, got 'uni",
         ),
         ({}, {"temperature": 2.0}, "temperature must be .* The stage decides it: leave it out here"),
-        ({"gamma": 0.5}, {"gamma": 0.9}, "gamma must be 0.5"),
+        ({"allocation": "softmax_inverse", "gamma": 0.5}, {"gamma": 0.9}, "gamma must be 0.5"),
         ({"as_printed": True}, {"as_printed": False}, "as_printed must be True"),
         ({"importance": "wanda"}, {}, "importance must be 'wanda' .* got 'obs'. Give both stages the same value"),
         ({"restoration": "none"}, {}, "restoration must be 'none'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from llmcompressor.core import Event, State
 from pydantic import PrivateAttr, model_validator
@@ -64,6 +64,7 @@ class SparsityAllocatorModifier(StructuredModifier):
             StruPruneModifier: {importance: obs}
     """
 
+    only_plans: ClassVar[bool] = True
     allocation: Literal[tuple(RULES)] = "softmax"  # type: ignore[valid-type]
 
     _job: Job | None = PrivateAttr(default=None)

@@ -28,11 +28,13 @@ from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
     check_calibration,
     check_order,
+    check_targets,
     check_weights,
     list_later_modifiers,
     list_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.unused import check_used, check_used_without_attention
 from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.passes.resume import describe_run
@@ -70,9 +72,11 @@ def prepare_job(
     :raises ValueError: what cannot succeed
     """
     assert modifier.sparsity is not None
+    check_used(list_modifiers())
     check_order(modifier)
     check_weights(model)
     later = list_later_modifiers(modifier)
+    check_targets(model, later)
     _check_methods(modifier, model, later)
     roundings = find_roundings(model, groups, later, modifier.channel_multiple)
     _check_groups(model, groups, roundings)
@@ -128,6 +132,7 @@ def _check_admm(modifier: StructuredModifier, model: nn.Module, family: Family) 
             f"importance: {modifier.importance} must have attention without rotary positions, got "
             f"{getattr(config, 'model_type', '')!r}. Set attention_unit: none, or use obs."
         )
+    check_used_without_attention(modifier)
     logger.info("rotary attention is re-solved by least squares, the FFN by ADMM")
 
 

@@ -8,11 +8,7 @@ from typing import Any
 from struprune_plugin.model.units import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import list_modifiers
-from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
-
-PLAN_FIELDS = (  # that an allocator stage rules
-    *("allocation", "temperature", "gamma", "rho", "max_sparsity", "as_printed", "sensitivity", "allocation_samples"),
-)
+from struprune_plugin.modifiers.fields import GROUP_FIELDS, PLAN_FIELDS, StructuredModifier
 
 
 def find_allocator(modifier: StructuredModifier) -> SparsityAllocatorModifier | None:

@@ -173,6 +173,18 @@ def run_data_study(
     return rows
 
 
+def choose_rows(rows: Mapping[str, Row], names: str | None) -> dict[str, Row]:
+    """Return the rows of some names, of all where None.
+
+    :raises SystemExit: a name that none has
+    """
+    chosen = list(rows) if names is None else [name.strip() for name in names.split(",")]
+    unknown = [name for name in chosen if name not in rows]
+    if unknown:
+        raise SystemExit(f"--only: must name rows of {', '.join(rows)}, got {', '.join(unknown)}. Correct the names.")
+    return {name: rows[name] for name in chosen}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
@@ -181,6 +193,7 @@ def main() -> None:
     parser.add_argument(
         "--zeroshot", action="store_true", help=f"accuracy, too, on local items of {' and '.join(TASKS)} (lm-eval)"
     )
+    parser.add_argument("--only", help="some of these rows, comma-separated; their tables hold them alone")
     parser.add_argument("--study", choices=["methods", "data"], default="methods")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     args = parser.parse_args()
@@ -197,7 +210,7 @@ def main() -> None:
         if args.study == "data":
             rows, name = run_data_study(ledger, work, args.data, sparsities), "data"
         else:
-            rows, name = run_rows(ledger, work, ROWS[args.rows], sparsities), args.rows
+            rows, name = run_rows(ledger, work, choose_rows(ROWS[args.rows], args.only), sparsities), args.rows
     text, title = format_quality(rows), Path(args.model).name
     (args.output / f"{name}.md").write_text(f"# {title}\n\n```\n{text}\n```\n", encoding="utf-8")
     plot_quality(rows, title, args.output / f"{name}.png")

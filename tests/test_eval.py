@@ -547,6 +547,13 @@ def test_format_quality_compares_with_fasp_and_at_equal_parameters():
     assert lines["0.3 | FASP"].split()[-1] == "2.50"
 
 
+def test_choose_rows_takes_names_and_refuses_others():
+    assert quality.choose_rows(quality.PEERS, None) == quality.PEERS
+    assert list(quality.choose_rows(quality.PEERS, "FLAP, FASP")) == ["FLAP", "FASP"]
+    with pytest.raises(SystemExit, match=r"--only: must name rows of FASP, .*, got OWL"):
+        quality.choose_rows(quality.PEERS, "FASP,OWL")
+
+
 def test_format_quality_shows_refused_rows_and_accuracies():
     scores = {"acc": 0.5, "acc_stderr": 0.05, "acc_norm": 0.25, "acc_norm_stderr": 0.025}
     dense = {"perplexity": {"t": 10.0}, "removed": 0.0, "seconds": 0.0, "zeroshot": {"PIQA": scores}}

@@ -22,14 +22,13 @@ from llmcompressor.recipe import Recipe
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
-from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
+from struprune_plugin.data import HUB_DATASETS, load_tokenizer, make_calibration_dataset
 from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import check_apart, prepare_output, write_folder
@@ -313,7 +312,7 @@ def _make_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[
     tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        tokenizer = load_tokenizer(where)
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
     samples = kwargs.get("num_calibration_samples") or 512
     dataset = make_calibration_dataset(source, tokenizer, samples, length, kwargs.get("text_column") or "text")

@@ -70,7 +70,7 @@ def _gather_moments(
             call.repeat(layer, ROOM, states)
             stream = take(group)
             assert stream.output is not None
-            accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, group, ROOM)
+            accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, call.length, group, ROOM)
     moments = sums.gather()
     return reorder_moments(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))
 

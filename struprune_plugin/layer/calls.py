@@ -125,6 +125,11 @@ class LayerCall:
     tokens: Tensor | None
     device: torch.device
 
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence, padding included."""
+        return self.hidden.shape[1]
+
     @classmethod
     def record(cls, args: tuple, kwargs: dict[str, Any], previous: LayerCall | None, room: Room) -> LayerCall:
         """Take down a call as a hook sees it.
@@ -187,6 +192,20 @@ def find_tokens(mask: Tensor | None, room: Room) -> Tensor | None:
     diagonal = mask[:, 0].diagonal(dim1=1, dim2=2)
     valid = diagonal if mask.dtype == torch.bool else diagonal == 0
     return None if valid.all() else room.to_host(valid.reshape(-1).nonzero().flatten())
+
+
+def split_tokens(tokens: Tensor | None, num_tokens: int, length: int) -> list[Any]:
+    """Return what picks the tokens that count out of a micro-batch's, one slice or tensor of indices a sequence.
+
+    Sums that are made sequence by sequence do not depend on how sequences are split into batches.
+
+    :param tokens: flat indices of those that count, sorted, shape [counted]; None where all do
+    :param num_tokens: of the micro-batch, padding included
+    :param length: tokens of a sequence, padding included
+    """
+    if tokens is None:
+        return [slice(start, start + length) for start in range(0, num_tokens, length)]
+    return list(tokens.split(torch.bincount(tokens // length, minlength=num_tokens // length).tolist()))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,15 @@ from tqdm import tqdm
 
 from struprune_plugin.device.ranks import count_ranks, reduce_sums
 from struprune_plugin.device.room import Room
-from struprune_plugin.layer.calls import LayerCall, Stopped, Visit, capture_streams, skip_linears, take_hidden
+from struprune_plugin.layer.calls import (
+    LayerCall,
+    Stopped,
+    Visit,
+    capture_streams,
+    skip_linears,
+    split_tokens,
+    take_hidden,
+)
 from struprune_plugin.layer.targets import DensePath, Target
 from struprune_plugin.maths.statistics import Moments, MomentSums, add_moments, reorder_moments
 from struprune_plugin.model.layers import find_linear
@@ -58,7 +66,9 @@ class MomentGatherer:
         def count(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
             if group.name not in store:
                 store[group.name] = make_group_sums(layer, group, visit.inputs.device, self._room, apart)
-            accumulate_tokens(store[group.name], visit.inputs, visit.target, tokens, group, self._room)
+            accumulate_tokens(
+                store[group.name], visit.inputs, visit.target, tokens, visit.call.length, group, self._room
+            )
 
         tokens = visit.call.tokens
         if self._hold_out:
@@ -201,17 +211,24 @@ def make_group_sums(
 
 
 def accumulate_tokens(
-    sums: MomentSums, inputs: Tensor, targets: Tensor, tokens: Tensor | None, group: UnitGroup, room: Room
+    sums: MomentSums,
+    inputs: Tensor,
+    targets: Tensor,
+    tokens: Tensor | None,
+    length: int,
+    group: UnitGroup,
+    room: Room,
 ) -> None:
-    """Add the tokens of one micro-batch that are no padding, and refuse what is not finite.
+    """Add the tokens of one micro-batch that count, sequence by sequence, and refuse what is not finite.
 
+    :param tokens: indices of those that count, sorted, shape [counted], int64; None where all do
+    :param length: tokens of a sequence, padding included
     :raises ValueError: NaN or Inf among the activations; the message names the linear
     """
     targets = room.to_device(targets, inputs.device)
-    if tokens is not None:
-        tokens = room.to_device(tokens, inputs.device)
-        inputs, targets = inputs[tokens], targets[tokens]
-    sums.add(inputs, targets)
+    tokens = None if tokens is None else room.to_device(tokens, inputs.device)
+    for part in split_tokens(tokens, len(inputs), length):
+        sums.add(inputs[part], targets[part])
     if not sums.is_finite():
         raise ValueError(
             f"{group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "

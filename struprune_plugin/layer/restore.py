@@ -90,7 +90,7 @@ def refine_group(
     consumer = find_linear(layer, group.consumer)
     sums = make_group_sums(layer, group, keep.device, room)
     for visit in observed.visit_batches(layer, group, f"{group.name} closing"):
-        accumulate_tokens(sums, visit.inputs, visit.target, visit.call.tokens, group, room)
+        accumulate_tokens(sums, visit.inputs, visit.target, visit.call.tokens, visit.call.length, group, room)
     moments = sums.gather()
     damped = damp_moments(moments, result.consumer.double(), methods.damping, consumer.bias is not None)
     columns = torch.arange(len(keep) * group.columns_per_unit, device=moments.gram.device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from struprune_plugin.maths.rounding import GroupSize, round_kept_counts
+from struprune_plugin.maths.ties import find_least, order_scores, round_off
 
 MAX_SPARSITY = 0.95  # paper, Algorithms 2 and 3: the clip of a module's sparsity
 
@@ -113,7 +114,7 @@ def allocate_global_threshold(groups: Sequence[GroupSize], scores: Sequence[Tens
     """
     costs = torch.cat([torch.full((len(s),), g.unit_cost) for g, s in zip(groups, scores, strict=True)])
     owner = torch.cat([torch.full((len(s),), i) for i, s in enumerate(scores)])
-    order = torch.argsort(torch.cat([s.double().cpu() for s in scores]), descending=True, stable=True)
+    order = order_scores(torch.cat([s.double().cpu() for s in scores]), descending=True)
     kept = owner[order[costs[order].cumsum(0) <= (1 - sparsity) * costs.sum()]]
     counts = torch.bincount(kept, minlength=len(groups)).tolist()
     return [1 - count / group.num_units for count, group in zip(counts, groups, strict=True)]
@@ -141,7 +142,7 @@ def allocate_error_curves(
     at = [0] * len(groups)  # the index of every group's choice among its counts
     left = budget - sum(cost[0] for cost in costs)
     steps = [  # along each hull, saved error a parameter falls, so that a sort over all keeps every group's own order
-        ((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i]), g, i, j)
+        (round_off((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i])), g, i, j)
         for g in range(len(groups))
         for i, j in itertools.pairwise(_find_hull(costs[g], errors[g]))
     ]
@@ -189,12 +190,12 @@ def _fill_budget(
             for j in range(i + 1, len(costs[g])):
                 if costs[g][j] - costs[g][i] > left:
                     break
-                best = max(best, (errors[g][i] - errors[g][j], -g, j))
-        saved, g, j = best
+                best = max(best, (round_off(errors[g][i] - errors[g][j]), -g, -j))
+        saved, g, j = best[0], -best[1], -best[2]
         if saved <= 0:
             return left
-        left -= costs[-g][j] - costs[-g][at[-g]]
-        at[-g] = j
+        left -= costs[g][j] - costs[g][at[g]]
+        at[g] = j
 
 
 def _fill_evenly(costs: Sequence[Sequence[int]], at: list[int], left: float) -> None:
@@ -264,4 +265,4 @@ def search_temperature(
         kept = round_kept_counts(groups, shares)
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
         candidates.append(Candidate(temperature, tuple(kept), loss))
-    return min(candidates, key=lambda candidate: candidate.loss), candidates
+    return candidates[find_least([candidate.loss for candidate in candidates])], candidates

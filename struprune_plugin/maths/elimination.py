@@ -13,6 +13,7 @@ from torch import Tensor
 
 from struprune_plugin.maths.solve import invert_in_place
 from struprune_plugin.maths.statistics import Moments, with_bias_index
+from struprune_plugin.maths.ties import ROUNDING, find_least_of, order_scores
 
 _PANEL = 64  # columns whose removal changes the matrices at once
 _GONE = 1 / 16  # share of removed units that the matrices may carry along, a copy being dearer
@@ -31,7 +32,7 @@ class Elimination:
 
 
 def order_units(scores: Tensor, num_blocks: int) -> Tensor:
-    """Order units for removal, lowest score first.
+    """Order units for removal, lowest score first; those that tie go by index (:func:`~struprune_plugin.maths.ties.order_scores`).
 
     With several blocks, a round removes the next unit of every block, so that any whole number of rounds leaves the
     blocks equally large.
@@ -41,7 +42,7 @@ def order_units(scores: Tensor, num_blocks: int) -> Tensor:
     :return: unit indices, first removed first, shape [units], int64
     """
     per_block = scores.view(num_blocks, -1)
-    within = torch.argsort(per_block, dim=1, stable=True)
+    within = order_scores(per_block)
     offsets = torch.arange(num_blocks, device=scores.device)[:, None] * per_block.shape[1]
     return (within + offsets).T.reshape(-1)
 
@@ -68,7 +69,7 @@ def eliminate_units(
     num_blocks: int = 1,
     num_remove: int | None = None,
 ) -> Elimination:
-    """Remove units one by one, each time the one whose removal raises the re-solved error least.
+    """Remove units one by one, each time the one whose removal raises the re-solved error least, the first of those that tie.
 
     Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the
     current least-squares weights; then W and H^-1 are downdated (:class:`_Remaining`). The bias always stays.
@@ -87,12 +88,13 @@ def eliminate_units(
     left = _Remaining(inverse, inverse @ damped.cross.T, columns_per_unit, num_blocks)
     waiting = torch.ones(num_blocks, dtype=torch.bool, device=inverse.device)  # blocks yet to lose one this round
     block_size = num_units // num_blocks
+    rounding = ROUNDING * left.measure_costs().sum()
     order, increases = [], []
     for _ in range(num_units if num_remove is None else num_remove):
         costs = left.measure_costs()
         if num_blocks > 1:
             costs.masked_fill_(~waiting[left.units // block_size], torch.inf)
-        u = int(costs.argmin())
+        u = find_least_of(costs, rounding)
         order.append(int(left.units[u]))
         increases.append(costs[u])
         left.remove(u)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from struprune_plugin.maths.solve import invert_in_place
 from struprune_plugin.maths.statistics import Moments, with_bias_index
+from struprune_plugin.maths.ties import MARGIN
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,26 @@ def _find_directions(spread: Tensor, energy: Tensor, left: Tensor) -> Tensor:
     factor = torch.linalg.cholesky_ex(left.mT @ spread @ left).L
     half = torch.linalg.solve_triangular(factor, left.mT @ energy @ left, upper=False)
     whitened = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    least = torch.linalg.eigh((whitened + whitened.mT) / 2).eigenvectors[..., :1]
-    direction = torch.linalg.solve_triangular(factor.mT, least, upper=True)
-    sign = direction.gather(1, direction.abs().argmax(1, keepdim=True)).sign()  # an eigenvector has none of its own
-    return sign * direction / direction.norm(dim=1, keepdim=True)
+    values, vectors = torch.linalg.eigh((whitened + whitened.mT) / 2)
+    direction = torch.linalg.solve_triangular(factor.mT, _choose_vector(values, vectors), upper=True)
+    return direction / direction.norm(dim=1, keepdim=True)
+
+
+def _choose_vector(values: Tensor, vectors: Tensor) -> Tensor:
+    """Return a vector of the least eigenvalue of every matrix that does not depend on rounding, shape [blocks, rest, 1].
+
+    An eigenvector has no sign, and several of one eigenvalue no direction of their own; what they span has. The vector is the
+    longest projection of an axis on it, the first of those that tie.
+
+    :param values: ascending, shape [blocks, rest]
+    :param vectors: in columns, shape [blocks, rest, rest]
+    """
+    even = values - values[:, :1] <= MARGIN * values.abs().amax(1, keepdim=True)
+    span = vectors * even[:, None]
+    lengths = span.square().sum(2)  # of every axis' projection, squared
+    axis = (lengths >= (1 - MARGIN) * lengths.amax(1, keepdim=True)).byte().argmax(1)
+    row = span.gather(1, axis[:, None, None].expand(-1, 1, span.shape[2]))
+    return span @ row.mT
 
 
 def _remove(inverse: Tensor, weight: Tensor, energy: Tensor, gone: Tensor) -> Tensor:

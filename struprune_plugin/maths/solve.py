@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from struprune_plugin.maths.statistics import Moments, measure_error, subtract_moments, with_bias_index
+from struprune_plugin.maths.ties import find_least
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
 DAMPING = 0.01  # where none was chosen
+_EVEN = 1e-6  # of the target's energy: what differs by less is rounding of float32 sums, or does not matter
 _DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
 
 
@@ -96,7 +98,7 @@ def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWe
 def choose_damping(
     moments: Moments, held: Moments, weight: Tensor, columns: Tensor, has_bias: bool, where: str
 ) -> float:
-    """Return the damping whose solve on the other tokens has the least error on the held-out ones.
+    """Return the damping whose solve on the other tokens has the least error on the held-out ones, the lowest of those that tie.
 
     :param moments: of all tokens
     :param held: of a part of them
@@ -117,7 +119,8 @@ def choose_damping(
         cross = torch.add(rest.cross, dense, alpha=damping * scale)
         return measure_error(held, _solve_factorized(factorize_in_place(system, where), cross.T).T)
 
-    return min(_DAMPINGS, key=measure)
+    errors = [measure(damping) for damping in _DAMPINGS]
+    return _DAMPINGS[find_least(errors, margin=_EVEN * float(held.target_energy))]
 
 
 def _restrict_moments(moments: Moments, rows: Tensor) -> Moments:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 _NUM_BLOCKS = 16  # of rows of H, at most
 _LEAST_ROWS = 256  # of one
+_TOKENS = (
+    512  # of a product: a longer sum a BLAS would split among its threads, in another order for every number of them
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class MomentSums:
     :param num_outputs: d of the linear
     :param device: where the sums live
     :param dtype: of the sums, float32 or float64
-    :param tokens: widened to that dtype at once
+    :param tokens: widened to that dtype at once, where fewer than 512
     :param rows: of a product that is made at once, where ``fetch`` is given
     :param fetch: brings a product to the sums, where the activations are elsewhere
     """
@@ -87,19 +90,23 @@ class MomentSums:
         num_outputs: int,
         device: torch.device | str,
         dtype: torch.dtype,
-        tokens: int = 1 << 20,
+        tokens: int = _TOKENS,
         rows: int = 1 << 20,
         fetch: Callable[[Tensor], Tensor] | None = None,
     ):
         size = num_inputs + 1
-        self._dtype, self._tokens, self._rows, self._fetch = dtype, tokens, rows, fetch
+        self._dtype, self._tokens, self._rows, self._fetch = dtype, min(tokens, _TOKENS), rows, fetch
         self._upper = [torch.zeros(shape, device=device, dtype=dtype) for shape in _list_blocks(size)]
         self._cross = torch.zeros(num_outputs, size, device=device, dtype=dtype)
         self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
         self._absolute_sum = torch.zeros(num_inputs, device=device, dtype=dtype)
 
     def add(self, inputs: Tensor, targets: Tensor) -> None:
-        """Add the tokens of one micro-batch, as :func:`accumulate_moments` does."""
+        """Add the tokens of one sequence, as :func:`accumulate_moments` does.
+
+        Float32 sums depend on the order of their terms. Given sequence after sequence, they depend neither on how these are
+        split into batches nor, on a CPU, on the number of threads.
+        """
         for part, wanted in zip(inputs.split(self._tokens), targets.split(self._tokens), strict=True):
             widened, wanted = _append_ones(part, self._dtype), wanted.to(self._dtype)
             for block in self._upper:
@@ -141,6 +148,14 @@ class MomentSums:
             gram[start : start + height, start:] = block
             gram[start + height :, start : start + height] = block[:, height:].T
         return Moments(gram, cross, energy, absolute)
+
+
+def multiply_by_itself(tokens: Tensor) -> Tensor:
+    """Return ``G^T G`` of one sequence, shape [tokens, d] -> [d, d], the same for any number of threads."""
+    total = tokens.new_zeros(tokens.shape[1], tokens.shape[1])
+    for part in tokens.split(_TOKENS):
+        total.addmm_(part.T, part)
+    return total
 
 
 def count_sums(num_inputs: int, num_outputs: int) -> int:

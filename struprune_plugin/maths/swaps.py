@@ -11,6 +11,7 @@ from torch import Tensor
 
 from struprune_plugin.maths.solve import invert_in_place
 from struprune_plugin.maths.statistics import Moments, with_bias_index
+from struprune_plugin.maths.ties import find_least_of, order_scores
 
 _MAX_CANDIDATES = 512  # a swap looks at so many columns on either side
 
@@ -51,7 +52,7 @@ def swap_units(
             break
         change = _find_changes(table, values, inside, outside)
         change = change.masked_fill(block[outside][:, None] != block[inside], torch.inf)
-        best = int(change.argmin())
+        best = find_least_of(change)
         if not change.flatten()[best] < least:
             break
         u, v = int(outside[best // len(inside)]), int(inside[best % len(inside)])
@@ -79,11 +80,12 @@ def _sweep_all(gram: Tensor, cross: Tensor, kept: Tensor, where: str) -> tuple[T
 
 
 def _find_candidates(table: Tensor, values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the kept columns that are cheapest to drop, and the removed ones that gain most, at most 512 of each."""
+    """Return the kept columns that are cheapest to drop, and the removed ones that gain most, at most 512 of each, sorted."""
     worth = torch.linalg.vector_norm(values[:-1], dim=1).square() / table.diagonal()[:-1].abs()
-    inside = worth.masked_fill(~kept, torch.inf).argsort(stable=True)[: min(int(kept.sum()), _MAX_CANDIDATES)]
-    outside = worth.masked_fill(kept, -1).argsort(descending=True, stable=True)
-    return inside, outside[: min(int((~kept).sum()), _MAX_CANDIDATES)]
+    inside = order_scores(worth.masked_fill(~kept, torch.inf))[: min(int(kept.sum()), _MAX_CANDIDATES)]
+    outside = order_scores(worth.masked_fill(kept, -1), descending=True)
+    outside = outside[: min(int((~kept).sum()), _MAX_CANDIDATES)]
+    return inside.sort().values, outside.sort().values
 
 
 def _find_changes(table: Tensor, values: Tensor, inside: Tensor, outside: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.device.ranks import Parcel, count_ranks, decide_once, sum_over_ranks
 from struprune_plugin.device.room import Room
-from struprune_plugin.layer.calls import LayerCall, take_hidden
+from struprune_plugin.layer.calls import LayerCall, split_tokens, take_hidden
 from struprune_plugin.layer.criteria import Ranking, read_dense
 from struprune_plugin.layer.decide import weigh_moments
 from struprune_plugin.layer.gather import LayerObserver
@@ -78,7 +78,7 @@ class AllocationPass:
         with self._room.stage("statistics"):
             self._observer.after_layer(output)
             if self._rule.compares_layers:
-                self._influence += self._compare(self._observer.calls[-1], take_hidden(output))
+                self._compare(self._observer.calls[-1], take_hidden(output))
 
     def end_layer(self, name: str, layer: nn.Module) -> None:
         total, tokens = sum_over_ranks(self._influence).tolist()
@@ -100,14 +100,13 @@ class AllocationPass:
     def _groups_of(self, layer_name: str) -> list[UnitGroup]:
         return [group for group in self._groups if group.layer_name == layer_name]
 
-    def _compare(self, call: LayerCall, output: Tensor) -> Tensor:
-        """Return what one batch adds to the influence of a layer, and its tokens, shape [2], on the host."""
+    def _compare(self, call: LayerCall, output: Tensor) -> None:
+        """Add one batch to the influence of a layer."""
         inputs, outputs = self._room.to_device(call.hidden, output.device).flatten(0, -2), output.flatten(0, -2)
-        if call.tokens is not None:
-            tokens = self._room.to_device(call.tokens, output.device)
-            inputs, outputs = inputs[tokens], outputs[tokens]
-        moved = float(measure_block_influence(inputs, outputs))
-        return torch.tensor([moved, len(inputs)], dtype=torch.float64)
+        tokens = None if call.tokens is None else self._room.to_device(call.tokens, output.device)
+        for part in split_tokens(tokens, len(inputs), call.length):
+            moved = float(measure_block_influence(inputs[part], outputs[part]))
+            self._influence += torch.tensor([moved, len(inputs[part])], dtype=torch.float64)
 
     def _measure_group(self, layer: nn.Module, group: UnitGroup, influence: float) -> Evidence:
         """Return a group's importance, its error curve and its scores; the first of several processes measures."""
@@ -157,19 +156,22 @@ def _unpack(parcel: Parcel) -> Evidence:
 def take_batches(
     loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup], samples: int
 ) -> list[dict[str, Tensor]]:
-    """Return the first batches that hold so many samples and four tokens an input of the widest module, or this process'
-    share of these."""
+    """Return the first sequences, in the loader's batches, that make so many samples and four tokens an input of the widest
+    module, or this process' share of these. How many they are does not depend on the batches."""
     ranks = count_ranks()
     needed = 4 * max(group.num_columns for group in groups) / ranks
     batches: list[dict[str, Tensor]] = []
     sequences = tokens = 0
     for batch in loader:
-        batches.append(batch)
-        sequences += len(batch["input_ids"])
-        tokens += int(batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel())
-        if sequences >= samples / ranks and tokens >= needed:
+        mask = batch.get("attention_mask")
+        held = (torch.ones_like(batch["input_ids"]) if mask is None else mask).sum(1).tolist()
+        taken = 0
+        while taken < len(held) and (sequences < samples / ranks or tokens < needed):
+            sequences, tokens, taken = sequences + 1, tokens + held[taken], taken + 1
+        batches.append({name: part[:taken] for name, part in batch.items()} if taken < len(held) else batch)
+        if taken < len(held) or (sequences >= samples / ranks and tokens >= needed):
             break
-    return batches
+    return [batch for batch in batches if len(batch["input_ids"])]
 
 
 def make_uniform_plan(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.device.ranks import sum_over_ranks
+from struprune_plugin.device.ranks import gather_numbers, sum_over_ranks
 from struprune_plugin.maths.elimination import expand_units
 from struprune_plugin.maths.importance import score_snip
 from struprune_plugin.model.layers import find_linear, freeze_weights
@@ -66,15 +66,17 @@ def measure_snip(
     handles = [linear.register_forward_hook(watch(key)) for key, linear in linears.items()]
     embeddings: Any = model.get_input_embeddings()
     handles.append(embeddings.register_forward_hook(lambda _m, _a, out: out.requires_grad_()))
+    counted = 0
     try:
         with freeze_weights(model):
             for batch in tqdm(loader, desc="snip gradients"):
-                _add_batch(model, batch, linears, consumers, seen, sums)
+                counted += _add_batch(model, batch, linears, consumers, seen, sums)
     finally:
         for handle in handles:
             handle.remove()
-    for total in sums.values():
-        sum_over_ranks(total)
+    num_tokens = max(sum(row[0] for row in gather_numbers(counted)), 1)
+    for key, total in sums.items():
+        sums[key] = sum_over_ranks(total) / num_tokens
     return {group.name: _score(group, sums) for group in groups}
 
 
@@ -85,20 +87,26 @@ def _add_batch(
     consumers: set[tuple[str, str]],
     seen: dict[tuple[str, str], Tensor],
     sums: dict[tuple[str, str], Tensor],
-) -> None:
+) -> int:
+    """Add a batch to the sums; return the number of tokens predicted."""
     mask = batch.get("attention_mask")
     labels = batch["input_ids"] if mask is None else batch["input_ids"].masked_fill(mask == 0, -100)
+    labels = labels[:, 1:]
     with torch.enable_grad():
-        loss = model(input_ids=batch["input_ids"], attention_mask=mask, labels=labels, use_cache=False).loss
+        logits = model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).logits[:, :-1].float()
+        labels = labels.to(logits.device).flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")  # a mean is the batch's
         keys = list(linears)
         gradients = torch.autograd.grad(loss, [seen[key] for key in keys])
     for key, gradient in zip(keys, gradients, strict=True):
         value = seen[key].detach()
         if key not in consumers and linears[key].bias is not None:
             value = value - linears[key].bias.detach()  # a producer's bias is no weight
-        total = (value.double() * gradient.double()).flatten(0, -2).sum(0)
-        sums[key] = sums[key] + total if key in sums else total
+        products = (value.double() * gradient.double()).view(len(batch["input_ids"]), -1, value.shape[-1])
+        for total in products.sum(1):  # sequence by sequence, however they are batched
+            sums[key] = sums[key] + total if key in sums else total
     seen.clear()
+    return int((labels != -100).sum())
 
 
 def _score(group: UnitGroup, sums: dict[tuple[str, str], Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from loguru import logger
 
 from struprune_plugin.layer.methods import Plan
+from struprune_plugin.maths.ties import find_least
 
 
 def search_fully(plan: Plan, rehearse: Callable[[Plan], float]) -> Plan:
@@ -26,7 +27,7 @@ def search_fully(plan: Plan, rehearse: Callable[[Plan], float]) -> Plan:
         if candidate.kept not in errors:  # temperatures far apart may round to the same counts
             errors[candidate.kept] = rehearse(replace(plan, kept=dict(zip(plan.kept, candidate.kept, strict=True))))
         logger.info(f"temperature {candidate.temperature:g}: error {errors[candidate.kept]:.6g}")
-    best = min(plan.candidates, key=lambda candidate: errors[candidate.kept])
+    best = plan.candidates[find_least([errors[candidate.kept] for candidate in plan.candidates])]
     searched = [
         {"temperature": c.temperature, "error": errors[c.kept], "error_by_moments": c.loss} for c in plan.candidates
     ]

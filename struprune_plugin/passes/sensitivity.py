@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.device.ranks import count_before, count_ranks, gather_numbers, sum_over_ranks
 from struprune_plugin.device.room import Room
-from struprune_plugin.layer.calls import LayerCall, take_hidden
+from struprune_plugin.layer.calls import LayerCall, split_tokens, take_hidden
+from struprune_plugin.maths.statistics import multiply_by_itself
 from struprune_plugin.model.families import find_family
 from struprune_plugin.model.layers import find_decoder_layers, find_linear, freeze_weights
 from struprune_plugin.model.units.group import UnitGroup
@@ -184,10 +185,10 @@ def _run_backward(
     finally:
         for handle in handles:
             handle.remove()
-    for group, part in zip(groups, found, strict=True):
-        part = part.flatten(0, -2).float()
-        if call.tokens is not None:
-            part = part[room.to_device(call.tokens, part.device)]
-        gram = room.to_host(part.T @ part).double()
-        sums[group.name] = sums[group.name] + gram if group.name in sums else gram
+    tokens = None if call.tokens is None else room.to_device(call.tokens, below.device)
+    for group, gradients in zip(groups, found, strict=True):
+        gradients = gradients.flatten(0, -2).float()
+        for part in split_tokens(tokens, len(gradients), call.length):
+            gram = room.to_host(multiply_by_itself(gradients[part])).double()
+            sums[group.name] = sums[group.name] + gram if group.name in sums else gram
     return below

@@ -209,7 +209,8 @@ TOOLS = read_commands("python -m eval.")
 
 @pytest.mark.parametrize(("page", "words"), TOOLS, ids=show)
 def test_tools_exist_and_have_the_flags(page, words):
-    file = ROOT / f"{words[2].replace('.', '/')}.py"
+    module = ROOT / words[2].replace(".", "/")
+    file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
     source = file.read_text(encoding="utf-8") + (ROOT / "eval" / "rows.py").read_text(encoding="utf-8")
     assert '__name__ == "__main__"' in source
     for word in words[3:]:

@@ -98,9 +98,12 @@ def _copy_float(layer: nn.Module, device: torch.device, room: Room) -> nn.Module
     student = copy.deepcopy(layer)
     remove_dispatch(student)
     student = student.to(dtype=torch.float32)
-    for parameter in (*student.parameters(), *student.buffers()):
-        parameter.data = room.to_device(parameter.data, device)
-    return student.requires_grad_(True)
+    for module in student.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(room.to_device(parameter.detach(), device)))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, room.to_device(buffer, device))
+    return student
 
 
 def _find_loss(student: nn.Module, call: LayerCall, target: Tensor, room: Room) -> Tensor:

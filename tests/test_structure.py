@@ -30,7 +30,7 @@ BELOW = [
 ]  # each builds on those before it
 MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "maths": (set(), {"torch"}),
-    "device": ({"maths"}, {"torch", "compressed_tensors", "llmcompressor"}),
+    "device": ({"maths"}, {"torch", "compressed_tensors", "llmcompressor", "psutil"}),
     "model": ({"maths", "device"}, {"torch", "compressed_tensors", "transformers"}),
     "layer": ({"maths", "device", "model"}, {"torch", "compressed_tensors", "llmcompressor", "loguru", "tqdm"}),
     "passes": (

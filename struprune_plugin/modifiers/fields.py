@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar, Literal
 
 from llmcompressor.modifiers import Modifier
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from struprune_plugin.layer.admm import ADMMSettings
@@ -18,6 +18,7 @@ from struprune_plugin.maths.allocation import MAX_SPARSITY
 from struprune_plugin.maths.solve import DAMPING
 from struprune_plugin.model.units import UnitGroup, find_groups
 from struprune_plugin.modifiers.patterns import check_patterns
+from struprune_plugin.passes.journal import Journal
 from struprune_plugin.passes.rules import RULES, AllocationSettings
 
 GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple")

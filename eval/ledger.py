@@ -94,6 +94,7 @@ def describe_code(*sources: Path) -> dict[str, Any]:
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"cpu, {torch.get_num_threads()} threads",
+        "clock": "own seconds" if time.perf_counter is time.process_time else "wall",
     }
 
 

@@ -15,7 +15,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from eval.ledger import describe_code, resolve_fields
-from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin import StruPruneModifier, oneshot, read_manifest
+from struprune_plugin.data import DEMO_MODEL
 from struprune_plugin.device.placement import Demands, find_least_budget
 from struprune_plugin.model.families import find_family
 from struprune_plugin.model.footprint import read_sizes
@@ -75,18 +76,19 @@ def make_opt_config(name: str, **changes: Any) -> OPTConfig:
     return OPTConfig(**values | odd | changes)
 
 
-def make_llama_config(name: str) -> LlamaConfig:
+def make_llama_config(name: str, **changes: Any) -> LlamaConfig:
     """Return the configuration of a published LLaMA-2."""
     width, ffn, layers, heads, kv_heads = LLAMA2_SIZES[name]
-    return LlamaConfig(
-        hidden_size=width,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=32000,
-        tie_word_embeddings=False,
-    )
+    values: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**values | changes)
 
 
 def count_sizes(name: str, config: PreTrainedConfig) -> ModelSize:
@@ -202,37 +204,46 @@ def measure_pruning_memory(
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     layer = sum(p.numel() * p.element_size() for p in find_decoder_layers(model)[0][1].parameters())
     samples = config.ffn_dim // length + 1
-    ids = torch.randint(4, config.vocab_size, (samples, length))
-    dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
     budget = None if budget_layers is None else round(budget_layers * layer)
     if budget == 0:
         budget = count_least_budget(model, fields, length)
     modifier = StruPruneModifier(sparsity=sparsity, measure_memory=True, memory_budget=budget, **fields)
     shown = {"layer_bytes": layer, "tokens": samples * length, "budget_bytes": budget}
-    with tempfile.TemporaryDirectory() as scratch:
-        model.config._name_or_path = scratch
-        (Path(scratch) / "config.json").write_text(json.dumps(model.config.to_dict()))
-        try:
-            oneshot(
-                model=model,
-                recipe=modifier,
-                dataset=dataset,
-                tokenizer=str(Path(__file__).parents[1] / "struprune_plugin" / "demo" / "model"),
-                batch_size=1,
-                num_calibration_samples=samples,
-                shuffle_calibration_samples=False,
-            )
-        except ValueError as error:
-            return {**shown, "refused": str(error)}
-    stages = modifier.list_stages()
+    try:
+        manifest = prune_random(model, modifier, samples, length)
+    except ValueError as error:
+        return {**shown, "refused": str(error)}
+    stages = manifest["stages"]
     whole = next(stage for stage in stages if stage["name"] == "whole pass")
     return {
         **shown,
         "peak_bytes": whole["peak_bytes"],
         "seconds": whole["seconds"],
         "stages": stages,
-        "measure": modifier.memory_measure,
+        "measure": manifest["memory_measure"],
     }
+
+
+def prune_random(
+    model: PreTrainedModel, modifier: StruPruneModifier, samples: int, length: int, batch_size: int = 1
+) -> dict[str, Any]:
+    """Prune a model that came from no folder, in place, on random tokens; return the manifest."""
+    ids = torch.randint(4, model.config.vocab_size, (samples, length))
+    dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    with tempfile.TemporaryDirectory() as scratch:
+        model.config._name_or_path = scratch
+        (Path(scratch) / "config.json").write_text(json.dumps(model.config.to_dict()))
+        oneshot(
+            model=model,
+            recipe=modifier,
+            output_dir=Path(scratch) / "out",
+            dataset=dataset,
+            tokenizer=str(DEMO_MODEL),
+            batch_size=batch_size,
+            num_calibration_samples=samples,
+            shuffle_calibration_samples=False,
+        )
+        return read_manifest(Path(scratch) / "out")
 
 
 def count_least_budget(model: PreTrainedModel, fields: Mapping[str, Any], length: int) -> int:

@@ -92,10 +92,16 @@ def _prepare(args: argparse.Namespace) -> tuple[PreTrainedModel, Dataset]:
 
 
 def measure_floor(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds of one forward pass of all layers and of all Gram products over one batch, times the batches."""
-    ids = torch.randint(4, model.config.vocab_size, (args.batch, args.length))
+    """Return the seconds of one forward pass of all layers and of all Gram products over one batch, times the batches.
+
+    :param model: where it lies is measured
+    :param args: batch, length and samples of the calibration data
+    """
+    like = {"device": model.device, "dtype": model.dtype}
+    ids = torch.randint(4, model.config.vocab_size, (args.batch, args.length), device=model.device)
     groups = find_groups(model, "vo")
-    inputs = {size: torch.randn(args.batch * args.length, size) for group in groups for size in _sizes(group, model)}
+    sizes = {size for group in groups for size in _sizes(group, model)}
+    inputs = {size: torch.randn(args.batch * args.length, size, **like) for size in sizes}
     runs = {"forward": partial(_run_layers, model, ids), "gram": partial(_make_grams, model, groups, inputs)}
     num_batches = args.samples / args.batch
     seconds = time_side_by_side(runs, 3)
@@ -124,7 +130,7 @@ def _run_layers(model: PreTrainedModel, ids: Tensor) -> None:
 
 def _make_grams(model: PreTrainedModel, groups: list[UnitGroup], inputs: dict[int, Tensor]) -> None:
     for group in groups:
-        sums = MomentSums(group.num_columns, model.config.hidden_size, "cpu", torch.float32)
+        sums = MomentSums(group.num_columns, model.config.hidden_size, model.device, torch.float32)
         sums.add(inputs[group.num_columns], inputs[model.config.hidden_size])
 
 

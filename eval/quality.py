@@ -4,7 +4,8 @@
         --sparsity 0.1,0.2,0.3,0.5 --output results/quality-opt-mini
 
 ``--study data`` instead: the default against the number of calibration tokens, and calibrated on one corpus, scored on all.
-Finished rows are read back, not computed again. Writes quality.json, <study>.md and <study>.png.
+Finished rows are read back, not computed again. Writes quality.json, <study>.md and <study>.png. With one thread on a CPU, the
+seconds are the process' own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from loguru import logger
 
 from eval.ledger import Ledger
+from eval.measure import count_own_seconds
 from eval.methods import DISTILL, FASP, MORE_PEERS, SLICEGPT, spell
 from eval.rows import Row, Workload, add_workload_arguments, list_refusals, read_workload, run_row, run_rows
 from eval.zeroshot import METRICS, TASKS, format_scores
@@ -171,6 +173,18 @@ def run_data_study(
     return rows
 
 
+def choose_rows(rows: Mapping[str, Row], names: str | None) -> dict[str, Row]:
+    """Return the rows of some names, of all where None.
+
+    :raises SystemExit: a name that none has
+    """
+    chosen = list(rows) if names is None else [name.strip() for name in names.split(",")]
+    unknown = [name for name in chosen if name not in rows]
+    if unknown:
+        raise SystemExit(f"--only: must name rows of {', '.join(rows)}, got {', '.join(unknown)}. Correct the names.")
+    return {name: rows[name] for name in chosen}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
@@ -179,6 +193,7 @@ def main() -> None:
     parser.add_argument(
         "--zeroshot", action="store_true", help=f"accuracy, too, on local items of {' and '.join(TASKS)} (lm-eval)"
     )
+    parser.add_argument("--only", help="some of these rows, comma-separated; their tables hold them alone")
     parser.add_argument("--study", choices=["methods", "data"], default="methods")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     args = parser.parse_args()
@@ -189,12 +204,13 @@ def main() -> None:
     work = read_workload(args)
     ledger = Ledger(args.output / "quality.json", work.describe())
     sparsities = [float(part) for part in args.sparsity.split(",")]
-    if args.study == "data":
-        if args.data is None:
-            raise SystemExit("--study data: needs --data, a folder with texts of two corpora.")
-        rows, name = run_data_study(ledger, work, args.data, sparsities), "data"
-    else:
-        rows, name = run_rows(ledger, work, ROWS[args.rows], sparsities), args.rows
+    if args.study == "data" and args.data is None:
+        raise SystemExit("--study data: needs --data, a folder with texts of two corpora.")
+    with count_own_seconds():
+        if args.study == "data":
+            rows, name = run_data_study(ledger, work, args.data, sparsities), "data"
+        else:
+            rows, name = run_rows(ledger, work, choose_rows(ROWS[args.rows], args.only), sparsities), args.rows
     text, title = format_quality(rows), Path(args.model).name
     (args.output / f"{name}.md").write_text(f"# {title}\n\n```\n{text}\n```\n", encoding="utf-8")
     plot_quality(rows, title, args.output / f"{name}.png")

@@ -156,19 +156,28 @@ def count_memory(size: Size, job: Job, ranks: int = 1) -> dict[str, float]:
     }
 
 
-def measure_rates() -> Rates:
-    """Return the rates of this device, float32 for the model's dtype; traffic within one memory."""
-    matrices = {"single": torch.randn(1024, 1024), "double": torch.randn(1024, 1024, dtype=torch.float64)}
-    vector = torch.randn(64_000_000)
+def measure_rates(device: str = "cpu", size: int = 1024) -> Rates:
+    """Return the rates of a device: on a CPU float32 for the model's dtype and traffic within one memory, else bfloat16 and
+    traffic with the host from pinned memory.
+
+    :param size: of the square matrices
+    """
+    on_cpu = device == "cpu"
+    kinds = {"model": torch.float32 if on_cpu else torch.bfloat16, "single": torch.float32, "double": torch.float64}
+    matrices = {name: torch.randn(size, size, device=device).to(dtype) for name, dtype in kinds.items()}
+    vector = torch.randn(64_000_000, device=device)
+    held = torch.empty(16_000_000, pin_memory=not on_cpu)
 
     def multiply(matrix: Tensor) -> Tensor:
         return matrix @ matrix
 
     runs = {name: (lambda m=matrix: multiply(m)) for name, matrix in matrices.items()}
-    seconds = time_side_by_side({**runs, "read": vector.sum}, 5)
-    single, double = (2 * 1024**3 / seconds[name] for name in ("single", "double"))
+    copy = {} if on_cpu else {"host": lambda: held.to(device, non_blocking=True)}
+    seconds = time_side_by_side({**runs, "read": vector.sum, **copy}, 5)
+    model, single, double = (2 * size**3 / seconds[name] for name in kinds)
     memory = 4 * len(vector) / seconds["read"]
-    return Rates(model=single, single=single, double=double, host=memory, link=memory, memory=memory)
+    host = memory if on_cpu else 4 * len(held) / seconds["host"]
+    return Rates(model=model, single=single, double=double, host=host, link=host, memory=memory)
 
 
 def make_tables(size: Size, job: Job, factor: float) -> str:

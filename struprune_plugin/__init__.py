@@ -1,21 +1,39 @@
 """StruPrune: structured pruning of large language models, as a plugin for llm-compressor.
 
-Importing this package registers its modifiers with the host and its model types with transformers.
+Importing this package registers its modifiers with the host and its model types with transformers. Under the command line alone
+that waits until there is something to do: help and early refusals need no torch.
 """
 
-from struprune_plugin import _import_host  # noqa: F401  # isort: skip  (before anything that imports the host)
-
-from llmcompressor.modifiers.factory import ModifierFactory
-
-from struprune_plugin.entrypoint import oneshot
-from struprune_plugin.export import read_manifest, register_auto_classes
-from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = ["LoRARecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier", "oneshot", "read_manifest"]
 
-ModifierFactory.register("StruPruneModifier", StruPruneModifier)
-ModifierFactory.register("StructPruneModifier", StruPruneModifier)
-ModifierFactory.register("SparsityAllocatorModifier", SparsityAllocatorModifier)
-ModifierFactory.register("LoRARecoveryModifier", LoRARecoveryModifier)
-register_auto_classes()
+
+def _is_command_line() -> bool:
+    """Tell whether this process was started as ``struprune``, or ``python -m struprune_plugin.cli`` is about to run.
+
+    ``sys.argv[0]`` is ``-m`` while a module that is to be run is looked up, and its path as soon as it runs.
+    """
+    name = sys.argv[0] if sys.argv else ""
+    return Path(name).stem == "struprune" or (name == "-m" and "struprune_plugin.cli" in sys.orig_argv)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from struprune_plugin import _register
+
+    return getattr(_register, name)
+
+
+if TYPE_CHECKING or not _is_command_line():
+    from struprune_plugin._register import (
+        LoRARecoveryModifier,
+        SparsityAllocatorModifier,
+        StruPruneModifier,
+        oneshot,
+        read_manifest,
+    )

@@ -1,8 +1,9 @@
-"""``struprune``: prune, eval, convert, inspect and recipes from the command line."""
+"""``struprune``: prune, eval, convert, inspect, verify and recipes from the command line."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -13,23 +14,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
-import torch
-import yaml
-from loguru import logger
-from transformers import AutoTokenizer, set_seed
-
-from struprune_plugin.checkpoint import check_checkpoint, check_whole
-from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST, make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.entrypoint import list_inputs, oneshot
-from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
-from struprune_plugin.export import MANIFEST_NAME, read_manifest
-from struprune_plugin.export.forms import Form, convert_folder
-from struprune_plugin.folder import check_apart, check_output, write_folder
-from struprune_plugin.model.layers import count_parameters
-from struprune_plugin.modifiers import StruPruneModifier
-from struprune_plugin.recipe import describe_recipe, list_recipes, load_recipe
+from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
+from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
 from struprune_plugin.report import (
     format_bytes,
     format_table,
@@ -37,6 +25,11 @@ from struprune_plugin.report import (
     summarize_layers,
     summarize_manifest,
 )
+from struprune_plugin.shipped import describe_recipe, list_recipes
+from struprune_plugin.verify import check_undamaged, find_damage, verify_folder
+
+# Whatever needs torch or the host is imported by the command that needs it: help and early refusals take no seconds.
+_FORMS = ("uniform-padded", "masked", "block_configs")  # of struprune_plugin.export.forms
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,10 +41,18 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 when the whole job is done, 2 for bad input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without our tables' signs is no reason to fail
     args = _make_parser().parse_args(argv)
     try:
         with _raise_on_sigterm():
-            args.run(args)
+            status = args.run(args)
+            sys.stdout.flush()
+            return status or 0
+    except BrokenPipeError:  # whoever read has seen enough, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
     except Exception as error:
         failed = " (os error " in str(
             error
@@ -63,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, _Terminated) as stop:
         print(f"\nstruprune: {'interrupted' if isinstance(stop, KeyboardInterrupt) else 'terminated'}", file=sys.stderr)
         return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
-    return 0
 
 
 class _Terminated(BaseException):
@@ -97,6 +97,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_convert(commands)
     _add_inspect(commands)
+    _add_verify(commands)
     _add_recipes(commands)
     return parser
 
@@ -149,6 +150,12 @@ def _add_prune(commands: Any) -> None:
     prune.add_argument(
         "--offload", type=Path, metavar="FOLDER", help="for weights that the memory does not hold, while the run lasts"
     )
+    prune.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="keep finished layers there until the run is over; after a kill the same command goes on there",
+    )
     prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output, unchanged")
     prune.add_argument("--verbose", action="store_true", help="show the host's log")
     _add_device(prune)
@@ -196,7 +203,7 @@ def _add_convert(commands: Any) -> None:
         "block_configs: every layer's own FFN width in the schema of Nemotron NAS models (LLaMA only).",
     )
     convert.add_argument("path", metavar="OUT", type=Path, help="a pruned folder")
-    convert.add_argument("--to", required=True, choices=get_args(Form), help="form to write")
+    convert.add_argument("--to", required=True, choices=_FORMS, help="form to write")
     convert.add_argument(
         "--output", required=True, metavar="DIR", type=Path, help="folder to write; whole or not at all"
     )
@@ -213,6 +220,17 @@ def _add_inspect(commands: Any) -> None:
     inspect.add_argument("path", metavar="PATH", type=Path, help="a pruned folder")
     inspect.add_argument("--json", action="store_true", help="the whole manifest as JSON")
     inspect.set_defaults(run=_inspect)
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="whether an output is what was written, byte by byte",
+        description="Read every byte of OUT and compare it with the digests of when it was written: weights, configuration, "
+        "modelling file, manifest. Exit status 0 where all is as written, 1 where something is damaged or missing.",
+    )
+    verify.add_argument("path", metavar="OUT", type=Path, help="an output of prune or convert")
+    verify.set_defaults(run=_verify)
 
 
 def _add_recipes(commands: Any) -> None:
@@ -250,9 +268,10 @@ def _choose_device(device: str) -> None:
 
     By now an import may have started CUDA, after which it no longer looks at the environment; so start afresh.
     """
+    import torch
+
+    check_device(device)
     kind, _, index = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}.")
     visible = "" if kind == "cpu" else index or None
     if torch.version.cuda and visible is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
@@ -263,6 +282,8 @@ def _choose_device(device: str) -> None:
 
 def _quiet(verbose: bool) -> None:
     """Leave progress bars, our own words and errors; drop what a user cannot act on."""
+    from loguru import logger
+
     if verbose:
         return
     logger.remove()
@@ -276,9 +297,23 @@ def _is_actionable(record: Any) -> bool:
 
 
 def _prune(args: argparse.Namespace) -> None:
+    changes = _read_changes(args)
+    check_device(args.device)
+    check_recipe_name(args.recipe)
+    check_text_file(args.data)
+    check_model_name(args.model)
+    from transformers import set_seed
+
+    from struprune_plugin._register import StruPruneModifier, oneshot
+    from struprune_plugin.checkpoint import check_checkpoint
+    from struprune_plugin.data import DEMO_CALIBRATION, load_tokenizer, make_calibration_dataset
+    from struprune_plugin.entrypoint import list_inputs
+    from struprune_plugin.folder import check_apart, check_output
+    from struprune_plugin.recipe import load_recipe
+
     _choose_device(args.device)
     _quiet(args.verbose)
-    recipe = load_recipe(args.recipe, changes=_read_changes(args))
+    recipe = load_recipe(args.recipe, changes=changes)
     if args.offload is not None:
         check_apart(args.output, args.offload)
     kwargs = {"dataset": args.data}
@@ -287,7 +322,7 @@ def _prune(args: argparse.Namespace) -> None:
     )
     check_checkpoint(args.model)
     set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
     dataset = make_calibration_dataset(
         args.data or DEMO_CALIBRATION, tokenizer, args.num_samples, args.seq_length, args.text_column
     )
@@ -298,6 +333,7 @@ def _prune(args: argparse.Namespace) -> None:
             output_dir=args.output,
             overwrite=args.overwrite,
             offload_folder=scratch,
+            checkpoint_dir=args.checkpoint,
             dataset=dataset,
             batch_size=args.batch_size,
             num_calibration_samples=args.num_samples,
@@ -323,6 +359,8 @@ def _make_scratch(parent: Path | None) -> Iterator[str | None]:
 
 
 def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
+    import yaml
+
     given = [("--set", *change.partition("=")) for change in args.changes]
     changes: dict[str, Any] = {}
     for option, field, equals, text in given:
@@ -348,6 +386,15 @@ def _add_change(changes: dict[str, Any], option: str, field: str, value: object)
 
 
 def _eval(args: argparse.Namespace) -> None:
+    check_device(args.device)
+    check_text_file(args.text)
+    for path in args.paths:
+        check_model_name(path)
+    from struprune_plugin import _register  # noqa: F401
+    from struprune_plugin.data import DEMO_TEST, read_texts, tokenize_texts
+    from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
+    from struprune_plugin.model.layers import count_parameters
+
     _choose_device(args.device)
     _quiet(verbose=False)
     tasks = args.tasks.split(",") if args.tasks else []
@@ -421,6 +468,14 @@ def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
 
 
 def _convert(args: argparse.Namespace) -> None:
+    if not args.path.is_dir():
+        raise ValueError(f"{args.path}: must be a pruned folder, got none. Correct the path.")
+    check_undamaged(args.path)
+    from struprune_plugin import _register  # noqa: F401
+    from struprune_plugin.checkpoint import check_whole
+    from struprune_plugin.export.forms import convert_folder
+    from struprune_plugin.folder import write_folder
+
     _quiet(verbose=False)
     if (args.path / "config.json").is_file():
         check_whole(str(args.path))
@@ -430,13 +485,27 @@ def _convert(args: argparse.Namespace) -> None:
     print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights{how})")
 
 
-def _inspect(args: argparse.Namespace) -> None:
+def _inspect(args: argparse.Namespace) -> int:
     manifest = read_manifest(args.path)
+    damage = find_damage(args.path) if args.path.is_dir() else []
     if args.json:
         print(json.dumps(manifest, indent=1))
-        return
-    folder = args.path if args.path.is_dir() else args.path.parent
-    print(summarize_layers(manifest), summarize_manifest(manifest, folder), sep="\n\n")
+    else:
+        folder = args.path if args.path.is_dir() else args.path.parent
+        print(summarize_layers(manifest), summarize_manifest(manifest, folder), sep="\n\n")
+    for line in damage:
+        print(f"struprune: damaged: {line}", file=sys.stderr)
+    return int(bool(damage))
+
+
+def _verify(args: argparse.Namespace) -> int:
+    verdict = verify_folder(args.path)
+    rows = [[entry.name, f"{entry.num_bytes:,}", entry.state] for entry in verdict.entries]
+    print(format_table(["file", "bytes", "state"], rows), *verdict.notes, sep="\n")
+    for line in verdict.problems:
+        print(f"damaged: {line}")
+    print(f"{args.path} is {'damaged' if verdict.problems else 'whole'}")
+    return int(bool(verdict.problems))
 
 
 def _recipes(_: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset, load_dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.jsonl", DEMO / "test.jsonl"
@@ -29,6 +29,23 @@ HUB_DATASETS: dict[
     },
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"},
 }
+
+
+def load_tokenizer(where: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """Load a tokenizer.
+
+    :param where: a folder or a hub name
+    :raises ValueError: there is none, or one that cannot be read
+    """
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except (
+        Exception
+    ) as error:  # the compiled library raises classes of its own, readers of broken files whatever they meet
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {first} Copy it again, with its model."
+        ) from None
 
 
 def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:

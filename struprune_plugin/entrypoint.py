@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.distributed import is_source_process
 from compressed_tensors.offload import load_offloaded_model
 from compressed_tensors.utils import patch_attr
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
@@ -22,14 +22,13 @@ from llmcompressor.recipe import Recipe
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
-from struprune_plugin.data import HUB_DATASETS, make_calibration_dataset
+from struprune_plugin.data import HUB_DATASETS, load_tokenizer, make_calibration_dataset
 from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import check_apart, prepare_output, write_folder
@@ -38,8 +37,14 @@ from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.session import PIPELINE_OPTIONS
+from struprune_plugin.passes.journal import Journal
 from struprune_plugin.recipe import load_recipe
 from struprune_plugin.report import measure_weight_bytes
+
+_PRECISIONS = {  # that the host reads; it takes every other word for auto
+    *("auto", "None", "float32", "torch.float32", "full", "bfloat16", "torch.bfloat16"),
+    *("float16", "torch.float16", "half"),
+}
 
 
 def oneshot(
@@ -49,6 +54,7 @@ def oneshot(
     overwrite: bool = False,
     offload_folder: str | os.PathLike | None = None,
     offload_memory: int | None = None,
+    checkpoint_dir: str | os.PathLike | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
@@ -67,6 +73,8 @@ def oneshot(
     :param offload_folder: where weights lie that the host's memory does not hold, for a model given by name; the returned
         model reads them, so that the folder is the caller's to remove
     :param offload_memory: bytes of weights that the memory may hold then; all but 5 GB of what is free where None
+    :param checkpoint_dir: where finished parts of the run are kept, durable, until it is over: the same call goes on there after
+        it was killed, and ends with the same weights
     :param kwargs: everything else that the host's ``oneshot`` takes
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
@@ -85,6 +93,7 @@ def oneshot(
     check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
     source = model if isinstance(model, str) else config.name_or_path
     inputs = list_inputs(source, recipe, loaded.modifiers, offload_folder, kwargs)
+    journal = _make_journal(checkpoint_dir, output_dir, loaded.modifiers, inputs)
     if output_dir is not None:
         if offload_folder is not None:
             check_apart(Path(output_dir), offload_folder)
@@ -95,18 +104,46 @@ def oneshot(
     try:
         with _pin_no_memory_without_an_accelerator():
             if output_dir is None:
-                return host_oneshot(model=model, recipe=loaded, **kwargs)
-            with write_folder(Path(output_dir), overwrite, inputs) as partial:
-                compressed = host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
-                if is_source_process():
-                    tidy_recipe(partial)
-                    _carry_manifest(source, partial)
-                return compressed
+                compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
+            else:
+                with write_folder(Path(output_dir), overwrite, inputs) as partial:
+                    compressed = host_oneshot(model=model, recipe=loaded, output_dir=str(partial), **kwargs)
+                    if is_source_process():
+                        tidy_recipe(partial)
+                        _carry_manifest(source, partial)
+        if journal is not None:
+            journal.clear()
+        return compressed
     except BaseException:
         for modifier in loaded.modifiers:
             if isinstance(modifier, StructuredModifier):
                 modifier.clean_up()
         raise
+
+
+def _make_journal(
+    folder: str | os.PathLike | None,
+    output: str | os.PathLike | None,
+    modifiers: list[Modifier],
+    inputs: list[str | os.PathLike],
+) -> Journal | None:
+    """Give every modifier that can go on after a kill the folder to do so from; None without one.
+
+    :raises ValueError: a folder that is something else already, or lies where the run reads or writes
+    """
+    if folder is None:
+        return None
+    path, others = Path(folder).resolve(), [Path(p).resolve() for p in (*inputs, *([] if output is None else [output]))]
+    for other in others:
+        if path == other or path in other.parents or other in path.parents:
+            raise ValueError(
+                f"checkpoint_dir: must be apart from what the run reads and writes, got {path} and {other}. Choose another path."
+            )
+    journal = Journal(path)
+    for modifier in modifiers:
+        if isinstance(modifier, StructuredModifier):
+            modifier.take_journal(journal)
+    return journal
 
 
 def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> None:
@@ -125,12 +162,40 @@ def _check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> N
         raise ValueError(
             f"model: must be a causal language model, got {type(model).__name__} without a head. Load that."
         )
+    if str(kwargs.get("precision", "auto")) not in _PRECISIONS:
+        raise ValueError(
+            f"precision: must be auto, float32, bfloat16 or float16, got {kwargs['precision']!r}, which the host would take for "
+            "auto. Give one of these."
+        )
+    _check_dataset(kwargs.get("dataset"), kwargs.get("splits"))
     pipeline, count = kwargs.get("pipeline") or "independent", len(recipe.modifiers)
     if pipeline != "independent" and not (pipeline == "sequential" and count == 1):
         raise ValueError(
             f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
             "calibration pass of its own. Leave it out."
         )
+
+
+def _check_dataset(dataset: object, splits: object) -> None:
+    """Refuse data that nobody can read, and splits of what has none.
+
+    :raises ValueError: the same
+    """
+    if not isinstance(dataset, (str, os.PathLike, Dataset, DatasetDict, IterableDataset, DataLoader, type(None))):
+        raise ValueError(
+            f"dataset: must be a file, c4, wikitext2, a name that the host knows, a Dataset or a loader, got "
+            f"{type(dataset).__name__}. Make a Dataset of it: Dataset.from_dict({{'text': [...]}})."
+        )
+    if splits is not None and not (isinstance(dataset, DatasetDict) or _is_host_s(dataset)):
+        raise ValueError(
+            f"splits: must be left out for a file, c4, wikitext2, a Dataset or a loader, which have none to choose, got "
+            f"{splits!r}. Pass the part that you mean."
+        )
+
+
+def _is_host_s(dataset: object) -> bool:
+    """Tell whether data are a name or a folder that the host resolves."""
+    return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in HUB_DATASETS or Path(dataset).is_file())
 
 
 def _check_offload(model: object, folder: str | os.PathLike | None, memory: int | None) -> None:
@@ -242,12 +307,12 @@ def _make_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[
     :raises ValueError: as :func:`~struprune_plugin.data.make_calibration_dataset`
     """
     source = kwargs.get("dataset")
-    if not isinstance(source, (str, os.PathLike)) or not (str(source) in HUB_DATASETS or Path(source).is_file()):
+    if not isinstance(source, (str, os.PathLike)) or _is_host_s(source):
         return kwargs
     tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        tokenizer = load_tokenizer(where)
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
     samples = kwargs.get("num_calibration_samples") or 512
     dataset = make_calibration_dataset(source, tokenizer, samples, length, kwargs.get("text_column") or "text")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,6 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +26,11 @@ import psutil
 from compressed_tensors.distributed import is_source_process
 from loguru import logger
 
+from struprune_plugin.contents import list_foreign, write_listing
 from struprune_plugin.device.ranks import do_once, wait_for_all
-from struprune_plugin.export import MANIFEST_NAME, read_manifest
 from struprune_plugin.report import format_bytes
 
-FILES_NAME = "struprune_files.json"
 _OWNER, _NEW, _DONE, _OLD = "owner.json", "new", "finished", "old"
-_WRITTEN = (  # what an output without a list of its files may hold, beside its manifest: written through the host's oneshot
-    *(MANIFEST_NAME, "recipe.yaml", "config.json", "generation_config.json", "modeling_*.py", "model.safetensors"),
-    *("model-?????-of-?????.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
-    *("tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
-    *("merges.txt", "chat_template.jinja", "chat_template.json"),
-)
-_BLOCK, _NUM_BLOCKS = 1 << 16, 16  # of a large file, what its digest reads
 _SAME_START = 5.0  # seconds; two processes of one number that started closer together are taken for one
 
 
@@ -147,72 +137,6 @@ def _check_place(folder: Path, num_bytes: int) -> None:
             f"output_dir: {parent} must have room for at least {format_bytes(num_bytes)} of weights, got "
             f"{format_bytes(free)} free. Make room, or choose another disk."
         )
-
-
-# -- what is ours -------------------------------------------------------------------------------------------------
-
-
-def list_foreign(folder: Path) -> list[str]:
-    """Return the entries of an earlier output that are not as we wrote them: others', changed ones, links.
-
-    An output lists its files and their digests; one that the host's own ``oneshot`` wrote has its manifest only, beside which
-    files of the usual names count as ours.
-
-    :raises ValueError: no output of ours: neither a list of its files nor a manifest, or one that cannot be read
-    """
-    listed = _read_listing(folder)
-    if listed is None:
-        read_manifest(folder)
-    foreign = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink():
-            foreign.append(name)
-        elif path.is_dir():
-            if not any(other.startswith(name + "/") for other in listed or ()):
-                foreign.append(name)
-        elif listed is None:
-            if not any(fnmatch(name, pattern) for pattern in _WRITTEN):
-                foreign.append(name)
-        elif name != FILES_NAME and (name not in listed or digest_file(path) != listed[name]):
-            foreign.append(f"{name} (changed)" if name in listed else name)
-    return foreign
-
-
-def _read_listing(folder: Path) -> dict[str, str] | None:
-    file = folder / FILES_NAME
-    if not file.is_file():
-        return None
-    try:
-        listed = json.loads(file.read_text(encoding="utf-8"))["files"]
-        if not isinstance(listed, dict):
-            raise TypeError(f"files is a {type(listed).__name__}")
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: must be a list of an output's files, got {error!r}.") from None
-    return listed
-
-
-def write_listing(folder: Path) -> None:
-    """List the files of a finished output folder in it, with their digests: the proof that it is ours, and whole."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES_NAME)
-    listed = {path.relative_to(folder).as_posix(): digest_file(path) for path in paths}
-    partial = folder / (FILES_NAME + ".partial")
-    partial.write_text(json.dumps({"files": listed}, indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / FILES_NAME)
-
-
-def digest_file(path: Path) -> str:
-    """Return a digest of a file's size and bytes; of a large one, of blocks spread over it, which no training leaves alone."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= _BLOCK * _NUM_BLOCKS:
-            digest.update(file.read())
-        else:
-            for block in range(_NUM_BLOCKS):
-                file.seek((size - _BLOCK) * block // (_NUM_BLOCKS - 1))
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
 
 
 # -- how it is written --------------------------------------------------------------------------------------------

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,9 +11,11 @@ from llmcompressor.recipe import Recipe
 from pydantic import ValidationError
 
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.modifiers.unused import check_used
+from struprune_plugin.shipped import describe_recipe, find_recipe, list_recipes
 
-_PACKAGE = Path(__file__).parent
-_PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")  # of the installed package; of a checkout
+__all__ = ["describe_recipe", "list_recipes", "load_recipe"]
+
 _OURS: dict[str, type[Modifier]] = {
     "StruPruneModifier": StruPruneModifier,
     "StructPruneModifier": StruPruneModifier,
@@ -26,21 +24,6 @@ _OURS: dict[str, type[Modifier]] = {
 }
 # what an allocation stage and the pruning stage after it must agree on, so that one change sets it in both
 _AGREED = {"sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple", "memory_budget"}
-
-
-def list_recipes() -> dict[str, Path]:
-    """Return the recipes that ship with the package, by name."""
-    place = next((place for place in _PLACES if place.is_dir()), None)
-    return {file.stem: file for file in sorted(place.glob("*.yaml"))} if place else {}
-
-
-def describe_recipe(file: Path) -> str:
-    """Return the first sentence of the comment that a recipe begins with."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    text = " ".join(line.lstrip("# ") for line in comment)
-    found = re.match(r".*?[.](?= |$)", text)
-    return found[0] if found else text
 
 
 def load_recipe(
@@ -53,7 +36,7 @@ def load_recipe(
         ``field`` in the modifier of StruPrune's that has it
     :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
         ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields; a
-        bare field that several modifiers have
+        bare field that several modifiers have; a field that the run would make no use of
     """
     if recipe is None:
         raise ValueError("recipe: must be a YAML file, a YAML text or modifiers, got None. Pass recipe=….")
@@ -73,6 +56,7 @@ def load_recipe(
             raise ValueError(f"{where}: {error.title} refuses the recipe: {details}") from None
     if not loaded.modifiers:
         raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
+    check_used(loaded.modifiers)
     return loaded
 
 
@@ -82,31 +66,13 @@ def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
     if "\n" not in text:
         where = text
         try:
-            text = _find_recipe(text).read_text(encoding="utf-8")
+            text = find_recipe(text).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Is it a recipe?") from None
     try:
         return where, yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())}") from None
-
-
-def _find_recipe(name: str) -> Path:
-    """Return the file of a recipe: the path itself, or that of a name that ships with the package.
-
-    :raises ValueError: neither
-    """
-    if os.path.isfile(name):
-        return Path(name)
-    known = list_recipes()
-    if name in known:
-        return known[name]
-    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), known, n=1)
-    remedy = f"Did you mean {near[0]}?" if near else "Correct the path; `struprune recipes` lists the names."
-    raise ValueError(
-        f"recipe: must be an existing file, a YAML text or the name of a recipe that ships with the package, got {name!r}. "
-        + remedy
-    )
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

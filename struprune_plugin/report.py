@@ -50,9 +50,8 @@ def summarize_layers(manifest: dict[str, Any]) -> str:
     rows = []
     for group in manifest["groups"]:
         present, kept = group["num_units"] // group["num_blocks"], group["kept"] // group["num_blocks"]
-        unit = {"ffn": "channels", "head": "heads", "vo": f"value channels × {group['num_blocks']} heads"}[
-            group["kind"]
-        ]
+        words = {"ffn": "channels", "head": "heads", "vo": f"value channels × {group['num_blocks']} heads"}
+        unit = words.get(group["kind"], group["kind"])
         filled = round(_BAR * kept / present)
         rows.append(
             [

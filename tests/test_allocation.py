@@ -247,3 +247,27 @@ def test_allocate_error_curves_gives_to_the_group_that_needs_it_whatever_its_kin
     flat, steep = torch.linspace(1, 0, 11), torch.linspace(100, 0, 11)
     assert allocate_error_curves(groups, [flat, steep], 110) == [1, 10]
     assert allocate_error_curves(groups, [steep, flat], 110) == [10, 1]
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.001, 0.01, 0.05, 0.2])
+def test_allocate_error_curves_meets_small_budgets_where_curves_end_flat(sparsity):
+    """Units that the others replace to within rounding save nothing; they are not to go for that."""
+    groups = make_groups()
+    total = sum(group.num_parameters for group in groups)
+    flat = [torch.linspace(1, 0, g.num_units + 1).sub(0.6).clamp(min=0) for g in groups]
+    kept = allocate_error_curves(groups, flat, (1 - sparsity) * total)
+    assert 0 <= count_removed(groups, kept) - sparsity * total < 2000 or sparsity == 0
+    check_budget(groups, kept, sparsity)
+    assert sparsity or kept == [g.num_units for g in groups]
+
+
+@settings(max_examples=40, deadline=None)
+@given(bound=st.floats(0.3, 0.85), seed=st.integers(0, 99))
+def test_allocate_error_curves_keeps_max_sparsity_to_within_a_step(bound, seed):
+    groups, generator = make_groups(multiple=4), torch.Generator().manual_seed(seed)
+    total = sum(group.num_parameters for group in groups)
+    curves = [torch.rand(g.num_units + 1, generator=generator).sort(descending=True).values for g in groups]
+    kept = allocate_error_curves(groups, curves, (1 - 0.99 * bound) * total, bound)
+    check_budget(groups, kept, 0.99 * bound)
+    for group, count in zip(groups, kept, strict=True):
+        assert count >= max((1 - bound) * group.num_units - group.step, group.step)

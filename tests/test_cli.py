@@ -259,7 +259,7 @@ def test_a_full_disk_is_told_in_one_line(pruned, tmp_path, monkeypatch, capsys):
     def fail(*_args, **_kwargs):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(cli, "convert_folder", fail)
+    monkeypatch.setattr("struprune_plugin.export.forms.convert_folder", fail)
     assert cli.main(["convert", str(pruned), "--to", "masked", "--output", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("struprune: error: Error while serializing: I/O error")
     assert list(tmp_path.iterdir()) == []

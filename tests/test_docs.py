@@ -15,6 +15,7 @@ import struprune_plugin
 from eval import make_docs
 from struprune_plugin import StruPruneModifier, cli, oneshot
 from struprune_plugin.model.families import FAMILIES
+from struprune_plugin.recipe import load_recipe
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -188,7 +189,7 @@ def test_python_snippets_parse_and_name_what_there_is(page):
 @pytest.mark.parametrize("page", [p for p in PAGES if read_blocks(p, "yaml")], ids=show)
 def test_yaml_snippets_are_recipes(page):
     for block in read_blocks(page, "yaml"):
-        assert cli.load_recipe(yaml.safe_dump(yaml.safe_load(block))).modifiers
+        assert load_recipe(yaml.safe_dump(yaml.safe_load(block))).modifiers
 
 
 COMMANDS = [(page, words) for page, words in read_commands("struprune ") if len(words) > 2 and "COMMAND" not in words]
@@ -208,7 +209,8 @@ TOOLS = read_commands("python -m eval.")
 
 @pytest.mark.parametrize(("page", "words"), TOOLS, ids=show)
 def test_tools_exist_and_have_the_flags(page, words):
-    file = ROOT / f"{words[2].replace('.', '/')}.py"
+    module = ROOT / words[2].replace(".", "/")
+    file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
     source = file.read_text(encoding="utf-8") + (ROOT / "eval" / "rows.py").read_text(encoding="utf-8")
     assert '__name__ == "__main__"' in source
     for word in words[3:]:

@@ -11,8 +11,8 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, oneshot, read_manifest
+from struprune_plugin.contents import list_foreign
 from struprune_plugin.data import DEMO_CALIBRATION
-from struprune_plugin.folder import list_foreign
 
 GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
 

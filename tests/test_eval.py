@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, make_dataset, save_model
 from families import make_model
 from llmcompressor.modifiers import Modifier
-from struprune_plugin.model.layers import count_prunable_parameters
 from transformers import AutoTokenizer, OPTForCausalLM
 
 from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, quantisation, rows, zeroshot
@@ -23,6 +23,7 @@ from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, data
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import load_checkpoint
+from struprune_plugin.model.layers import count_prunable_parameters
 
 LOCAL = {  # file of a data folder -> what stands in for it
     "books_calibration.jsonl": DEMO_CALIBRATION,
@@ -234,6 +235,57 @@ def test_quantisation_rows_tell_fields_and_what_they_replay(work, tmp_path):
         manifest.write_text(text)
         seen.append(quantisation.describe_run(work, quantisation.make_replay(manifest), manifest))
     assert seen[0] != seen[1]
+
+
+def test_quantisation_replays_the_manifest_of_the_very_row_it_shows(opt, texts, tmp_path, monkeypatch):
+    made = []
+
+    def compress(_work, recipe, manifest):
+        made.append(recipe)
+        manifest.write_text(json.dumps({"run": len(made)}))
+        rounded = "GPTQModifier" in recipe and "StruPruneModifier" in recipe
+        return {
+            "perplexity": {"WikiText-2": 9.0, "books": 9.0},
+            "removed": 0.3,
+            "rounded": rounded,
+            "bytes": 1,
+            "seconds": 1.0,
+        }
+
+    dense = {"perplexity": {"WikiText-2": 8.0, "books": 8.0}, "removed": 0.0, "bytes": 1, "seconds": 0.0}
+    monkeypatch.setattr(quantisation, "compress_and_score", compress)
+    monkeypatch.setattr(quantisation, "score_dense", lambda _: dense)
+    words = [
+        "--model",
+        opt,
+        "--data",
+        texts,
+        "--num-samples",
+        8,
+        "--window",
+        32,
+        "--sparsity",
+        0.3,
+        "--output",
+        tmp_path,
+    ]
+    monkeypatch.setattr(sys, "argv", ["quantisation", *map(str, words)])
+    quantisation.main()
+    first = len(made)
+    replays = [recipe for recipe in made if "replay" in recipe]
+    assert len(replays) == len(quantisation.QUANTISERS)
+    quantisation.main()
+    assert len(made) == first, "all rows are read back"
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
+    quantisation.main()
+    assert len(made) == 2 * first
+    again = [recipe for recipe in made[first:] if "replay" in recipe]
+    assert not set(replays) & set(again), "other rows, other manifests"
+    for recipe in again:
+        Path(yaml.safe_load(recipe)["pruning_stage"]["pruning_modifiers"]["StruPruneModifier"]["replay"]).unlink()
+    with pytest.raises(SystemExit, match="must be there, as its row"):
+        quantisation.main()
 
 
 def test_run_row_prunes_and_scores_by_fields(work):
@@ -493,6 +545,13 @@ def test_format_quality_compares_with_fasp_and_at_equal_parameters():
     assert lines[f"0.3 | {quality.BEST}"].split()[-5:] == ["4.00", "0.40", "30.00%", "5.0", "2.5"]
     assert lines["0.3 | SliceGPT"].split()[-1] == "2.00", "4 where the default has 2 at 15 % removed"
     assert lines["0.3 | FASP"].split()[-1] == "2.50"
+
+
+def test_choose_rows_takes_names_and_refuses_others():
+    assert quality.choose_rows(quality.PEERS, None) == quality.PEERS
+    assert list(quality.choose_rows(quality.PEERS, "FLAP, FASP")) == ["FLAP", "FASP"]
+    with pytest.raises(SystemExit, match=r"--only: must name rows of FASP, .*, got OWL"):
+        quality.choose_rows(quality.PEERS, "FASP,OWL")
 
 
 def test_format_quality_shows_refused_rows_and_accuracies():

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from struprune_plugin import folder as room
-from struprune_plugin.folder import FILES_NAME, check_output, list_foreign, settle_leftovers, write_folder
+from struprune_plugin.contents import FILES_NAME, list_foreign
+from struprune_plugin.folder import check_output, settle_leftovers, write_folder
 
 
 def write(out: Path, text: str = "ours", overwrite: bool = False, **files: str) -> Path:
@@ -88,12 +89,26 @@ def test_a_broken_list_of_files_proves_nothing(tmp_path, content):
         write(out, overwrite=True)
 
 
+MANIFEST = {
+    "format_version": 1,
+    "model": {"base": "", "type": "", "weights_sha256": "", "parameters_before": 2, "parameters_after": 1},
+    "settings": {
+        **{"attention_unit": "vo", "importance": "obs", "restoration": "none", "target": "local", "prune_ffn": True},
+        **{"targets": [], "ignore": []},
+    },
+    "calibration": {"num_sequences": 1, "num_tokens": 1, "sha256": ""},
+    "budget": {"prunable_parameters": 1, "asked_sparsity": 0.5, "removed_parameters": 1, "met_sparsity": 0.5},
+    "allocation": {"method": "uniform"},
+    "stages": [],
+    "groups": [],
+}
+
+
 def test_a_manifest_alone_proves_the_usual_files(tmp_path):
     """Outputs of the host's own oneshot."""
     out = write(tmp_path / "out")
     (out / FILES_NAME).unlink()
-    keys = ("model", "settings", "calibration", "budget", "allocation", "stages", "groups")
-    (out / "struprune.json").write_text(json.dumps({"format_version": 1, **{key: {} for key in keys}}))
+    (out / "struprune.json").write_text(json.dumps(MANIFEST))
     assert list_foreign(out) == []
     (out / "adapter_model.safetensors").write_text("mine")
     assert list_foreign(out) == ["adapter_model.safetensors"]

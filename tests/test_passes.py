@@ -9,6 +9,7 @@ from loguru import logger
 
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.device.placement import Demands, find_least_budget
+from struprune_plugin.manifest import digest_manifest
 from struprune_plugin.maths import swaps
 from struprune_plugin.maths.importance import measure_block_influence, score_fluctuation, score_wanda
 from struprune_plugin.maths.statistics import accumulate_moments, make_moments
@@ -50,7 +51,7 @@ def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, m
             "allocation must be 'softmax' as in the SparsityAllocatorModifier stage, got 'uni",
         ),
         ({}, {"temperature": 2.0}, "temperature must be .* The stage decides it: leave it out here"),
-        ({"gamma": 0.5}, {"gamma": 0.9}, "gamma must be 0.5"),
+        ({"allocation": "softmax_inverse", "gamma": 0.5}, {"gamma": 0.9}, "gamma must be 0.5"),
         ({"as_printed": True}, {"as_printed": False}, "as_printed must be True"),
         ({"importance": "wanda"}, {}, "importance must be 'wanda' .* got 'obs'. Give both stages the same value"),
         ({"restoration": "none"}, {}, "restoration must be 'none'"),
@@ -107,6 +108,7 @@ def test_a_replay_says_what_differs(opt, tmp_path):
         manifest = json.loads(file.read_text())
         manifest["versions"]["torch"] = "1.0"
         manifest["seed"] = 7
+        manifest["sha256"] = digest_manifest(manifest)
         file.write_text(json.dumps(manifest))
         run_oneshot(str(opt), replay=str(file), **FEW)
     finally:

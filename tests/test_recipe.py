@@ -81,6 +81,7 @@ def load_full(changes):
 
 def test_load_recipe_sets_one_modifiers_field():
     changes = {"LoRARecoveryModifier.alpha": 4.0, "StruPruneModifier.alpha": 2.0, "StruPruneModifier.damping": 0.5}
+    changes["StruPruneModifier.restoration"] = "admm"
     allocator, pruning, recovery = load_full(changes)
     assert (allocator.alpha, pruning.alpha, recovery.alpha) == (1.0, 2.0, 4.0)
     assert (allocator.damping, pruning.damping) == ("auto", 0.5)

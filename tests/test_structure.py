@@ -35,10 +35,10 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "layer": ({"maths", "device", "model"}, {"torch", "compressed_tensors", "llmcompressor", "loguru", "tqdm"}),
     "passes": (
         {"maths", "device", "model", "layer"},
-        {"torch", "transformers", "llmcompressor", "loguru", "psutil", "tqdm"},
+        {"torch", "transformers", "llmcompressor", "loguru", "psutil", "safetensors", "tqdm"},
     ),
     "export": (
-        {"device", "model", "layer"},
+        {"device", "model", "layer", "manifest"},
         {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml"},
     ),
     "recovery": ({"device", "model"}, {"torch", "transformers", "compressed_tensors", "peft", "tqdm", "loguru"}),
@@ -53,18 +53,25 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     ),
     "evaluation": ({"checkpoint"}, {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
-    "folder": ({"device", "export", "report"}, {"compressed_tensors", "psutil", "loguru"}),
-    "recipe": ({"modifiers"}, {"llmcompressor", "pydantic", "yaml"}),
+    "folder": ({"contents", "device", "report"}, {"compressed_tensors", "psutil", "loguru"}),
+    "recipe": ({"modifiers", "shipped"}, {"llmcompressor", "pydantic", "yaml"}),
+    "manifest": (set(), set()),  # from here on, what the command line reads before torch is there
+    "contents": ({"manifest"}, set()),
+    "verify": ({"contents", "manifest", "checkpoint"}, {"safetensors"}),
+    "shipped": (set(), set()),
+    "early": ({"shipped"}, set()),
     "entrypoint": (
         {*BELOW, "checkpoint", "data", "folder", "recipe", "report"},
         {"torch", "transformers", "compressed_tensors", "datasets", "llmcompressor"},
     ),
     "serving": ({"export"}, {"vllm"}),
     "cli": (
-        {*BELOW, "checkpoint", "data", "entrypoint", "evaluation", "folder", "recipe", "report"},
+        {*BELOW, "_register", "checkpoint", "data", "early", "entrypoint", "evaluation", "folder", "manifest", "recipe"}
+        | {"report", "shipped", "verify"},
         {"torch", "transformers", "loguru", "yaml"},
     ),
-    "__init__": ({"_import_host", "entrypoint", "export", "modifiers"}, {"llmcompressor"}),
+    "__init__": ({"_register"}, set()),
+    "_register": ({"_import_host", "entrypoint", "export", "modifiers"}, {"llmcompressor"}),
     "_import_host": (set(), {"llmcompressor"}),
 }
 STANDARD = sys.stdlib_module_names

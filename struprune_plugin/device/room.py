@@ -133,5 +133,11 @@ def open_room(placement: Placement = WHOLE, count_on_cpu: bool = False) -> Itera
 
 
 def find_free_bytes() -> int | None:
-    """Return what the accelerator has free, less a tenth for what is not counted; None without one."""
-    return round(0.9 * torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+    """Return what the accelerator has free, less a tenth for what is not counted; None without one.
+
+    What the allocator keeps for later, from an earlier pass say, is free too.
+    """
+    if not torch.cuda.is_available():
+        return None
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return round(0.9 * (torch.cuda.mem_get_info()[0] + kept))

@@ -76,10 +76,16 @@ def _restore_units(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
     settings = manifest["settings"]
     fields = (settings["attention_unit"], settings["prune_ffn"], settings["targets"], settings["ignore"])
     entries = {entry["name"]: entry for entry in manifest["groups"]}
-    for group in find_groups(model, *fields):
-        entry = entries[group.name]
-        _grow(model, group, entry["num_units"], torch.tensor(entry["keep"]))
     family, config = find_family(model), modeling.make_dense_config(model.config)
+    largest = max(getattr(config, family.ffn.width_key), config.hidden_size, *_measure_heads(config))
+    for group in find_groups(model, *fields):
+        entry = entries.get(group.name)
+        if entry is None or entry["kept"] != group.num_units or not entry["num_units"] <= largest:
+            raise ValueError(
+                f"{group.name}: the manifest must speak of its {group.num_units} units, of at most {largest}, got "
+                f"{entry and (entry['kept'], entry['num_units'])}. Use the manifest that was written with the model."
+            )
+        _grow(model, group, entry["num_units"], torch.tensor(entry["keep"]))
     for name, layer in find_decoder_layers(model):
         sizes = measure_layer(family, layer)
         wanted = (config.num_attention_heads, getattr(config, family.ffn.width_key))
@@ -89,6 +95,12 @@ def _restore_units(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
                 "Use uniform-padded."
             )
     adopt_stock(model, config)
+
+
+def _measure_heads(config: Any) -> tuple[int, int]:
+    """Return the heads of a dense model and the channels in all of them."""
+    heads = config.num_attention_heads
+    return heads, heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _pad_values(model: PreTrainedModel) -> None:

@@ -13,10 +13,18 @@ from typing import Any
 from struprune_plugin.device.room import StageRecord
 from struprune_plugin.layer.records import AllocationRecord, CalibrationRecord, GroupRecord
 from struprune_plugin.layer.tuning import TuningRecord
+from struprune_plugin.manifest import DIGEST_KEY, FORMAT_VERSION, MANIFEST_NAME, digest_manifest, read_manifest
 
-MANIFEST_NAME = "struprune.json"
-FORMAT_VERSION = 1
-_KEYS = ("model", "settings", "calibration", "budget", "allocation", "stages", "groups")
+__all__ = [
+    "MANIFEST_NAME",
+    "BudgetRecord",
+    "Manifest",
+    "ModelRecord",
+    "describe_versions",
+    "read_manifest",
+    "write_manifest",
+]
+
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 
 
@@ -102,37 +110,10 @@ def describe_versions() -> dict[str, str]:
 
 
 def write_manifest(manifest: dict[str, Any], folder: str | Path) -> Path:
-    """Write the manifest into an output folder, whole or not at all."""
+    """Write the manifest into an output folder, whole or not at all, with the digest of what it says."""
     path = Path(folder) / MANIFEST_NAME
     partial = path.with_suffix(".partial")
     content = {"format_version": FORMAT_VERSION, "versions": describe_versions(), **manifest}
+    content[DIGEST_KEY] = digest_manifest(content)
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return partial.replace(path)
-
-
-def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Read the manifest of an output folder, or the file itself.
-
-    :raises ValueError: there is none, it is no manifest, or a later version wrote it
-    """
-    path = Path(path)
-    file = path / MANIFEST_NAME if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(
-            f"{path}: must be a pruned folder with a {MANIFEST_NAME}, or that file, got neither. Prune first."
-        )
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        found = manifest["format_version"]
-        missing = [key for key in _KEYS if key not in manifest]
-        if found == FORMAT_VERSION and missing:
-            raise KeyError(*missing)
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{file}: must be a StruPrune manifest, got {error!r}. Use the file as it was written."
-        ) from None
-    if found != FORMAT_VERSION:
-        raise ValueError(
-            f"{file}: format_version must be {FORMAT_VERSION}, got {found}. Use the version that wrote it."
-        )
-    return manifest

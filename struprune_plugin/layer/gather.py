@@ -55,6 +55,7 @@ class MomentGatherer:
         self._sums: dict[str, MomentSums] = {}
         self._held: dict[str, MomentSums] = {}
         self._visits: dict[str, int] = {}  # sequences seen, by group
+        self._device = torch.device("cpu")  # that the inputs are on
 
     def has(self, group: UnitGroup) -> bool:
         """Tell whether a group's moments have been gathered."""
@@ -70,7 +71,7 @@ class MomentGatherer:
                 store[group.name], visit.inputs, visit.target, tokens, visit.call.length, group, self._room
             )
 
-        tokens = visit.call.tokens
+        tokens, self._device = visit.call.tokens, visit.inputs.device
         if self._hold_out:
             first = self._visits.get(group.name, self._num_before)
             self._visits[group.name] = first + len(visit.call.hidden)
@@ -90,10 +91,14 @@ class MomentGatherer:
         return GroupMoments(moments, held if held.num_tokens else None)
 
     def _close(self, sums: MomentSums, group: UnitGroup) -> Moments:
-        """Return sums as moments, on the host where its systems are solved there; those of other processes added."""
+        """Return sums as moments where their systems are solved; those of other processes added."""
         reduce_sums(sums.list_parts())
         with self._room.solving():
-            return _reorder(sums.gather(self._room.fetch), group)
+            return _reorder(sums.gather(self._room.fetch or self._lift), group)
+
+    def _lift(self, part: Tensor) -> Tensor:
+        """Bring a sum to the device, from the host where it has grown there."""
+        return self._room.to_device(part, self._device)
 
     def clear(self) -> None:
         """Forget a layer."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -31,6 +32,17 @@ class LayerOutcome:
     groups: list[GroupRecord]
     tuning: TuningRecord | None
     changed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON has it."""
+        tuning = None if self.tuning is None else asdict(self.tuning)
+        return {"groups": [record.to_dict() for record in self.groups], "tuning": tuning, "changed": self.changed}
+
+    @classmethod
+    def from_dict(cls, held: dict[str, Any]) -> LayerOutcome:
+        """Read what :meth:`to_dict` gave."""
+        tuning = None if held["tuning"] is None else TuningRecord(**held["tuning"])
+        return cls([GroupRecord.from_dict(flat) for flat in held["groups"]], tuning, held["changed"])
 
 
 def prune_layer(

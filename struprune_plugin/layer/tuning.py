@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from struprune_plugin.device.room import Room
 from struprune_plugin.layer.calls import LayerCall, take_hidden
+from struprune_plugin.model.surgery import set_parameter
 
 _FLOOR = 1e-3  # of a parameter's root mean square, so that a bias of zeros learns too
 
@@ -97,9 +98,12 @@ def _copy_float(layer: nn.Module, device: torch.device, room: Room) -> nn.Module
     student = copy.deepcopy(layer)
     remove_dispatch(student)
     student = student.to(dtype=torch.float32)
-    for parameter in (*student.parameters(), *student.buffers()):
-        parameter.data = room.to_device(parameter.data, device)
-    return student.requires_grad_(True)
+    for module in student.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(room.to_device(parameter.detach(), device)))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, room.to_device(buffer, device))
+    return student
 
 
 def _find_loss(student: nn.Module, call: LayerCall, target: Tensor, room: Room) -> Tensor:
@@ -134,9 +138,6 @@ def _read_state(student: nn.Module, room: Room) -> dict[str, Tensor]:
 
 
 def _write_state(layer: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give a layer new parameters by assignment (the host keeps them in offload caches), in their dtype."""
+    """Give a layer new parameters, in their dtype."""
     for name, value in state.items():
-        module = layer.get_submodule(name.rpartition(".")[0])
-        leaf = name.rpartition(".")[2]
-        old = getattr(module, leaf)
-        setattr(module, leaf, nn.Parameter(value.to(old.device, old.dtype), old.requires_grad))
+        set_parameter(layer, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -119,19 +120,23 @@ def allocate_global_threshold(groups: Sequence[GroupSize], scores: Sequence[Tens
     return [1 - count / group.num_units for count, group in zip(counts, groups, strict=True)]
 
 
-def allocate_error_curves(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float) -> list[int]:
+def allocate_error_curves(
+    groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float, max_sparsity: float = MAX_SPARSITY
+) -> list[int]:
     """Choose kept counts that minimise ``sum_g E_g(k_g)`` while ``sum_g k_g c_g <= budget``, c_g the cost of a unit.
 
     Steps along the lower convex hulls are taken in the order of error saved a parameter; that is optimal wherever
     they end on the budget. Where the next does not fit, what is left is filled by the best steps that do, hull or not. At
-    least one step stays in every group.
+    least one step stays in every group, and no group loses more than ``max_sparsity``, to within one step.
     Source: method.md section 5, ``error_curve``.
 
     :param curves: error with k = 0 ... num_units units kept, comparable between groups, one a group, shape [num_units + 1]
     :param budget: parameters to keep at most
     :return: kept units of each group, a multiple of its step or all
     """
-    counts = [_list_counts(group) for group in groups]
+    if budget >= sum(group.num_parameters for group in groups):
+        return [group.num_units for group in groups]
+    counts = [_list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
     costs = [[k * group.unit_cost for k in ks] for group, ks in zip(groups, counts, strict=True)]
     at = [0] * len(groups)  # the index of every group's choice among its counts
@@ -145,14 +150,17 @@ def allocate_error_curves(groups: Sequence[GroupSize], curves: Sequence[Tensor],
         if at[g] == i and costs[g][j] - costs[g][i] <= left:
             at[g] = j
             left -= costs[g][j] - costs[g][i]
-    _fill_budget(costs, errors, at, left)
+    left = _fill_budget(costs, errors, at, left)
+    if left > max(group.step * group.unit_cost for group in groups):
+        _fill_evenly(costs, at, left)
     return [ks[i] for ks, i in zip(counts, at, strict=True)]
 
 
-def _list_counts(group: GroupSize) -> list[int]:
-    """Return the kept counts that a group may have, fewest first."""
+def _list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
+    """Return the kept counts that a group may have, fewest first; rounded down, so that the least of all groups fit."""
     step = min(group.step, group.num_units)
-    counts = list(range(step, group.num_units + 1, step))
+    fewest = max(math.floor((1 - max_sparsity) * group.num_units / step + 1e-9), 1) * step
+    counts = list(range(fewest, group.num_units + 1, step))
     return counts if counts[-1] == group.num_units else [*counts, group.num_units]
 
 
@@ -172,8 +180,10 @@ def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
     return hull
 
 
-def _fill_budget(costs: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], at: list[int], left: float) -> None:
-    """Spend what is left on the growth of one group after the other that saves most and fits, in place."""
+def _fill_budget(
+    costs: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], at: list[int], left: float
+) -> float:
+    """Spend what is left on the growth of one group after the other that saves most and fits, in place; return the rest."""
     while True:
         best = (0.0, 0, 0)
         for g, i in enumerate(at):
@@ -183,9 +193,28 @@ def _fill_budget(costs: Sequence[Sequence[int]], errors: Sequence[Sequence[float
                 best = max(best, (round_off(errors[g][i] - errors[g][j]), -g, -j))
         saved, g, j = best[0], -best[1], -best[2]
         if saved <= 0:
-            return
+            return left
         left -= costs[g][j] - costs[g][at[g]]
         at[g] = j
+
+
+def _fill_evenly(costs: Sequence[Sequence[int]], at: list[int], left: float) -> None:
+    """Spend what no error tells how to spend, in place: whoever has lost the largest share gets the next step that fits.
+
+    Units that the others replace to within rounding have curves that end flat at zero: nothing is saved by keeping them, and
+    yet they are not to go where less was asked for.
+    """
+    while True:
+        growing = [
+            (costs[g][i] / costs[g][-1], g)
+            for g, i in enumerate(at)
+            if i + 1 < len(costs[g]) and costs[g][i + 1] - costs[g][i] <= left
+        ]
+        if not growing:
+            return
+        _, g = min(growing)
+        left -= costs[g][at[g] + 1] - costs[g][at[g]]
+        at[g] += 1
 
 
 @dataclass(frozen=True)

@@ -141,13 +141,13 @@ def score_l0(
     """
     quadratic, linear = _gate_quadratic(damped, weight, unit_columns)
     energy = damped.target_energy.clamp(min=1e-300)
-    generator = torch.Generator(device=weight.device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # the host's, so that every device draws the same
     log_odds = torch.full((len(unit_columns),), 2.0, dtype=torch.float64, device=weight.device, requires_grad=True)
     optimizer = torch.optim.Adam([log_odds], lr=0.1)
     shift = _CONCRETE_TEMPERATURE * torch.log(torch.tensor(-_CONCRETE_LOW / _CONCRETE_HIGH, dtype=torch.float64))
     for _ in range(steps):
         with torch.enable_grad():
-            noise = torch.rand(8, len(log_odds), generator=generator, dtype=torch.float64, device=weight.device)
+            noise = torch.rand(8, len(log_odds), generator=generator, dtype=torch.float64).to(weight.device)
             noise = noise.clamp(1e-6, 1 - 1e-6).logit()
             concrete = torch.sigmoid((noise + log_odds) / _CONCRETE_TEMPERATURE)
             gates = (concrete * (_CONCRETE_HIGH - _CONCRETE_LOW) + _CONCRETE_LOW).clamp(0, 1)

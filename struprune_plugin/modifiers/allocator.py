@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from llmcompressor.core import Event, State
 from pydantic import PrivateAttr, model_validator
@@ -18,9 +18,10 @@ from struprune_plugin.layer.methods import Plan
 from struprune_plugin.layer.signals import Signals
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.job import Job, place_run, prepare_job
+from struprune_plugin.modifiers.job import Job, open_journal, place_run, prepare_job
 from struprune_plugin.modifiers.session import PassDriver, enter_room
 from struprune_plugin.passes.allocation import AllocationPass
+from struprune_plugin.passes.resume import keep_allocation, take_allocation
 from struprune_plugin.passes.rules import RULES
 from struprune_plugin.passes.signals import measure_signals
 
@@ -63,6 +64,7 @@ class SparsityAllocatorModifier(StructuredModifier):
             StruPruneModifier: {importance: obs}
     """
 
+    only_plans: ClassVar[bool] = True
     allocation: Literal[tuple(RULES)] = "softmax"  # type: ignore[valid-type]
 
     _job: Job | None = PrivateAttr(default=None)
@@ -96,12 +98,19 @@ class SparsityAllocatorModifier(StructuredModifier):
         self._job = prepare_job(self, state.model, groups, state.data.calib)
         self._placement = place_run(self, state.model, groups, state.data.calib, together=True)
         self._check_stages()
+        if self._journal is not None:
+            open_journal(self, self._journal, state.model, state.data.calib)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
         job = self._job
         assert job is not None
+        if done := take_allocation(self._journal, "allocator"):
+            plan, signals = done
+            assert plan is not None
+            self._allocated = Allocated(plan, signals, StageRecord())
+            return
         self._started = time.perf_counter()
         room = self._spans.enter_context(enter_room(state.model, self._placement, self.measure_memory))
         self._peaks = self._spans.enter_context(room.watch())
@@ -115,10 +124,14 @@ class SparsityAllocatorModifier(StructuredModifier):
         self._driver.start(state.model, state.data.calib)
 
     def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:
+        if self._allocated is not None:
+            return  # by an earlier process: the host runs its pass all the same
         assert self._driver is not None
         self._driver.end_step(state.model, modules)
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        if self._allocated is not None:
+            return
         assert self._driver is not None
         assert self._pass is not None
         self._driver.finish()
@@ -128,6 +141,8 @@ class SparsityAllocatorModifier(StructuredModifier):
         measured = StageRecord(seconds, self._peaks[0] if self._peaks else None)
         self._allocated = Allocated(self._pass.plan, self._signals, measured)
         self._pass = self._driver = None
+        if self._journal is not None:
+            keep_allocation(self._journal, "allocator", self._allocated.plan, self._allocated.signals)
 
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Handle an event of the host; leave no hooks behind if it fails."""

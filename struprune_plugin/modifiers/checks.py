@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
+from compressed_tensors.utils import is_match
 from llmcompressor.core import active_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
@@ -50,6 +51,37 @@ def check_order(modifier: Modifier) -> None:
                     f"recipe: {type(modifier).__name__} must come before every {name}, got {type(other).__name__} first. "
                     "Move it up."
                 )
+
+
+def check_targets(model: nn.Module, modifiers: Sequence[Modifier]) -> None:
+    """Refuse targets of quantisers and sparsity modifiers that the host would look for in vain, and leave the model as it was.
+
+    :raises ValueError: a target that matches no module; an ignore list that leaves none
+    """
+    for modifier in modifiers:
+        if isinstance(modifier, QuantizationMixin):
+            groups = [(scheme.targets, modifier.ignore) for scheme in modifier.resolved_config.config_groups.values()]
+        elif isinstance(modifier, SparsityModifierBase):
+            targets = modifier.targets
+            groups = [([targets] if isinstance(targets, str) else targets, [])]  # what it ignores lies inside these
+        else:
+            continue
+        for targets, ignore in groups:
+            _check_group_targets(model, type(modifier).__name__, targets, ignore)
+
+
+def _check_group_targets(model: nn.Module, who: str, targets: Sequence[str], ignore: Sequence[str]) -> None:
+    for target in targets:
+        if not any(is_match(name, module, [target]) for name, module in model.named_modules()):
+            raise ValueError(
+                f"{who}: targets must match a module of the model each, got {target!r}, which matches none. Give a full name, a "
+                "class such as Linear, or re:<pattern>."
+            )
+    if targets and not any(is_match(name, module, targets, ignore) for name, module in model.named_modules()):
+        raise ValueError(
+            f"{who}: ignore must leave a module of its targets, got {list(ignore)}, which match all of {list(targets)}. "
+            "Ignore fewer."
+        )
 
 
 def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modifier], heads_differ: bool) -> None:

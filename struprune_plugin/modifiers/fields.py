@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from llmcompressor.modifiers import Modifier
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import nn
 
 from struprune_plugin.layer.admm import ADMMSettings
@@ -17,9 +17,13 @@ from struprune_plugin.layer.tuning import TuningSettings
 from struprune_plugin.maths.allocation import MAX_SPARSITY
 from struprune_plugin.maths.solve import DAMPING
 from struprune_plugin.model.units import UnitGroup, find_groups
+from struprune_plugin.passes.journal import Journal
 from struprune_plugin.passes.rules import RULES, AllocationSettings
 
 GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple")
+PLAN_FIELDS = (  # that an allocator stage rules
+    *("allocation", "temperature", "gamma", "rho", "max_sparsity", "as_printed", "sensitivity", "allocation_samples"),
+)
 
 
 class StructuredModifier(Modifier):
@@ -49,7 +53,8 @@ class StructuredModifier(Modifier):
         curves of ``error_curve``; for these at least four tokens an input of the widest module
     :param rotate_values: rotate every head's values first, so that few channels carry what matters; for ``vo`` with
         ``obs`` and a restoration
-    :param max_sparsity: clip of a module's sparsity in Algorithms 2 and 3
+    :param max_sparsity: the most that a module may lose, to within one step: the clip of Algorithms 2 and 3, and as binding in
+        ``error_curve``
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
     :param measure_memory: count on a CPU, too, what an accelerator would hold, see
         :mod:`~struprune_plugin.device.account`; on an accelerator its own counters always tell
@@ -64,6 +69,7 @@ class StructuredModifier(Modifier):
     """
 
     requires_calibration_data: bool = True
+    only_plans: ClassVar[bool] = False  # an allocator stage, which prunes nothing itself
 
     sparsity: float | None = None
     targets: list[str] = Field(default_factory=lambda: ["re:.*"], min_length=1)
@@ -124,6 +130,12 @@ class StructuredModifier(Modifier):
                 "start and end must be left out: structured pruning happens once, in one calibration pass."
             )
         return self
+
+    _journal: Journal | None = PrivateAttr(default=None)
+
+    def take_journal(self, journal: Journal) -> None:
+        """Take in where finished parts are kept, so that a killed run goes on there."""
+        self._journal = journal
 
     def find_groups(self, model: nn.Module) -> list[UnitGroup]:
         """Return the groups that the recipe chooses."""

@@ -9,11 +9,13 @@ from typing import Any
 from llmcompressor.modifiers import Modifier
 from loguru import logger
 from torch import nn
+from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
 from struprune_plugin.device.placement import WHOLE, Demands, Placement, place_parts
 from struprune_plugin.device.ranks import check_one_process
 from struprune_plugin.device.room import find_free_bytes
+from struprune_plugin.export import describe_versions
 from struprune_plugin.layer.criteria import CRITERIA
 from struprune_plugin.layer.methods import RESTORATIONS
 from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity
@@ -26,11 +28,16 @@ from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
     check_calibration,
     check_order,
+    check_targets,
     check_weights,
     list_later_modifiers,
+    list_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.unused import check_used, check_used_without_attention
 from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
+from struprune_plugin.passes.journal import Journal
+from struprune_plugin.passes.resume import describe_run
 from struprune_plugin.passes.rules import RULES
 
 
@@ -65,9 +72,11 @@ def prepare_job(
     :raises ValueError: what cannot succeed
     """
     assert modifier.sparsity is not None
+    check_used(list_modifiers())
     check_order(modifier)
     check_weights(model)
     later = list_later_modifiers(modifier)
+    check_targets(model, later)
     _check_methods(modifier, model, later)
     roundings = find_roundings(model, groups, later, modifier.channel_multiple)
     _check_groups(model, groups, roundings)
@@ -123,6 +132,7 @@ def _check_admm(modifier: StructuredModifier, model: nn.Module, family: Family) 
             f"importance: {modifier.importance} must have attention without rotary positions, got "
             f"{getattr(config, 'model_type', '')!r}. Set attention_unit: none, or use obs."
         )
+    check_used_without_attention(modifier)
     logger.info("rotary attention is re-solved by least squares, the FFN by ADMM")
 
 
@@ -152,6 +162,25 @@ def _count_calibration(
     solves = CRITERIA[modifier.importance].eliminates or RESTORATIONS[modifier.restoration].solves
     needed = widest.num_columns + 1 if solves else 1
     return check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
+
+
+def open_journal(modifier: StructuredModifier, journal: Journal, model: PreTrainedModel, loader: Any) -> None:
+    """Begin, or go on with, the run that a modifier is part of.
+
+    :raises ValueError: the journal is another run's; samples come in another order every time; several processes
+    """
+    check_one_process("checkpoint_dir", "Leave it out.")
+    if isinstance(getattr(loader, "sampler", None), RandomSampler):
+        raise ValueError(
+            "checkpoint_dir: calibration samples must come in the same order every time, got a sampler that shuffles them. Pass "
+            "shuffle_calibration_samples=False."
+        )
+    hosts = set(Modifier.model_fields)
+    recipe = [
+        {type(m).__name__: {name: value for name, value in m.model_dump().items() if name not in hosts}}
+        for m in list_modifiers()
+    ]
+    journal.open(describe_run(recipe, describe_versions(), model, loader))
 
 
 def place_run(

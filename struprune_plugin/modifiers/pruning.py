@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,16 +25,13 @@ from struprune_plugin.export import (
     adopt_config,
     adopt_stock,
     can_hold_heads,
-    describe_versions,
     make_uniform_config,
     read_manifest,
     wrap_save,
     write_manifest,
 )
-from struprune_plugin.layer.criteria import CRITERIA
 from struprune_plugin.layer.methods import Methods, Plan
-from struprune_plugin.layer.records import AllocationRecord, CalibrationRecord
-from struprune_plugin.layer.signals import Signals
+from struprune_plugin.layer.records import CalibrationRecord
 from struprune_plugin.layer.targets import TARGETS
 from struprune_plugin.layer.tuning import TuningSettings
 from struprune_plugin.model.families import find_family
@@ -48,36 +44,20 @@ from struprune_plugin.model.layers import (
 )
 from struprune_plugin.model.units import UnitGroup, find_groups
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
-from struprune_plugin.modifiers.checks import check_alone, list_modifiers
-from struprune_plugin.modifiers.fields import GROUP_FIELDS, StructuredModifier
-from struprune_plugin.modifiers.job import Job, place_run, prepare_job
-from struprune_plugin.modifiers.session import PassDriver, enter_room, run_pass
+from struprune_plugin.modifiers.checks import check_alone
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.job import Job, open_journal, place_run, prepare_job
+from struprune_plugin.modifiers.planning import Planner, plan_early
+from struprune_plugin.modifiers.replay import Replay, read_replay
+from struprune_plugin.modifiers.session import PassDriver, enter_room
+from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, check_single_stage, find_allocator
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
-from struprune_plugin.passes.allocation import AllocationPass, make_uniform_plan, take_batches
 from struprune_plugin.passes.pruning import PruningPass
+from struprune_plugin.passes.resume import LayerLog
 from struprune_plugin.passes.rules import RULES
-from struprune_plugin.passes.search import search_fully
-from struprune_plugin.passes.signals import measure_signals
 from struprune_plugin.passes.tokens import TokenDigest
 
 SEARCHED = tuple(name for name, rule in RULES.items() if rule.searches)  # allocations with a temperature
-PLAN_FIELDS = (  # that an allocator stage rules
-    *("allocation", "temperature", "gamma", "rho", "max_sparsity", "as_printed", "sensitivity", "allocation_samples"),
-)
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """The manifest that a run repeats.
-
-    :param path: where it lies
-    :param plan: its kept units
-    :param calibration: its record of the calibration data
-    """
-
-    path: str
-    plan: Plan
-    calibration: dict[str, Any]
 
 
 class StruPruneModifier(StructuredModifier):
@@ -127,7 +107,7 @@ class StruPruneModifier(StructuredModifier):
     _job: Job | None = PrivateAttr(default=None)
     _placement: Placement = PrivateAttr(default=WHOLE)
     _weights_digest: str = PrivateAttr(default="")
-    _replayed: Replayed | None = PrivateAttr(default=None)
+    _replayed: Replay | None = PrivateAttr(default=None)
     _plan: Plan | None = PrivateAttr(default=None)
     _spans: ExitStack = PrivateAttr(default_factory=ExitStack)  # closes the room
     _room: Room = PrivateAttr(default_factory=Room)
@@ -187,14 +167,16 @@ class StruPruneModifier(StructuredModifier):
         if self.tuning_epochs:
             check_one_process("tuning_epochs above 0", "Leave it at 0, or tune in a run of one process.")
         groups = self._find_own_groups(model)
-        self._check_stages()
+        check_single_stage()
         if self.output == "uniform":
             self._check_uniform(model, groups)
         self._job = prepare_job(self, model, groups, state.data.calib)
         self._placement = place_run(self, model, groups, state.data.calib, hold_out=self.damping == "auto")
         self._weights_digest = describe_weights(model)
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets"), **self._pipeline_options}
-        self._plan = self._make_early_plan(model, self._job)
+        if self._journal is not None:
+            open_journal(self, self._journal, model, state.data.calib)
+        self._plan = self._plan_early(model, self._job)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -204,13 +186,14 @@ class StruPruneModifier(StructuredModifier):
         self._room = room = self._spans.enter_context(enter_room(state.model, self._placement, self.measure_memory))
         self._peaks = self._spans.enter_context(room.watch())
         self._started = time.perf_counter()
-        signals, methods = self._measure_signals(state, job), self._make_own_methods()
-        if self._plan is None:
-            self._plan = self._make_late_plan(state, job, methods, signals)
-            check_widths(job.groups, self._plan.kept, job.roundings)
+        methods = self._make_own_methods()
+        planner = Planner(self, job, methods, state, room, self._pipeline_options)
+        allocated = self._stage_before.allocated if self._stage_before is not None else None
+        self._plan, signals = planner.decide(self._plan, allocated, self._journal)
         adopt_attention(state.model)
         tokens = TokenDigest(self._take_digest)
-        self._pass = PruningPass(job.groups, self._plan, methods, signals, room, tokens=tokens)
+        log = None if self._journal is None else LayerLog(self._journal)
+        self._pass = PruningPass(job.groups, self._plan, methods, signals, room, tokens=tokens, log=log)
         self._driver = PassDriver(self._pass, self)
         self._driver.start(state.model, state.data.calib)
 
@@ -263,26 +246,17 @@ class StruPruneModifier(StructuredModifier):
         self._spans.close()
         self._driver = self._pass = None
 
-    # -- the other stages -----------------------------------------------------------------------------------------
-
-    def _find_allocator(self) -> SparsityAllocatorModifier | None:
-        """Return the allocator stage that comes before this modifier in the recipe."""
-        found = None
-        for modifier in list_modifiers():
-            if modifier is self:
-                return found
-            if isinstance(modifier, SparsityAllocatorModifier):
-                found = modifier
-        return found
+    # -- before the pass ------------------------------------------------------------------------------------------
 
     def _find_own_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups to prune, once an allocator stage has been agreed with.
 
         :raises ValueError: the stages contradict each other; no sparsity anywhere
         """
-        self._stage_before = stage = self._find_allocator()
+        self._stage_before = stage = find_allocator(self)
         if stage is not None:
-            self._agree_on_budget(stage)
+            for name, value in agree_on_budget(self, stage).items():
+                setattr(self, name, value)
         if self.sparsity is None:
             raise ValueError(
                 "StruPruneModifier: sparsity must be given where no SparsityAllocatorModifier stage comes before, "
@@ -290,58 +264,8 @@ class StruPruneModifier(StructuredModifier):
             )
         groups = self.find_groups(model)
         if stage is not None:
-            self._agree_on_curves(stage, groups)
+            check_curves(self, stage, groups)
         return groups
-
-    def _agree_on_budget(self, stage: SparsityAllocatorModifier) -> None:
-        """Take over what an allocator stage decides.
-
-        :raises ValueError: other units or another budget; a field of the allocation that the stage would overrule
-        """
-        for name in ("sparsity", *GROUP_FIELDS):
-            if name == "sparsity" and self.sparsity is None:
-                self.sparsity = stage.sparsity
-            self._check_same(stage, name, "Give both stages the same value.")
-        if self.search == "full":
-            raise ValueError(
-                "StruPruneModifier: search must be moments where a SparsityAllocatorModifier stage makes the plan, got full. "
-                "Leave that stage out."
-            )
-        for name in PLAN_FIELDS:
-            if name in self.model_fields_set:
-                self._check_same(stage, name, "The stage decides it: leave it out here.")
-            setattr(self, name, getattr(stage, name))
-
-    def _agree_on_curves(self, stage: SparsityAllocatorModifier, groups: Sequence[UnitGroup]) -> None:
-        """Refuse units that are ranked or restored otherwise than an allocator stage's error curves say.
-
-        :raises ValueError: the same
-        """
-        self._check_same(stage, "importance", "Give both stages the same value.")
-        ours, theirs = self.make_methods(), stage.make_methods()
-        if ours.restoration.solves != theirs.restoration.solves:  # ADMM starts from and closes with least squares
-            self._check_same(stage, "restoration", "Give both stages the same value.")
-        if any(ours.rotates(group) != theirs.rotates(group) for group in groups):
-            self._check_same(stage, "rotate_values", "Give both stages the same value.")
-
-    def _check_same(self, stage: SparsityAllocatorModifier, name: str, remedy: str) -> None:
-        ours, theirs = getattr(self, name), getattr(stage, name)
-        if ours != theirs:
-            raise ValueError(
-                f"StruPruneModifier: {name} must be {theirs!r} as in the SparsityAllocatorModifier stage, got {ours!r}. "
-                f"{remedy}"
-            )
-
-    def _check_stages(self) -> None:
-        """Refuse a second pruning stage: groups are measured before any stage has run.
-
-        :raises ValueError: the same
-        """
-        names = [type(modifier).__name__ for modifier in list_modifiers()]
-        if names.count("StruPruneModifier") > 1:
-            raise ValueError(
-                f"recipe: must hold one StruPruneModifier, got {names}. Prune the saved output again in a run of its own."
-            )
 
     def _check_uniform(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
         """Refuse what no stock class could load.
@@ -372,111 +296,31 @@ class StruPruneModifier(StructuredModifier):
         if problem:
             raise ValueError(f"output: uniform must have {problem}.")
 
-    # -- plan -----------------------------------------------------------------------------------------------------
-
     def _make_own_methods(self) -> Methods:
         tuning = TuningSettings(self.tuning_epochs, self.tuning_learning_rate) if self.tuning_epochs else None
         return self.make_methods(self.target, self.max_swaps, tuning)
 
-    def _measure_signals(self, state: State, job: Job) -> Signals:
-        """Measure what the methods ask of the dense model, unless an allocator stage has."""
-        allocated = self._stage_before.allocated if self._stage_before is not None else None
-        return measure_signals(
-            state.model,
-            state.data.calib,
-            job.groups,
-            self._room,
-            CRITERIA[self.importance].gradients,
-            self.sensitivity_samples,
-            allocated.signals if allocated is not None else None,
-        )
-
-    def _make_early_plan(self, model: PreTrainedModel, job: Job) -> Plan | None:
+    def _plan_early(self, model: PreTrainedModel, job: Job) -> Plan | None:
         """Return the kept counts where they need no calibration data: replayed, or uniform."""
         if self.replay:
-            self._replayed = self._read_replay(self.replay, job)
-            self.replay = None
+            self._replayed = read_replay(self.replay, job, self._weights_digest)
+            self.replay = None  # the saved recipe needs no such file
             check_widths(job.groups, self._replayed.plan.kept, job.roundings)
             return self._replayed.plan
-        rule = RULES.get(self.allocation)
-        if self._stage_before is not None or (rule is not None and not rule.few_samples):
+        if self._stage_before is not None:
             return None
 
         def allowed(kind: str, count: int) -> bool:
             return kind == "ffn" or can_hold_heads(model, count)
 
-        plan = make_uniform_plan(job.sizes, job.share, allowed if self.output == "uniform" else None)
-        check_widths(job.groups, plan.kept, job.roundings)  # what uniform counts cannot meet, no curves mend
-        return plan if rule is None else None
-
-    def _make_late_plan(self, state: State, job: Job, methods: Methods, signals: Signals) -> Plan:
-        """Return the kept counts that an allocator stage left, or those of an allocation pass of our own."""
-        if self._stage_before is not None:
-            allocated = self._stage_before.allocated
-            assert allocated is not None
-            self._room.stages["allocate"] = allocated.measured
-            return allocated.plan
-        logger.info(f"allocation pass ({self.allocation}) over the dense model")
-        with self._room.stage("allocate"):
-            plan = self._allocate(state, job, signals)
-        if self.search == "moments":
-            return plan
-        with self._room.stage("search"):
-            return search_fully(plan, lambda candidate: self._rehearse(state, job, methods, signals, candidate))
-
-    def _allocate(self, state: State, job: Job, signals: Signals) -> Plan:
-        """Make the plan in an allocation pass over the dense model."""
-        few = RULES[self.allocation].few_samples
-        loader = take_batches(state.data.calib, job.groups, self.allocation_samples) if few else state.data.calib
-        room = self._room.replace(place_run(self, state.model, job.groups, loader, together=True))
-        settings = self.make_allocation_settings(job.num_prunable)
-        allocation = AllocationPass(job.groups, job.sizes, settings, self.make_methods(), signals, room)
-        run_pass(state, allocation, self._pipeline_options, propagate_error=False, calibration=loader)
-        assert allocation.plan is not None
-        return allocation.plan
-
-    def _rehearse(self, state: State, job: Job, methods: Methods, signals: Signals, plan: Plan) -> float:
-        """Prune after a plan, a layer at a time, giving each layer its weights back once the next has seen its outputs;
-        return the squared error summed over groups."""
-        adopt_attention(state.model)
-        methods = replace(methods, tuning=None)  # a search by the solves' errors
-        rehearsal = PruningPass(job.groups, plan, methods, signals, self._room.replace(self._placement), keeps=False)
-        run_pass(state, rehearsal, self._pipeline_options, propagate_error=True)
-        return sum(record.solve.error_after * record.solve.target_energy for record in rehearsal.records)
-
-    def _read_replay(self, path: str, job: Job) -> Replayed:
-        """Take the kept units of a manifest.
-
-        :raises ValueError: it was made from another model
-        """
-        manifest = read_manifest(path)
-        sizes = {entry["name"]: entry["num_units"] for entry in manifest["groups"]}
-        if sizes != {group.name: group.num_units for group in job.groups} or (
-            manifest["model"]["weights_sha256"] != self._weights_digest
-        ):
-            raise ValueError(
-                f"replay: the model must be the one that {path} was made from, got other modules, sizes, weights or dtype. "
-                "Replay it on that dense model."
-            )
-        _warn_of_changes(path, manifest)
-        units = {entry["name"]: entry["keep"] for entry in manifest["groups"]}
-        record = AllocationRecord.from_dict(manifest["allocation"])
-        plan = Plan({name: len(keep) for name, keep in units.items()}, record, units=units)
-        return Replayed(path, plan, manifest["calibration"])
+        return plan_early(self, job, allowed if self.output == "uniform" else None)
 
     def _take_digest(self, sha256: str) -> None:
-        """Take down which calibration data flowed through; refuse, at the first layer, to replay on others.
-
-        :raises ValueError: the same
-        """
+        """Take down which calibration data flowed through; refuse, at the first layer, to replay on others."""
         assert self._job is not None
         self._calibration = CalibrationRecord(self._job.num_sequences, self._job.num_tokens, sha256)
-        if self._replayed and asdict(self._calibration) != self._replayed.calibration:
-            raise ValueError(
-                f"replay: the calibration batches must be those of {self._replayed.path}, "
-                f"{self._replayed.calibration}, got {asdict(self._calibration)}. Pass the same text, number, length, order "
-                "(shuffle_calibration_samples=False) and batch size of samples, and as many processes."
-            )
+        if self._replayed is not None:
+            self._replayed.check(self._calibration)
 
     # -- manifest -------------------------------------------------------------------------------------------------
 
@@ -511,16 +355,4 @@ class StruPruneModifier(StructuredModifier):
             stages=self._room.stages,
             tuning=self._pass.tuning,
             groups=records,
-        )
-
-
-def _warn_of_changes(path: str, manifest: dict[str, Any]) -> None:
-    """Say what differs between the run that a manifest tells of and this one, which may change its bytes."""
-    now = {**describe_versions(), "seed": torch.initial_seed()}
-    then = {**manifest.get("versions", {}), "seed": manifest.get("seed")}
-    changes = [f"{name} {then.get(name)} -> {now.get(name)}" for name in now if then.get(name) != now.get(name)]
-    if changes:
-        logger.warning(
-            f"replay: this run differs from the one of {path} in {', '.join(changes)}: the same units are kept, their weights may "
-            "differ in the last bits. Replay with the versions and the seed that the manifest names for the same bytes."
         )

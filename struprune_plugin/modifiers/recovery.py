@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.device.ranks import check_one_process
 from struprune_plugin.export import MANIFEST_NAME, read_manifest, wrap_save, write_manifest
-from struprune_plugin.modifiers.checks import check_alone, check_order
+from struprune_plugin.modifiers.checks import check_alone, check_order, check_targets, list_later_modifiers
 from struprune_plugin.recovery.adapters import (
     attach_adapters,
     checkpoint_layers,
@@ -124,6 +124,12 @@ class LoRARecoveryModifier(Modifier):
             raise ValueError(
                 f"teacher must be left out where distill is none, got {self.teacher!r}. Set distill: kl to learn from it."
             )
+        for name in ("distill_weight", "distill_temperature", "distill_top_k") if self.distill == "none" else ():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:  # saved recipes spell defaults too; they ask for nothing
+                raise ValueError(
+                    f"{name} must be left out where distill is none, got {value}. Set distill: kl, or leave it out."
+                )
         return self
 
     # -- lifecycle ------------------------------------------------------------------------------------------------
@@ -131,6 +137,7 @@ class LoRARecoveryModifier(Modifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         check_one_process("LoRARecoveryModifier", "Prune in several, then recover in a run of its own.")
         check_order(self)
+        check_targets(state.model, list_later_modifiers(self))
         self._check_model(state.model)
         self._names = match_linears(state.model, self.targets)
         samples, self._micro_size = read_samples(state.data.calib)

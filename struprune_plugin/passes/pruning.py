@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,13 +13,14 @@ from struprune_plugin.device.ranks import count_before, count_ranks
 from struprune_plugin.device.room import Room
 from struprune_plugin.layer.gather import LayerObserver
 from struprune_plugin.layer.methods import Methods, Plan
-from struprune_plugin.layer.prune import prune_layer
+from struprune_plugin.layer.prune import LayerOutcome, prune_layer
 from struprune_plugin.layer.records import GroupRecord
 from struprune_plugin.layer.signals import Signals
 from struprune_plugin.layer.tuning import TuningRecord
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.surgery import LayerCopy, copy_layer, restore_layer
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.passes.resume import DoneLayer, LayerLog
 from struprune_plugin.passes.tokens import TokenDigest
 
 
@@ -28,6 +30,7 @@ class PruningPass:
     :param groups: of all layers
     :param keeps: whether the weights stay; else each layer gets its own back once the next has seen its outputs: a rehearsal
     :param tokens: takes the calibration tokens in, and may refuse them before anything is pruned
+    :param log: of the layers that are done, by an earlier process too; these are taken as they are
     :ivar records: one a group, in order
     :ivar tuning: by layer
     """
@@ -41,15 +44,17 @@ class PruningPass:
         room: Room,
         keeps: bool = True,
         tokens: TokenDigest | None = None,
+        log: LayerLog | None = None,
     ):
         self.records: list[GroupRecord] = []
         self.tuning: dict[str, TuningRecord] = {}
-        self._groups, self._plan = groups, plan
-        self._methods, self._signals, self._room = methods, signals, room
+        self._groups, self._methods, self._room = groups, methods, room
+        self._prune = partial(prune_layer, plan=plan, methods=methods, signals=signals, room=room)
         self._tokens = tokens or TokenDigest()
+        self._log = log
+        self._done: dict[str, DoneLayer | None] = {}  # the layer at hand, by name; None where it is to be pruned
         self._observer: LayerObserver | None = None
         self._model: PreTrainedModel | None = None
-        self._changed = False
         self._lent: Callable[[], None] | None = None if keeps else lambda: None  # gives a rehearsed layer back
 
     def begin(self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]]) -> None:
@@ -63,8 +68,13 @@ class PruningPass:
 
     def before_layer(self, name: str, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         assert self._observer is not None
+        if name not in self._done:
+            self._done = {name: self._find_done(name, layer)}
+        groups = (
+            [] if self._done[name] else self._groups_of(name)
+        )  # of a layer that is done only the dense path is wanted
         with self._room.stage("statistics"):
-            self._observer.before_layer(layer, self._groups_of(name), args, kwargs)
+            self._observer.before_layer(layer, groups, args, kwargs)
 
     def after_layer(self, output: Any) -> None:
         assert self._observer is not None
@@ -74,25 +84,12 @@ class PruningPass:
     def end_layer(self, name: str, layer: nn.Module) -> None:
         assert self._observer is not None
         assert self._model is not None
-        layers = find_decoder_layers(self._model)
         if self._lent is not None:
             self._lent()
             self._lent = _lend(self._model, layer)
         if not self.records:
             self._tokens.finish()
-        index = next(i for i, (other, _) in enumerate(layers) if other == name)
-        outcome = prune_layer(
-            layer,
-            self._groups_of(name),
-            self._observer,
-            self._plan,
-            self._methods,
-            self._signals,
-            self._room,
-            self._changed,
-            f"({index + 1}/{len(layers)}): ",
-        )
-        self._changed = outcome.changed
+        outcome = self._restore_done(name, layer) or self._prune_layer(name, layer)
         self.records += outcome.groups
         if outcome.tuning is not None:
             self.tuning[name] = outcome.tuning
@@ -120,6 +117,40 @@ class PruningPass:
             self._lent()
             self._lent = lambda: None
 
+    def _prune_layer(self, name: str, layer: nn.Module) -> LayerOutcome:
+        """Prune a layer, and keep what became of it."""
+        assert self._observer is not None
+        assert self._model is not None
+        index, total = self._find_index(name)
+        changed = any(record.removed_parameters for record in self.records)
+        progress = f"({index + 1}/{total}): "
+        outcome = self._prune(layer, self._groups_of(name), self._observer, changed=changed, progress=progress)
+        if self._log is not None:
+            with self._room.stage("checkpoint"):
+                self._log.keep(self._model, layer, index, outcome)
+        return outcome
+
+    def _find_done(self, name: str, layer: nn.Module) -> DoneLayer | None:
+        assert self._model is not None
+        return None if self._log is None else self._log.take(self._model, layer, self._find_index(name)[0])
+
+    def _restore_done(self, name: str, layer: nn.Module) -> LayerOutcome | None:
+        """Make a layer what an earlier process made of it; None where none did."""
+        done = self._done.get(name)
+        if done is None:
+            return None
+        assert self._model is not None
+        if done.copy is not None:
+            restore_layer(self._model, layer, done.copy)
+            self._room.release(layer)
+        return done.outcome
+
+    def _find_index(self, name: str) -> tuple[int, int]:
+        """Return a layer's position, and how many there are."""
+        assert self._model is not None
+        names = [other for other, _ in find_decoder_layers(self._model)]
+        return names.index(name), len(names)
+
     def _groups_of(self, layer_name: str) -> list[UnitGroup]:
         return [group for group in self._groups if group.layer_name == layer_name]
 
@@ -127,4 +158,4 @@ class PruningPass:
 def _lend(model: PreTrainedModel, layer: nn.Module) -> Callable[[], None]:
     """Take a layer down, and return what gives it back as it was."""
     copy: LayerCopy = copy_layer(model, layer)
-    return lambda: restore_layer(layer, copy)
+    return lambda: restore_layer(model, layer, copy)

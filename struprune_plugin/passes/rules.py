@@ -119,7 +119,8 @@ def _decide_by_curves(
 ) -> Plan:
     """Minimise the sum of all modules' errors."""
     curves = [evidence[size.name].curve for size in sizes]
-    kept = allocate_error_curves(sizes, curves, (1 - share) * sum(size.num_parameters for size in sizes))
+    budget = (1 - share) * sum(size.num_parameters for size in sizes)
+    kept = allocate_error_curves(sizes, curves, budget, settings.max_sparsity)
     check_budget(sizes, kept, share)
     loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
     record = AllocationRecord(settings.name, error=loss, sensitivity=settings.sensitivity)
@@ -195,7 +196,7 @@ def _weigh_by_influence(subject: Subject, settings: AllocationSettings) -> float
 
 
 RULES = {  # name in recipes (method.md section 5)
-    "error_curve": Rule(_decide_by_curves, few_samples=True, weighs_errors=True),
+    "error_curve": Rule(_decide_by_curves, clips=True, few_samples=True, weighs_errors=True),
     "softmax": Rule(partial(_decide_by_softmax, allocate_softmax), clips=True, searches=True),
     "softmax_inverse": Rule(
         partial(_decide_by_softmax, allocate_softmax_inverse), _weigh_by_norms, clips=True, searches=True

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.device.ranks import gather_numbers, sum_over_ranks
+from struprune_plugin.device.room import find_free_bytes
 from struprune_plugin.maths.elimination import expand_units
 from struprune_plugin.maths.importance import score_snip
 from struprune_plugin.model.layers import find_linear, freeze_weights
@@ -33,7 +34,7 @@ def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size) -> No
     per_layer = batch * length * (34 * config.hidden_size + 3 * heads * length)
     activations = 4 * (config.num_hidden_layers * per_layer + 3 * batch * length * config.vocab_size)
     needed = activations + sum(p.numel() * p.element_size() for p in model.parameters())
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    free = find_free_bytes() or psutil.virtual_memory().available
     if needed > free:
         raise ValueError(
             f"importance: snip must hold the whole model and its activations, about {needed / 1e9:.1f} GB, got "

@@ -1,0 +1,125 @@
+"""How many units every group keeps: uniform, an allocator stage's plan, or that of passes inside the pruning stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmcompressor.core import State
+from loguru import logger
+
+from struprune_plugin.device.room import Room
+from struprune_plugin.export import adopt_attention
+from struprune_plugin.layer.criteria import CRITERIA
+from struprune_plugin.layer.methods import Methods, Plan
+from struprune_plugin.layer.signals import Signals
+from struprune_plugin.modifiers.allocator import Allocated
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.job import Job, place_run
+from struprune_plugin.modifiers.session import run_pass
+from struprune_plugin.modifiers.widths import check_widths
+from struprune_plugin.passes.allocation import AllocationPass, make_uniform_plan, take_batches
+from struprune_plugin.passes.journal import Journal
+from struprune_plugin.passes.pruning import PruningPass
+from struprune_plugin.passes.resume import keep_allocation, take_allocation
+from struprune_plugin.passes.rules import RULES
+from struprune_plugin.passes.search import search_fully
+from struprune_plugin.passes.signals import measure_signals
+
+
+def plan_early(recipe: StructuredModifier, job: Job, allowed: Callable[[str, int], bool] | None) -> Plan | None:
+    """Return the kept counts where they need no calibration data: uniform ones.
+
+    :param allowed: where all layers must be of one size: whether a kind of modules may keep so many units
+    :raises ValueError: the budget cannot be met
+    """
+    rule = RULES.get(recipe.allocation)
+    if rule is not None and not rule.few_samples:
+        return None
+    plan = make_uniform_plan(job.sizes, job.share, allowed)
+    check_widths(job.groups, plan.kept, job.roundings)  # what uniform counts cannot meet, no curves mend
+    return plan if rule is None else None
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Measures the dense model and makes the plan, on calibration data.
+
+    :param recipe: the pruning stage's fields
+    :param methods: its methods
+    :param options: the caller's, of the host's pipeline
+    """
+
+    recipe: StructuredModifier
+    job: Job
+    methods: Methods
+    state: State
+    room: Room
+    options: dict[str, Any]
+
+    def decide(self, early: Plan | None, allocated: Allocated | None, journal: Journal | None) -> tuple[Plan, Signals]:
+        """Return the plan, and what was measured for it, unless an earlier process has made them.
+
+        :param early: a plan that is made already
+        :param allocated: what an allocator stage left
+        """
+        if done := take_allocation(journal, "allocation"):
+            plan, signals = done
+            made = plan or early
+            assert made is not None
+            return made, signals
+        signals = self._measure_signals(allocated)
+        plan = early or self._plan(allocated, signals)
+        if early is None:
+            check_widths(self.job.groups, plan.kept, self.job.roundings)
+        if journal is not None:
+            keep_allocation(journal, "allocation", None if early else plan, signals)
+        return plan, signals
+
+    def _measure_signals(self, allocated: Allocated | None) -> Signals:
+        """Measure what the methods ask of the dense model, unless an allocator stage has."""
+        return measure_signals(
+            self.state.model,
+            self.state.data.calib,
+            self.job.groups,
+            self.room,
+            CRITERIA[self.recipe.importance].gradients,
+            self.recipe.sensitivity_samples,
+            allocated.signals if allocated is not None else None,
+        )
+
+    def _plan(self, allocated: Allocated | None, signals: Signals) -> Plan:
+        """Return the kept counts that an allocator stage left, or those of an allocation pass of our own."""
+        if allocated is not None:
+            self.room.stages["allocate"] = allocated.measured
+            return allocated.plan
+        logger.info(f"allocation pass ({self.recipe.allocation}) over the dense model")
+        with self.room.stage("allocate"):
+            plan = self._allocate(signals)
+        if self.recipe.search == "moments":
+            return plan
+        with self.room.stage("search"):
+            return search_fully(plan, lambda candidate: self._rehearse(signals, candidate))
+
+    def _allocate(self, signals: Signals) -> Plan:
+        """Make the plan in an allocation pass over the dense model."""
+        recipe, job, loader = self.recipe, self.job, self.state.data.calib
+        if RULES[recipe.allocation].few_samples:
+            loader = take_batches(loader, job.groups, recipe.allocation_samples)
+        room = self.room.replace(place_run(recipe, self.state.model, job.groups, loader, together=True))
+        settings = recipe.make_allocation_settings(job.num_prunable)
+        allocation = AllocationPass(job.groups, job.sizes, settings, recipe.make_methods(), signals, room)
+        run_pass(self.state, allocation, self.options, propagate_error=False, calibration=loader)
+        assert allocation.plan is not None
+        return allocation.plan
+
+    def _rehearse(self, signals: Signals, plan: Plan) -> float:
+        """Prune after a plan, a layer at a time, giving each layer its weights back once the next has seen its outputs;
+        return the squared error summed over groups."""
+        adopt_attention(self.state.model)
+        methods = replace(self.methods, tuning=None)  # a search by the solves' errors
+        room = self.room.replace(self.room.placement)
+        rehearsal = PruningPass(self.job.groups, plan, methods, signals, room, keeps=False)
+        run_pass(self.state, rehearsal, self.options, propagate_error=True)
+        return sum(record.solve.error_after * record.solve.target_energy for record in rehearsal.records)

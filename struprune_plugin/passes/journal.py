@@ -1,0 +1,163 @@
+"""What a run has finished, in a folder, so that a killed one goes on where it was.
+
+Every part is two files: its tensors, and a small JSON text that holds its record and the digest of the tensors. The text is
+written last, and both reach the disk before they get their names: a part without it, or with another digest, is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_RUN = "struprune_run.json"
+_PACKAGE = Path(__file__).parents[1]
+
+
+class Journal:
+    """The finished parts of one run.
+
+    :param folder: made where absent
+    :raises ValueError: a folder that holds something else
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+        self._is_open = False
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"checkpoint_dir: must be a folder, {self.folder} is a file. Choose another path.")
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / _RUN).is_file():
+            raise ValueError(
+                f"checkpoint_dir: must be empty, absent or the checkpoint of an earlier run, {self.folder} is none of these. "
+                "Choose another path."
+            )
+
+    def open(self, identity: Mapping[str, Any]) -> None:
+        """Begin, or go on with, the run that an identity describes.
+
+        :param identity: by topic (recipe, model, data, versions, code), JSON
+        :raises ValueError: the folder holds the parts of another run; the message says what differs
+        """
+        if self._is_open:
+            return
+        file, identity = self.folder / _RUN, json.loads(json.dumps(identity, default=str))
+        if file.is_file():
+            try:
+                before = json.loads(file.read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"checkpoint_dir: {file} must be as it was written, got {error!r}. Remove the folder and start afresh."
+                ) from None
+            changes = list(_list_changes(before, identity))
+            if changes:
+                raise ValueError(
+                    f"checkpoint_dir: {self.folder} must hold the checkpoint of this very run, got one with another "
+                    f"{'; '.join(changes[:3])}. Repeat that run, or choose another folder."
+                )
+            logger.info(f"{self.folder}: going on after {len(list(self.folder.glob('*.safetensors')))} finished parts")
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._replace(file) as partial:
+                partial.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+        self._is_open = True
+
+    def write(self, part: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Make a part durable.
+
+        :raises OSError: the disk refuses; parts before this one stay
+        """
+        try:
+            with self._replace(self._tensors(part)) as partial:
+                save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial)
+                text = json.dumps({"sha256": _digest(partial), "record": record}) + "\n"
+            with self._replace(self._text(part)) as partial:
+                partial.write_text(text, encoding="utf-8")
+        except Exception as error:  # safetensors has errors of its own for a full disk
+            failure = OSError(
+                f"checkpoint_dir: {part} must be written to {self.folder}, got: {error}. Make room; the same command then goes "
+                "on after the last finished part."
+            )
+            failure.errno = getattr(error, "errno", None) or 5
+            raise failure from None
+
+    def read(self, part: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Return the record and the tensors of a part, on the host; None where it is not there, or not whole."""
+        tensors, text = self._tensors(part), self._text(part)
+        if not text.is_file():
+            return None
+        try:
+            held = json.loads(text.read_text(encoding="utf-8"))
+            if _digest(tensors) == held["sha256"]:
+                return held["record"], load_file(tensors)
+            error: Exception | str = "its digest is another"
+        except (OSError, ValueError, KeyError, TypeError) as failure:
+            error = failure
+        logger.warning(f"checkpoint_dir: {tensors} is not whole ({error}) and is made again.")
+        return None
+
+    def clear(self) -> None:
+        """Remove what this object has written, once the run is over."""
+        for file in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.json"), *self.folder.glob("*.partial")):
+            file.unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _tensors(self, part: str) -> Path:
+        return self.folder / f"{part}.safetensors"
+
+    def _text(self, part: str) -> Path:
+        return self.folder / f"{part}.json"
+
+    @contextmanager
+    def _replace(self, file: Path) -> Iterator[Path]:
+        """Give a file beside another, which takes its name once what the block wrote has reached the disk."""
+        partial = file.with_name(file.name + ".partial")
+        try:
+            yield partial
+            for path in (partial, self.folder):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def digest_package() -> str:
+    """Return a digest of the package's sources: its version stays while it changes."""
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _list_changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Give what differs between two values of JSON, by place."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in {**before, **now}:
+            yield from _list_changes(before.get(name), now.get(name), f"{where}.{name}" if where else str(name))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from _list_changes(*pair, f"{where}[{index}]")
+    elif before != now:
+        yield f"{where} ({_shorten(before)}, now {_shorten(now)})"
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"

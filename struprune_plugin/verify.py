@@ -1,0 +1,154 @@
+"""Whether an output folder is what was written: its files by their digests, its manifest, its weights. Nothing heavy is imported
+until weights have to be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from struprune_plugin.contents import Entry, digest_whole_file, list_entries, read_listing
+from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
+
+_EXPORT = Path(__file__).parent / "export"
+_RELIED_ON = ("*.safetensors", "*.safetensors.index.json", "config.json", MANIFEST_NAME, "modeling_*.py")
+_MAX_HEADER = 1 << 28  # bytes; the format allows 100 MB
+_QUICK = 1 << 29  # bytes of a folder that are read whole at once, in well under a second
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found.
+
+    :param entries: every file
+    :param problems: what is damaged, a line each
+    :param notes: what a person may want to know besides
+    """
+
+    entries: list[Entry]
+    problems: list[str]
+    notes: list[str]
+
+
+def verify_folder(folder: Path) -> Verdict:
+    """Read every byte of an output folder and say whether it is what was written, and by whom.
+
+    :raises ValueError: no output of ours
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: must be a pruned folder, got none. Correct the path.")
+    entries = list_entries(folder, whole=True)
+    problems, notes = _list_changes(entries), list(_describe_code(folder, entries))
+    if (folder / MANIFEST_NAME).is_file() or not entries:
+        problems += _check_manifest(folder)
+    problems += _check_headers(folder)
+    listing = read_listing(folder)
+    if listing is None:
+        notes.append(
+            "no list of files (written by the host's own oneshot): bytes cannot be compared, weights were read instead"
+        )
+        problems += problems or _check_weights(folder)
+    elif not listing.whole:
+        notes.append("an output of an earlier version: of large files samples were compared, not every byte")
+    return Verdict(entries, problems, notes)
+
+
+def find_damage(folder: Path) -> list[str]:
+    """Return what is damaged in an output folder, a line each; of a large one by samples of its files, without loading anything.
+
+    :raises ValueError: as :func:`verify_folder`
+    """
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return _list_changes(list_entries(folder, whole=size <= _QUICK)) + _check_headers(folder)
+
+
+def check_undamaged(folder: Path) -> None:
+    """Refuse to go on from an output whose weights, configuration, code or manifest are not as they were written.
+
+    :raises ValueError: the same; a folder that is no output of ours passes
+    """
+    if read_listing(folder) is None:
+        return
+    for entry in list_entries(folder, whole=False):
+        if entry.state in ("changed", "missing") and any(fnmatch(entry.name, pattern) for pattern in _RELIED_ON):
+            raise ValueError(
+                f"{folder / entry.name}: must be as it was written, got it {entry.state}. Restore the file, or prune again."
+            )
+
+
+def _list_changes(entries: list[Entry]) -> list[str]:
+    told = {"changed": "is not as it was written", "missing": "is missing"}
+    return [f"{entry.name} {told[entry.state]}" for entry in entries if entry.state in told]
+
+
+def _check_manifest(folder: Path) -> list[str]:
+    try:
+        read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _describe_code(folder: Path, entries: list[Entry]) -> Iterator[str]:
+    """Say of every Python file whether it is this package's own: a list beside it proves nothing to whom it was not sent by us."""
+    for entry in entries:
+        if entry.name.endswith(".py") and entry.state != "missing":
+            own = _EXPORT / entry.name
+            same = own.is_file() and digest_whole_file(own) == digest_whole_file(folder / entry.name)
+            yield f"{entry.name} is {'' if same else 'not '}this package's own" + (
+                "" if same else ": another version's, or changed; read it before you load it with trust_remote_code"
+            )
+
+
+def _check_headers(folder: Path) -> list[str]:
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            read_header(file)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Return what a safetensors file holds, by tensor, from its header.
+
+    :raises ValueError: cut off, longer than it says, or none
+    """
+    size, header, problem = file.stat().st_size, {}, "no header"
+    try:
+        with file.open("rb") as data:
+            length = int.from_bytes(data.read(8), "little")
+            if 2 <= length <= min(size - 8, _MAX_HEADER):
+                header = json.loads(data.read(length))
+                ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+                told = 8 + length + max(ends, default=0)
+                problem = "" if told == size else f"{told} told by its header"
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        problem = f"{error!r:.100}"
+    if problem:
+        raise ValueError(f"{file}: must be a whole safetensors file, got {size} bytes, {problem}. Copy it again.")
+    return header
+
+
+def _check_weights(folder: Path) -> list[str]:
+    """Read all weights, for what their bytes cannot be compared with: shapes that the configuration asks for, finite values."""
+    from safetensors import safe_open
+
+    from struprune_plugin.checkpoint import check_whole
+
+    try:
+        check_whole(str(folder))
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # no mapping
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                    found.append(f"{file.name}: {name} holds NaN or Inf")
+    return found

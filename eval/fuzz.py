@@ -1,12 +1,3 @@
-<<<<<<< HEAD
-"""Feed broken recipes, configurations and manifests to what reads them: each is accepted, or refused in one line.
-
-    python -m eval.fuzz --examples 10000
-
-Recipes: ours and the host's modifiers with fields and values that may make no sense, and shipped recipes with characters changed.
-Manifests: one of a pruned model with parts changed, moved, taken away, signed again or not. Configurations: a tiny model's, the
-same way. Prints one row a kind; the exit status is 1 where anything but a ValueError in the house's form came back.
-=======
 """Feed broken recipes, configurations and manifests to what reads them: each is accepted, or refused in the house's one line.
 
     python -m eval.fuzz --examples 10000
@@ -14,7 +5,6 @@ same way. Prints one row a kind; the exit status is 1 where anything but a Value
 Recipes: ours and the host's modifiers with fields and values that may make no sense; shipped recipes with characters changed.
 Manifests: of a pruned model with parts changed, moved, taken away, signed again or not. Configurations: a tiny model's, the same
 way. Prints one row a kind; the exit status is 1 where anything but a ValueError in the house's form came back.
->>>>>>> silent
 """
 
 from __future__ import annotations
@@ -96,7 +86,7 @@ _JUNK = st.recursive(
 
 def _draw_value(draw: Any, kind: type[Modifier], name: str) -> Any:
     """Draw a value of a field: nonsense, the default, or one of a few that may pass."""
-    default = kind.model_fields[name].get_default(call_default_factory=True)  # type: ignore[attr-defined]
+    default = kind.model_fields[name].get_default(call_default_factory=True)
     return draw(
         _JUNK | st.just(default) | st.sampled_from([0.3, 0.5, 1, 2, 8, True, False, "head", "wanda", "admm", "uniform"])
     )
@@ -228,17 +218,10 @@ def fuzz_configs(num_examples: int, work: Path, start: int) -> Tally:
     for folder in folders:
         save_model(folder.name, folder)
     good = {folder: json.loads((folder / "config.json").read_text()) for folder in folders}
-<<<<<<< HEAD
-    contents = st.one_of([st.tuples(st.just(folder), make_content(config)) for folder, config in good.items()])
-    texts = st.one_of(
-        [st.tuples(st.just(folder), make_text([json.dumps(config, indent=1)])) for folder, config in good.items()]
-    )
-=======
     contents: list[Any] = [st.tuples(st.just(folder), make_content(config)) for folder, config in good.items()]
     contents += [
         st.tuples(st.just(folder), make_text([json.dumps(config, indent=1)])) for folder, config in good.items()
     ]
->>>>>>> silent
 
     def check(example: tuple[Path, Any]) -> None:
         folder, content = example

@@ -16,9 +16,8 @@ from torch import Tensor
 
 _NUM_BLOCKS = 16  # of rows of H, at most
 _LEAST_ROWS = 256  # of one
-_TOKENS = (
-    512  # of a product: a longer sum a BLAS would split among its threads, in another order for every number of them
-)
+# A sum in a product has no more terms than this: a BLAS splits longer ones among its threads, by how many there are.
+_TERMS = 512
 _NARROW_ROWS = 1024  # of a product of bfloat16 numbers, made before it is added
 
 
@@ -94,12 +93,12 @@ class MomentSums:
         num_outputs: int,
         device: torch.device | str,
         dtype: torch.dtype,
-        tokens: int = _TOKENS,
+        tokens: int = _TERMS,
         rows: int = 1 << 20,
         fetch: Callable[[Tensor], Tensor] | None = None,
     ):
         size = num_inputs + 1
-        self._dtype, self._tokens, self._rows, self._fetch = dtype, min(tokens, _TOKENS), rows, fetch
+        self._dtype, self._tokens, self._rows, self._fetch = dtype, min(tokens, _TERMS), rows, fetch
         self._upper = [torch.zeros(shape, device=device, dtype=dtype) for shape in _list_blocks(size)]
         self._cross = torch.zeros(num_outputs, size, device=device, dtype=dtype)
         self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
@@ -163,8 +162,16 @@ class MomentSums:
 def multiply_by_itself(tokens: Tensor) -> Tensor:
     """Return ``G^T G`` of one sequence, shape [tokens, d] -> [d, d], the same for any number of threads."""
     total = tokens.new_zeros(tokens.shape[1], tokens.shape[1])
-    for part in tokens.split(_TOKENS):
+    for part in tokens.split(_TERMS):
         total.addmm_(part.T, part)
+    return total
+
+
+def multiply_in_order(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``A B`` in the dtype of A, shape [rows, n] and [n, d], the same for any number of threads."""
+    total = left.new_zeros(len(left), right.shape[1])
+    for columns, rows in zip(left.split(_TERMS, dim=1), right.split(_TERMS), strict=True):
+        total.addmm_(columns, rows.to(left.dtype))
     return total
 
 

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from struprune_plugin.device.ranks import count_before, count_ranks, gather_numbers, sum_over_ranks
 from struprune_plugin.device.room import Room
 from struprune_plugin.layer.calls import LayerCall, split_tokens, take_hidden
-from struprune_plugin.maths.statistics import multiply_by_itself
+from struprune_plugin.maths.statistics import multiply_by_itself, multiply_in_order
 from struprune_plugin.model.families import find_family
 from struprune_plugin.model.layers import find_decoder_layers, find_linear, freeze_weights
+from struprune_plugin.model.surgery import read_weight
 from struprune_plugin.model.units.group import UnitGroup
 
 _DRAWN = 64  # tokens whose labels are drawn at once
@@ -145,13 +146,15 @@ def _find_gradient_below_head(
         draws = room.to_device(torch.rand(len(sequence), generator=generator, dtype=torch.float64), final.device)
         for start in range(0, len(sequence), size):
             span = slice(start, start + size)
-            part = sequence[span].detach().requires_grad_()
-            log_probs = torch.log_softmax(_shape_logits(model, head(part).float()), dim=-1)
+            logits = head(sequence[span]).detach().float().requires_grad_()
+            log_probs = torch.log_softmax(_shape_logits(model, logits), dim=-1)
             if not log_probs[counted[span]].isfinite().all():
                 return None
             labels = draw_labels(log_probs.detach(), draws[span])
             chosen = log_probs.gather(-1, labels)[counted[span]]
-            gradient[row, span] = torch.autograd.grad(-chosen.sum(), part)[0]
+            (above,) = torch.autograd.grad(-chosen.sum(), logits)
+            del logits, log_probs
+            gradient[row, span] = multiply_in_order(above, read_weight(head)[0])
     return gradient
 
 

@@ -32,6 +32,16 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = {"vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 64}
 SIZES |= {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
 ADMM = {"restoration": "admm", "admm_steps": 2, "admm_inner_steps": 2}
+NOT_ROTARY = (
+    "admm_inner_steps",
+    "attention_method",
+)  # of ADMM on attention: refused where positions rotate queries and keys
+ROTARY = (
+    "llama",
+    "gemma3_text",
+    "phi3",
+    "gpt_neox",
+)  # so that against a commit from before that refusal settings differ there
 PRUNE = "StruPruneModifier"
 EVERYWHERE: dict[str, list[dict[str, Any]]] = {  # stages of a recipe: modifier -> fields
     "default": [{PRUNE: {"sparsity": 0.3}}],
@@ -102,11 +112,31 @@ def run_all(output: Path, only: str) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
         for name, folder in folders.items():
             recipes = EVERYWHERE | (MORE if name in ("opt", "llama") else {})
+            recipes = drop_unused(recipes) if name in ROTARY else recipes
             for recipe, stages in recipes.items():
                 if only in f"{name}: {recipe}" or recipe == "default":
                     found[f"{name}: {recipe}"] = run_one(folder, stages, work / f"{name}-{recipe}", work)
                     output.write_text(json.dumps(found, indent=1))
     return found
+
+
+def drop_unused(recipes: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Return recipes for models with rotary positions, without the fields that these refuse."""
+    return {
+        recipe: [
+            {
+                modifier: {
+                    field: value
+                    for field, value in fields.items()
+                    if field not in NOT_ROTARY
+                    or fields.get("importance") == "closed_form"  # refused for its own reason
+                }
+                for modifier, fields in stage.items()
+            }
+            for stage in stages
+        ]
+        for recipe, stages in recipes.items()
+    }
 
 
 def run_one(folder: Path, stages: list[dict[str, Any]], output: Path, work: Path) -> dict[str, str]:

@@ -137,14 +137,19 @@ def _check_recipe_form(where: str, content: Any) -> None:
         for group, modifiers in groups.items():
             if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
                 raise ValueError(
-                    f"{where}: {stage}.{group} must be a mapping of modifiers under a name that ends in '_modifiers', "
+                    f"{where}: {_show(stage)}.{_show(group)} must be a mapping of modifiers under a name that ends in '_modifiers', "
                     f"got {type(modifiers).__name__} (form {form})."
                 )
             for name, fields in modifiers.items():
                 if not isinstance(fields, dict) or not all(isinstance(field, str) for field in fields):
                     raise ValueError(
-                        f"{where}: {stage}.{group}.{name} must be a mapping of fields, got {fields!r}. Write {{}} for none."
+                        f"{where}: {_show(stage)}.{_show(group)}.{_show(name)} must be a mapping of fields, got {fields!r}. Write {{}} for none."
                     )
+
+
+def _show(name: object) -> str:
+    """Return a name for a message of one line."""
+    return str(name) if str(name).isprintable() else repr(name)
 
 
 def _check_modifiers(where: str, content: dict[str, Any]) -> None:
@@ -171,7 +176,7 @@ def _describe_errors(error: ValidationError) -> str:
     """Return what pydantic found, in our words."""
     told = []
     for e in error.errors():
-        field, message = ".".join(str(part) for part in e["loc"]) or error.title, e["msg"]
+        field, message = ".".join(map(_show, e["loc"])) or error.title, e["msg"]
         given = repr(e["input"])
         given = given if len(given) <= 100 else f"{given[:97]}…"
         kind = _OURS.get(error.title)

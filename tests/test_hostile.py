@@ -63,6 +63,10 @@ RECIPES = {
         "    QuantizationModifier: {scheme: W8A8, ignore: [lm_head]}\n",
         "SmoothQuantModifier must have mappings that fit the model",
     ),
+    "line break": (
+        's_stage:\n  s_modifiers:\n    "a\\nb": 1\n',
+        r"s_stage\.s_modifiers\.'a\\nb' must be a mapping of fields",
+    ),
     "rank": ("b_stage:\n  b_modifiers:\n    LoRARecoveryModifier: {rank: 100000}\n", "rank must be at most 192"),
 }
 SETS = {

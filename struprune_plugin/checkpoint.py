@@ -32,13 +32,7 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
     :raises ValueError: nothing to load there; an unsupported architecture; quantised weights; a weight file that is cut off
         or is none; a tensor that the configuration asks for and that is missing, or of another shape
     """
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {first}"
-        ) from None
+    config = _read_config(model, revision, trust_remote_code)
     check_model_type(config.model_type)
     if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in _WEIGHTS):
         raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")
@@ -51,13 +45,29 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
     return config
 
 
+def _read_config(model: str, revision: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
+    except Exception as error:  # a broken config.json raises whatever its many readers met
+        raise ValueError(
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
+        ) from None
+
+
+def shorten_error(error: BaseException) -> str:
+    """Return the first line of what a reader of others has to say, with its kind where that is all there is to it."""
+    lines = str(error).strip().splitlines()
+    told = lines[0] if lines else ""
+    return told[:300] if isinstance(error, (OSError, ValueError)) and told else f"{type(error).__name__}: {told[:300]}"
+
+
 def check_whole(model: str, config: PretrainedConfig | None = None, revision: str = "main") -> None:
     """Refuse a checkpoint that is not whole, from its configuration and the headers of its files; a quantised one from these.
 
     :raises ValueError: as the last two of :func:`check_checkpoint`
     """
     headers = read_headers(model, revision)
-    config = AutoConfig.from_pretrained(model, revision=revision) if config is None else config
+    config = _read_config(model, revision) if config is None else config
     quantised = getattr(config, "quantization_config", None) is not None
     if headers and not quantised and type(config) in AutoModelForCausalLM._model_mapping:
         _check_tensors(model, config, headers)
@@ -98,9 +108,9 @@ def _list_files(folder: Path) -> list[Path]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return sorted({folder / name for name in names})
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"model: {index} must be an index with a weight_map, got {error!r}. Copy or download it again."
+            f"model: {index} must be an index with a weight_map, got {error!r:.200}. Copy or download it again."
         ) from None
 
 
@@ -117,6 +127,14 @@ def _read_header(file: Path) -> Header:
 
 def _check_tensors(model: str, config: PretrainedConfig, headers: dict[Path, Header]) -> None:
     """Refuse files that lack what a configuration asks for, or hold it in another shape."""
+    count = sum(map(len, headers.values()))
+    for name in ("num_hidden_layers", "num_experts", "num_local_experts"):
+        asked = getattr(config, name, None)
+        if isinstance(asked, int) and asked > count:  # told without building as many
+            raise ValueError(
+                f"model: {model!r} must hold every tensor that its config asks for, got {count} tensors for {name}={asked}. Use a "
+                "complete checkpoint, or the config.json that belongs to it."
+            )
     tensors = {name: torch.empty(shape, device="meta") for header in headers.values() for name, shape in header.items()}
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     try:
@@ -129,9 +147,10 @@ def _check_tensors(model: str, config: PretrainedConfig, headers: dict[Path, Hea
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except (RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"model: {model!r} must fit its config, got: {first} Use a complete checkpoint.") from None
+    except Exception as error:  # building a model from a config that makes no sense
+        raise ValueError(
+            f"model: {model!r} must fit its config, got: {shorten_error(error)} Use a complete checkpoint."
+        ) from None
     check_loading(model, info, headers)
 
 

@@ -143,7 +143,7 @@ def _add_prune(commands: Any) -> None:
         metavar="BYTES",
         help="what the device may hold, e.g. 4GB; refused where too little",
     )
-    prune.add_argument("--seed", type=int, default=0, help="seed of every random choice")
+    prune.add_argument("--seed", type=_seed, default=0, help="seed of every random choice")
     prune.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model"
     )
@@ -243,8 +243,14 @@ def _add_recipes(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, below 10^9, got {text!r}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or len(text) > 10 or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, got {text!r}")
     return int(text)
 
 
@@ -254,7 +260,8 @@ def _bytes(text: str) -> int:
     for name, value in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
         if text.endswith(name):
             number, unit = text.removesuffix(name), value
-    if not number.replace(".", "", 1).isdigit() or float(number) * unit < 1:
+    is_number = number.isascii() and number.replace(".", "", 1).isdigit()
+    if not is_number or not 1 <= float(number) * unit < 2**63:
         raise argparse.ArgumentTypeError(f"must be a number of bytes, e.g. 500MB or 4GB, got {text!r}")
     return round(float(number) * unit)
 
@@ -368,7 +375,7 @@ def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"{option}: must be FIELD=VALUE, got {field + equals + text!r}.")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
             problem = " ".join(str(error).split())
             raise ValueError(f"{option}: {field} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
         _add_change(changes, option, field, value)

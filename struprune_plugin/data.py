@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -57,22 +58,39 @@ def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
     if not path.is_file():
         raise ValueError(f"text: must be an existing JSON-lines file, got {str(path)!r}. Correct the path.")
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # texts may hold other line breaks
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)[text_column]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}, line {number}: must be a JSON object with the column {text_column!r}, got {error!r}. "
-                "Correct the file or name the column."
-            ) from None
-        if not isinstance(text, str):
-            raise ValueError(f"{path}, line {number}: {text_column!r} must be a text, got {type(text).__name__}.")
-        texts.append(text)
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # texts may hold other line breaks
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            texts.append(_read_text(line, text_column, f"{path}, line {number}"))
     if not texts:
         raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another.")
     return texts
+
+
+def _read_text(line: bytes, text_column: str, where: str) -> str:
+    """Read the text of one line.
+
+    :raises ValueError: no UTF-8, no JSON, no such column, or a text that cannot be written
+    """
+    try:
+        text = json.loads(line.decode("utf-8"))[text_column]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Save the file as UTF-8.") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: must be a JSON object with the column {text_column!r}, got {error!r:.300}. "
+            "Correct the file or name the column."
+        ) from None
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {text_column!r} must be a text, got {type(text).__name__}. Correct the line.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: {text_column!r} must be whole characters, got half of one (a lone surrogate) at {error.start}. "
+            "Correct the line."
+        ) from None
+    return text
 
 
 def stream_texts(source: str | os.PathLike, text_column: str = "text", split: str = "train") -> Iterable[str]:

@@ -114,10 +114,15 @@ def oneshot(
         if journal is not None:
             journal.clear()
         return compressed
-    except BaseException:
+    except BaseException as error:
         for modifier in loaded.modifiers:
             if isinstance(modifier, StructuredModifier):
                 modifier.clean_up()
+        if isinstance(error, RuntimeError) and "resolving mappings" in str(error):  # before any calibration
+            raise ValueError(
+                f"recipe: SmoothQuantModifier must have mappings that fit the model, got none for {config.model_type!r} that the "
+                "host knows or finds. Spell its mappings, or leave it out."
+            ) from error
         raise
 
 

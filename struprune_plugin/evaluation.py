@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from struprune_plugin.checkpoint import check_loading, read_headers
+from struprune_plugin.checkpoint import check_loading, read_headers, shorten_error
+from struprune_plugin.data import load_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -35,6 +36,12 @@ def measure_perplexity(
     :raises ValueError: the contract of window and stride, or fewer tokens than one window
     """
     stride = window if stride is None else stride
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings:
+        raise ValueError(
+            f"text: tokens must be below the model's {embeddings} embeddings, got {int(tokens.max())}. Use the tokenizer that "
+            "belongs to the model."
+        )
     if window < 2 or not 1 <= stride <= window:
         raise ValueError(f"window must be at least 2 and stride in [1, window], got window={window}, stride={stride}.")
     if len(tokens) < window:
@@ -63,12 +70,11 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # a broken file raises whatever its many readers met
         raise ValueError(
-            f"model: {path!r} must be a model folder or a hub name that can be loaded, got: {first}"
+            f"model: {path!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
         ) from None
+    tokenizer = load_tokenizer(path)
     check_loading(path, info, headers)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer

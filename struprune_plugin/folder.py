@@ -31,6 +31,7 @@ from struprune_plugin.device.ranks import do_once, wait_for_all
 from struprune_plugin.report import format_bytes
 
 _OWNER, _NEW, _DONE, _OLD = "owner.json", "new", "finished", "old"
+_LONGER = 32  # bytes, of the name of a folder that is made beside the output
 _SAME_START = 5.0  # seconds; two processes of one number that started closer together are taken for one
 
 
@@ -123,6 +124,12 @@ def _is_mount_point(folder: Path) -> bool:
 def _check_place(folder: Path, num_bytes: int) -> None:
     """Refuse a folder that cannot be made, or moved away, or whose disk has no room."""
     parent = next(path for path in folder.parents if path.exists())
+    longest = os.pathconf(parent, "PC_NAME_MAX") - _LONGER if hasattr(os, "pathconf") else 255 - _LONGER
+    if len(os.fsencode(folder.name)) > longest:
+        raise ValueError(
+            f"output_dir: the folder's name must have at most {longest} bytes, so that one can be made beside it while the run "
+            f"lasts, got {len(os.fsencode(folder.name))}. Choose a shorter name."
+        )
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"output_dir: {parent} must be a folder that can be written, it is not. Choose another path.")
     if folder.is_dir() and parent.stat().st_mode & stat.S_ISVTX:  # as in /tmp: only the owner renames a folder

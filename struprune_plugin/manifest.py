@@ -12,6 +12,7 @@ from typing import Any
 MANIFEST_NAME = "struprune.json"
 FORMAT_VERSION = 1
 DIGEST_KEY = "sha256"
+_MAX_COUNT = 1 << 63
 _NUMBER = (int, float)
 _MODEL = {"base": str, "type": str, "weights_sha256": str, "parameters_before": int, "parameters_after": int}
 _SETTINGS: dict[str, Any] = {
@@ -97,6 +98,9 @@ def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
             _check_form(part, known, where, name)
     for place, group in enumerate(manifest["groups"]):
         _check_units(group, f"{where}: groups[{place}]")
+    before = manifest["model"]["parameters_before"]
+    if before < 1 or manifest["model"]["parameters_after"] > before:
+        _refuse(where, "model.parameters_before", "at least 1, and as many as after", before)
     names = [group["name"] for group in manifest["groups"]]
     if len(set(names)) < len(names):
         raise ValueError(f"{where}: groups must have a name each, got one twice. Use the file as it was written.")
@@ -132,6 +136,8 @@ def _check_form(value: Any, form: Any, where: str, name: str) -> None:
             _check_form(item, form[0], where, f"{name}[{place}]")
     elif not isinstance(value, form) or (isinstance(value, bool) and form is not bool):
         _refuse(where, name, _WORDS[form], value)
+    elif isinstance(value, int) and not 0 <= value < _MAX_COUNT:
+        _refuse(where, name, "a count", value)
 
 
 def _check_units(group: Mapping[str, Any], where: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from typing import Any
 
 import yaml
-from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers import Modifier, ModifierFactory
 from llmcompressor.recipe import Recipe
 from pydantic import ValidationError
 
@@ -16,6 +18,7 @@ from struprune_plugin.shipped import describe_recipe, find_recipe, list_recipes
 
 __all__ = ["describe_recipe", "list_recipes", "load_recipe"]
 
+_MAX_DEPTH = 50  # levels of YAML; a recipe has five
 _OURS: dict[str, type[Modifier]] = {
     "StruPruneModifier": StruPruneModifier,
     "StructPruneModifier": StruPruneModifier,
@@ -46,14 +49,16 @@ def load_recipe(
         where, content = _read_recipe(recipe)
         _check_recipe_form(where, content)
         _change_fields(where, content, changes or {})
+        _check_modifiers(where, content)
         try:
             loaded = Recipe.from_dict(content)
         except ValidationError as error:
-            details = "; ".join(
-                f"{'.'.join(str(part) for part in e['loc']) or error.title}: {e['msg'].removeprefix('Value error, ')}"
-                for e in error.errors()
-            )
-            raise ValueError(f"{where}: {error.title} refuses the recipe: {details}") from None
+            raise ValueError(f"{where}: {error.title} refuses the recipe: {_describe_errors(error)}") from None
+        except Exception as error:  # a modifier of the host's, given what it does not expect
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ValueError(
+                f"{where}: the host must be able to read the recipe, got {problem}. Correct its fields."
+            ) from None
     if not loaded.modifiers:
         raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
     check_used(loaded.modifiers)
@@ -70,17 +75,47 @@ def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Is it a recipe?") from None
     try:
+        _check_depth(text)
         return where, yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())}") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        AttributeError,
+        TypeError,
+    ) as error:  # dates and numbers that are none
+        raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())[:500]}") from None
+
+
+def _check_depth(text: str) -> None:
+    """Refuse YAML that is nested deeper than any recipe, or that holds itself, before anybody follows it down."""
+    depth, open_anchors = 0, list[tuple[int, str]]()
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if event.anchor is not None:
+                open_anchors.append((depth, event.anchor))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            if open_anchors and open_anchors[-1][0] == depth:
+                open_anchors.pop()
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent) and any(event.anchor == anchor for _, anchor in open_anchors):
+            raise yaml.YAMLError(
+                f"*{event.anchor} inside itself, line {event.start_mark.line + 1 if event.start_mark else 1}"
+            )
+        if depth > _MAX_DEPTH:
+            raise yaml.YAMLError(
+                f"more than {_MAX_DEPTH} levels, line {event.start_mark.line + 1 if event.start_mark else 1}"
+            )
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Refuses the same key twice, of which YAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {key for key in keys if keys.count(key) > 1}
+        named = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # `<<: *other` is merged below
+        keys = [self.construct_object(key, deep=True) for key in named]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
         if twice:
             raise yaml.YAMLError(f"{sorted(map(str, twice))} twice in one mapping, line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
@@ -106,10 +141,50 @@ def _check_recipe_form(where: str, content: Any) -> None:
                     f"got {type(modifiers).__name__} (form {form})."
                 )
             for name, fields in modifiers.items():
-                if not isinstance(fields, dict):
+                if not isinstance(fields, dict) or not all(isinstance(field, str) for field in fields):
                     raise ValueError(
                         f"{where}: {stage}.{group}.{name} must be a mapping of fields, got {fields!r}. Write {{}} for none."
                     )
+
+
+def _check_modifiers(where: str, content: dict[str, Any]) -> None:
+    """Refuse modifiers that neither we nor the host know.
+
+    :raises ValueError: the same
+    """
+    if not ModifierFactory._loaded:
+        ModifierFactory.refresh()
+    known = {*ModifierFactory._main_registry, *ModifierFactory._experimental_registry, *_OURS}
+    known |= ModifierFactory._registered_registry.keys()
+    for groups in content.values():
+        for modifiers in groups.values():
+            for name in modifiers:
+                if name not in known and name not in ModifierFactory._errors:
+                    near = difflib.get_close_matches(str(name), known, n=1)
+                    remedy = f"Did you mean {near[0]}?" if near else f"Ours are {', '.join(_OURS)}."
+                    raise ValueError(
+                        f"{where}: {name!r} must be a modifier of ours or of the host's, got no such. {remedy}"
+                    )
+
+
+def _describe_errors(error: ValidationError) -> str:
+    """Return what pydantic found, in our words."""
+    told = []
+    for e in error.errors():
+        field, message = ".".join(str(part) for part in e["loc"]) or error.title, e["msg"]
+        given = repr(e["input"])
+        given = given if len(given) <= 100 else f"{given[:97]}…"
+        kind = _OURS.get(error.title)
+        if e["type"] == "value_error":
+            told.append(f"{field}: {message.removeprefix('Value error, ')}")
+        elif e["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(field, _list_fields(kind) if kind else (), n=1)
+            remedy = f"Did you mean {near[0]}?" if near else "Correct or remove it."
+            told.append(f"{field} must be a field of {error.title}, got an unknown one. {remedy}")
+        else:
+            wanted = re.sub(r"^(Input|Field) should", "must", message)
+            told.append(f"{field} {wanted if wanted != message else f'must be valid ({message})'}, got {given}")
+    return "; ".join(told)
 
 
 def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:

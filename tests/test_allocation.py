@@ -188,7 +188,8 @@ def test_search_temperature_takes_the_least_error():
 
 
 def _brute_force(groups, curves, budget):
-    choices = [sorted({*range(g.step, g.num_units + 1, g.step), g.num_units}) for g in groups]
+    steps = [min(g.step, g.num_units) for g in groups]
+    choices = [range(step, g.num_units + 1, step) for step, g in zip(steps, groups, strict=True)]
     fitting = (
         ks
         for ks in itertools.product(*choices)
@@ -230,15 +231,15 @@ def test_allocate_error_curves_of_any_shape_is_optimal_to_within_one_step_of_the
     used = sum(k * g.unit_cost for k, g in zip(kept, groups, strict=True))
     assert used <= budget
     for group, k in zip(groups, kept, strict=True):
-        assert k == group.num_units or (k % group.step == 0 and k > 0)
+        assert k > 0
+        assert k % min(group.step, group.num_units) == 0
     error = sum(float(c[k]) for c, k in zip(curves, kept, strict=True))
     # a step of the hull that does not fit is worth at most 200 parameters, all of group a but its first step
     assert _brute_force(groups, curves, budget) <= error <= _brute_force(groups, curves, budget - 200) + 1e-12
     for i in range(4):  # nothing that fits is left to take
         for more in range(kept[i] + 1, groups[i].num_units + 1):
-            if (more % groups[i].step == 0 or more == groups[i].num_units) and (
-                used + (more - kept[i]) * groups[i].unit_cost <= budget
-            ):
+            fits = used + (more - kept[i]) * groups[i].unit_cost <= budget
+            if more % min(groups[i].step, groups[i].num_units) == 0 and fits:
                 assert curves[i][more] >= curves[i][kept[i]]
 
 

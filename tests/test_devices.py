@@ -7,8 +7,10 @@ import torch
 from conftest import make_dataset, run_oneshot, save_model
 from families import make_model
 from played_device import DEVICE, play_device
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+from struprune_plugin.device import room
 from struprune_plugin.device.placement import Placement
 from struprune_plugin.device.room import Room
 from struprune_plugin.layer.calls import LayerCall, Visit
@@ -18,18 +20,18 @@ from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.units import find_groups
 
 FAST = {"allocation": "uniform", "sensitivity": "none"}
-ADMM = {"restoration": "admm", "admm_steps": 1, "admm_inner_steps": 1}
+FFN_ADMM = {"attention_unit": "none", "restoration": "admm", "admm_steps": 1}
 PATHS = {
     "default": ("opt", {}),
     "grouped heads": ("llama", FAST),
     "least budget": ("llama", {"memory_budget": 0}),
-    "ADMM": ("opt", {"attention_unit": "head", **ADMM, **FAST}),
-    "gated ADMM": ("llama", {"attention_unit": "none", **ADMM, **FAST}),
+    "ADMM": ("opt", {**FFN_ADMM, "attention_unit": "head", "admm_inner_steps": 1, **FAST}),
+    "gated ADMM": ("llama", {**FFN_ADMM, **FAST}),
     "tuning": ("opt", {"tuning_epochs": 1, **FAST}),
     "snip": ("opt", {"importance": "snip", "allocation": "softmax"}),
     "magnitude": ("llama", {"importance": "magnitude", "allocation": "softmax_inverse", "attention_unit": "head"}),
     "deletion": ("opt", {"importance": "wanda", "restoration": "none", "allocation": "block_influence"}),
-    "closed form": ("opt", {"importance": "closed_form", "attention_unit": "none", "sparsity": 0.1, **ADMM, **FAST}),
+    "closed form": ("opt", {**FFN_ADMM, "importance": "closed_form", "sparsity": 0.1, "allocation": "uniform"}),
 }
 SIZES = {"dataset": make_dataset(4, 16), "num_calibration_samples": 4, "batch_size": 2, "sparsity": 0.3}
 
@@ -99,3 +101,26 @@ def test_moments_that_grow_on_the_host_are_where_systems_are_solved(save_short, 
     accumulate_moments(expected, inputs, target)
     with play_device():
         torch.testing.assert_close(found.all.gram.cpu(), expected.gram)
+
+
+def test_what_is_parked_comes_back_and_is_pinned_while_the_host_has_room(monkeypatch):
+    """Tensors without numbers that say that they are on a card."""
+    asked = []
+
+    def empty(*size, pin_memory=False, **options):
+        asked.append(pin_memory)
+        return make(*size, **options)
+
+    make = torch.empty
+    with FakeTensorMode():
+        tensor, kept = make(4, 8, device="cuda", dtype=torch.bfloat16), []
+        monkeypatch.setattr(torch, "empty", empty)
+        for may in (True, False):
+            monkeypatch.setattr(room, "_may_pin", lambda _size, may=may: may)
+            kept.append(Room().park(tensor))
+        assert asked == [True]
+        for held in kept:
+            assert (held.device.type, held.dtype, held.shape) == ("cpu", tensor.dtype, tensor.shape)
+    host = torch.ones(3, requires_grad=True)
+    assert Room().park(host).data_ptr() == host.data_ptr()
+    assert not Room().park(host).requires_grad

@@ -6,7 +6,7 @@ from struprune_plugin.device.room import Room
 from struprune_plugin.maths.solve import find_root
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.passes.sensitivity import measure_fisher
+from struprune_plugin.passes.sensitivity import draw_labels, measure_fisher
 
 
 def _make_batch(padded):
@@ -32,10 +32,11 @@ def _naive_fisher(model, batch, groups):
     logits = model(**batch).logits
     kept = batch["attention_mask"].flatten().bool()
     log_probs, probs = torch.log_softmax(logits, -1).flatten(0, 1)[kept], torch.softmax(logits, -1)
-    labels = torch.cat(
-        [torch.multinomial(p, 1, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(probs)]
-    )
-    labels = labels[kept]
+    drawn = []
+    for i, sequence in enumerate(probs.double()):
+        draws = torch.rand(len(sequence), generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        drawn += [int((p.cumsum(0) <= u * p.sum()).sum()) for p, u in zip(sequence, draws, strict=True)]
+    labels = torch.tensor(drawn)[kept][:, None]
     (-log_probs.gather(1, labels).sum()).backward()
     for handle in handles:
         handle.remove()
@@ -104,6 +105,17 @@ class _AddNoise:
 def test_find_root_squares_to_the_matrix():
     matrix = torch.randn(5, 3, dtype=torch.float64)
     matrix = matrix @ matrix.T  # of rank 3
-    root = find_root(matrix)
-    torch.testing.assert_close(root @ root, matrix)
-    torch.testing.assert_close(root, root.T)
+    for whole in (matrix, matrix + torch.eye(5, dtype=torch.float64)):
+        root = find_root(whole)
+        torch.testing.assert_close(root.T @ root, whole)
+    assert root.tril(-1).abs().max() == 0, "a Cholesky factor, where there is one"
+
+
+def test_labels_are_drawn_as_often_as_they_are_likely():
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    draws = torch.rand(20000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = draw_labels(probs.log().expand(20000, -1), draws).flatten()
+    shares = torch.bincount(labels, minlength=6) / 20000
+    torch.testing.assert_close(shares, probs, rtol=0, atol=0.012)
+    assert shares[probs == 0].sum() == 0
+    assert torch.equal(draw_labels(probs.log()[None], torch.tensor([0.0], dtype=torch.float64)), torch.tensor([[1]]))

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from struprune_plugin.maths import statistics
 from struprune_plugin.maths.statistics import (
     MomentSums,
     accumulate_moments,
@@ -86,3 +88,30 @@ def test_moment_sums_see_one_bad_token(bad):
         sums.add(inputs, targets)
         assert not sums.is_finite()
         part[3, 2] = 0.0
+
+
+def test_sums_of_bfloat16_inputs_on_a_card_are_float32_sums(monkeypatch):
+    """What a card does: exact products of what is bfloat16 already, targets within 2^-16."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(300, 70, generator=generator).bfloat16()
+    targets = torch.randn(300, 1500, generator=generator)  # more rows than one product has
+    expected, found = (MomentSums(70, 1500, "cpu", torch.float32) for _ in range(2))
+    expected.add(inputs, targets)
+    monkeypatch.setattr(statistics, "_multiplies_narrow", lambda *_: True)
+    monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
+    found.add(inputs, targets)
+    expected, found = expected.gather(), found.gather()
+    for name in PARTS:
+        wanted = getattr(expected, name)
+        torch.testing.assert_close(getattr(found, name), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_a_card_multiplies_bfloat16_into_float32():
+    """A tensor without numbers that says that it is on a card: operations check dtypes and shapes all the same."""
+    with FakeTensorMode():
+        inputs = torch.empty(16, 300, device="cuda", dtype=torch.bfloat16)
+        assert statistics._multiplies_narrow(inputs, torch.float32)
+        product = torch.mm(inputs.T, inputs, out_dtype=torch.float32)
+        assert (product.device.type, product.dtype, product.shape) == ("cuda", torch.float32, (300, 300))
+        assert not statistics._multiplies_narrow(inputs, torch.float64)
+        assert not statistics._multiplies_narrow(inputs.half(), torch.float32)

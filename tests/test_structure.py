@@ -30,7 +30,7 @@ BELOW = [
 ]  # each builds on those before it
 MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "maths": (set(), {"torch"}),
-    "device": ({"maths"}, {"torch", "compressed_tensors", "llmcompressor"}),
+    "device": ({"maths"}, {"torch", "compressed_tensors", "llmcompressor", "psutil"}),
     "model": ({"maths", "device"}, {"torch", "compressed_tensors", "transformers"}),
     "layer": ({"maths", "device", "model"}, {"torch", "compressed_tensors", "llmcompressor", "loguru", "tqdm"}),
     "passes": (
@@ -51,7 +51,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
         {"model", "export"},
         {"torch", "transformers", "safetensors", "compressed_tensors", "huggingface_hub"},
     ),
-    "evaluation": ({"checkpoint"}, {"torch", "transformers", "tqdm", "lm_eval"}),
+    "evaluation": ({"checkpoint", "data"}, {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
     "folder": ({"contents", "device", "report"}, {"compressed_tensors", "psutil", "loguru"}),
     "recipe": ({"modifiers", "shipped"}, {"llmcompressor", "pydantic", "yaml"}),

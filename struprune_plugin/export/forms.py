@@ -27,8 +27,8 @@ def load_pruned(folder: Path) -> PreTrainedModel:
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # a broken file raises whatever its many readers met
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{folder}: must be a pruned folder that can be loaded, got: {first} Give the output of a pruning run."
         ) from None

@@ -198,7 +198,7 @@ class _FFNSteps:
         """Take in a batch, at the variables that the weights give."""
         source, target = _pick_tokens(visit, self.room)
         self.variables.append(_to_ffn(initialize_ffn_variables(source, first), None, self.room))
-        self.data.append((self.room.to_host(source), self.room.to_host(target)))
+        self.data.append((self.room.park(source), self.room.park(target)))
 
     def visit(self, first: Sequence[Tensor], second: Tensor, move: bool) -> FFNMoments:
         """Move all variables, unless told not to, and return the moments for the weight steps."""
@@ -322,7 +322,7 @@ def _run_attention(
 
 
 def _send(tensor: Tensor, device: torch.device | None, room: Room) -> Tensor:
-    return room.to_host(tensor) if device is None else room.to_device(tensor, device)
+    return room.park(tensor) if device is None else room.to_device(tensor, device)
 
 
 def _to_ffn(variables: FFNVariables, device: torch.device | None, room: Room) -> FFNVariables:

@@ -141,7 +141,7 @@ class LayerCall:
         known = previous or cls(hidden, (), {}, None, hidden.device)
         held = {name: _hold(value, known.kwargs.get(name), room) for name, value in rest.items()}
         return cls(
-            room.to_host(hidden),
+            room.park(hidden),
             _hold(args[1:], known.args, room),
             held,
             find_tokens(rest.get("attention_mask"), room),

@@ -12,7 +12,7 @@ from torch import Tensor
 class Signals:
     """Measurements by group name, on the host; empty where they were not asked for.
 
-    :param roots: square root of the Fisher information of the consumer's output, shape [d, d], float64
+    :param roots: R with ``R^T R`` the Fisher information of the consumer's output, shape [d, d], float64
     :param saliency: SNIP's score of every unit, shape [units], float64
     """
 

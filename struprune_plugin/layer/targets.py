@@ -65,12 +65,12 @@ class DensePath:
 
     def keep(self, groups: Sequence[UnitGroup], streams: Mapping[str, Stream], output: Tensor) -> None:
         """Keep what a dense forward pass showed of the targets, and its output, on the host."""
-        self._outputs.append(self._room.to_host(output))
+        self._outputs.append(self._room.park(output))
         for group in groups:
             stream = streams[group.name]
             assert stream.output is not None
             wanted = stream.output.float() + (_read_residual(group, stream) if self._is_residual(group) else 0)
-            self._targets.setdefault(group.name, []).append(self._room.to_host(wanted))
+            self._targets.setdefault(group.name, []).append(self._room.park(wanted))
 
     def knows(self, group: UnitGroup, num_batches: int) -> bool:
         """Tell whether the targets of all batches are known."""
@@ -85,7 +85,7 @@ class DensePath:
         stored = self._targets.setdefault(group.name, [])
         if not self.target.is_dense and (index == -1 or index >= len(stored)):
             assert stream.output is not None
-            stored.append(self._room.to_host(stream.output.float()))
+            stored.append(self._room.park(stream.output.float()))
         target = self._room.to_device(stored[index], stream.inputs.device)
         return target - _read_residual(group, stream) if self._is_residual(group) else target
 

@@ -132,7 +132,7 @@ def allocate_error_curves(
 
     :param curves: error with k = 0 ... num_units units kept, comparable between groups, one a group, shape [num_units + 1]
     :param budget: parameters to keep at most
-    :return: kept units of each group, a multiple of its step or all
+    :return: kept units of each group, a multiple of its step
     """
     if budget >= sum(group.num_parameters for group in groups):
         return [group.num_units for group in groups]
@@ -160,8 +160,9 @@ def _list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
     """Return the kept counts that a group may have, fewest first; rounded down, so that the least of all groups fit."""
     step = min(group.step, group.num_units)
     fewest = max(math.floor((1 - max_sparsity) * group.num_units / step + 1e-9), 1) * step
-    counts = list(range(fewest, group.num_units + 1, step))
-    return counts if counts[-1] == group.num_units else [*counts, group.num_units]
+    return list(
+        range(fewest, group.num_units + 1, step)
+    )  # not all units where these are no multiple: nobody could take that
 
 
 def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:

@@ -131,10 +131,16 @@ def _restrict_moments(moments: Moments, rows: Tensor) -> Moments:
 
 def factorize_in_place(system: Tensor, where: str) -> Tensor:
     """Return the lower Cholesky factor of a damped system within its own storage, or raise with its name."""
+    alive = int((system.diagonal() > 0).sum())
     factor = system.mT  # the same matrix, by columns, as LAPACK wants it
     info = torch.empty((), dtype=torch.int32, device=system.device)
     torch.linalg.cholesky_ex(factor, out=(factor, info))
     if int(info) or not factor.diagonal().isfinite().all():
+        if alive <= 1 < len(system):  # no input but the bias was ever other than zero
+            raise ValueError(
+                f"{where}: inputs must not all be zero on the calibration data, got {len(system) - 1} that are: units are dead, or "
+                "nothing reaches them. Leave the module out by ignore, or calibrate with other text."
+            )
         raise _describe_singular(where, float("inf"), len(system) - 1)
     return factor
 
@@ -173,6 +179,12 @@ def _estimate_condition(factor: Tensor, iterations: int = 12) -> float:
 
 
 def find_root(matrix: Tensor) -> Tensor:
-    """Return the symmetric square root of a positive semidefinite matrix, shape [d, d], float64."""
+    """Return R with ``R^T R`` a positive semidefinite matrix, shape [d, d], float64.
+
+    The Cholesky factor, a hundred times cheaper than eigenvectors; the symmetric root where the matrix has no full rank.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix.double())
+    if not int(info) and factor.isfinite().all():
+        return factor.mT.contiguous()
     values, vectors = torch.linalg.eigh(matrix.double())
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T

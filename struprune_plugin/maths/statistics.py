@@ -18,6 +18,7 @@ _NUM_BLOCKS = 16  # of rows of H, at most
 _LEAST_ROWS = 256  # of one
 # A sum in a product has no more terms than this: a BLAS splits longer ones among its threads, by how many there are.
 _TERMS = 512
+_NARROW_ROWS = 1024  # of a product of bfloat16 numbers, made before it is added
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ def accumulate_moments(moments: Moments, inputs: Tensor, targets: Tensor) -> Non
 class MomentSums:
     """Moments of many tokens while they grow: of H only the upper triangle is made and held, in blocks of rows.
 
+    A card multiplies bfloat16 inputs as they are and adds up in float32: their products are exact there, and several times
+    faster. Targets go in two parts, which hold 16 of their bits.
+
     :param num_inputs: n of the linear
     :param num_outputs: d of the linear
     :param device: where the sums live
@@ -106,23 +110,29 @@ class MomentSums:
         Float32 sums depend on the order of their terms. Given sequence after sequence, they depend neither on how these are
         split into batches nor, on a CPU, on the number of threads.
         """
+        narrow = _multiplies_narrow(inputs, self._dtype)
         for part, wanted in zip(inputs.split(self._tokens), targets.split(self._tokens), strict=True):
-            widened, wanted = _append_ones(part, self._dtype), wanted.to(self._dtype)
+            widened, wanted = _append_ones(part, part.dtype if narrow else self._dtype), wanted.to(self._dtype)
             for block in self._upper:
                 right = widened[:, -block.shape[1] :]
                 self._add_product(block, right[:, : len(block)], right)
-            self._add_product(self._cross, wanted, widened)
+            for piece in _split_bfloat16(wanted) if narrow else (wanted,):
+                self._add_product(self._cross, piece, widened)
             fetch = self._fetch or (lambda tensor: tensor)
             self._target_energy.add_(fetch(_measure_energy(wanted)))
             self._absolute_sum.add_(fetch(_sum_absolute(widened)))
 
     def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        if self._fetch is None:
+        narrow = right.dtype is not self._dtype
+        if self._fetch is None and not narrow:
             total.addmm_(left.T, right)
             return
-        for start in range(0, len(total), self._rows):
-            rows = slice(start, start + self._rows)
-            total[rows] += self._fetch(left[:, rows].T @ right)
+        step = min(self._rows, _NARROW_ROWS) if narrow else self._rows
+        for start in range(0, len(total), step):
+            rows = slice(start, start + step)
+            part = left[:, rows].T
+            product = torch.mm(part, right, out_dtype=self._dtype) if narrow else part @ right
+            total[rows] += product if self._fetch is None else self._fetch(product)
 
     def is_finite(self) -> bool:
         """Tell whether every token was finite; the diagonal of H and tr(Y Y^T) show it."""
@@ -184,9 +194,21 @@ def _append_ones(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return widened
 
 
+def _multiplies_narrow(inputs: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a device multiplies bfloat16 numbers into float32 sums."""
+    return inputs.is_cuda and inputs.dtype is torch.bfloat16 and dtype is torch.float32
+
+
+def _split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two bfloat16 tensors whose sum is within 2^-16 of float32 values, relatively."""
+    high = values.bfloat16()
+    return high, (values - high).bfloat16()
+
+
 def _sum_absolute(widened: Tensor) -> Tensor:
-    """Return the sum of absolute inputs over tokens, without a copy of them, shape [n]."""
-    return torch.linalg.vector_norm(widened[:, :-1], 1, dim=0)
+    """Return the sum of absolute inputs over tokens, float32 or better, without a copy of them, shape [n]."""
+    dtype = torch.float32 if widened.dtype is torch.bfloat16 else None
+    return torch.linalg.vector_norm(widened[:, :-1], 1, dim=0, dtype=dtype)
 
 
 def _measure_energy(targets: Tensor) -> Tensor:

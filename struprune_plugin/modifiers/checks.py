@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from compressed_tensors.utils import is_match
@@ -12,12 +14,14 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
+from loguru import logger
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.device.ranks import count_ranks, gather_digests, gather_numbers
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 
+_FEW = 0.5  # share of different sequences below which a person is told
 _FINAL = {  # what works on the final weights -> its name in messages
     QuantizationMixin: "quantiser",
     AWQModifier: "quantiser and its smoothing",
@@ -142,27 +146,49 @@ def check_weights(model: nn.Module) -> None:
                 )
 
 
-def check_calibration(loader: Iterable | None, num_needed: int, where: str, max_length: int | None) -> tuple[int, int]:
-    """Return (sequences, tokens) of the calibration data, of all processes.
+@dataclass(frozen=True)
+class CalibrationCounts:
+    """What calibration data hold, of all processes.
 
-    :param num_needed: tokens that the largest solve, of ``where``, needs
+    :param num_tokens: padding left out
+    :param largest_token: the largest token index, padding included
+    """
+
+    num_sequences: int
+    num_tokens: int
+    largest_token: int
+
+
+def check_calibration(
+    loader: Iterable | None, num_needed: int, where: str, max_length: int | None
+) -> CalibrationCounts:
+    """Count calibration data; refuse too little, and warn where it is much of the same.
+
+    :param num_needed: tokens that the largest solve, of ``where``, needs, in sequences that differ
     :param max_length: positions that the model has
     :raises ValueError: no data, too few tokens, sequences that are too long, or the same data in several processes
     """
     if loader is None:
         raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
-    num_sequences = num_tokens = longest = 0
-    digest = hashlib.sha256()
+    num_sequences = num_tokens = longest = distinct_tokens = largest = 0
+    digest, seen, vocabulary = hashlib.sha256(), set[bytes](), torch.zeros(0, dtype=torch.int64)
     for batch in loader:
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        ids = batch["input_ids"].cpu().to(torch.int64)
+        mask = torch.ones_like(ids) if batch.get("attention_mask") is None else batch["attention_mask"].cpu()
         longest = max(longest, ids.shape[-1])
         num_sequences += len(ids)
-        num_tokens += int(ids.numel() if mask is None else mask.sum())
+        num_tokens += int(mask.sum())
+        largest = max(largest, int(ids.max()))
+        vocabulary = torch.unique(torch.cat([vocabulary, ids[mask.bool()]]))
+        for row, kept in zip(ids, mask.bool(), strict=True):
+            content = hashlib.sha256(row[kept].numpy().tobytes()).digest()
+            distinct_tokens += 0 if content in seen else int(kept.sum())
+            seen.add(content)
         if count_ranks() > 1:
-            digest.update(ids.cpu().to(torch.int64).numpy().tobytes())
-    counts = gather_numbers(num_sequences, num_tokens, longest)
-    num_sequences, num_tokens = sum(row[0] for row in counts), sum(row[1] for row in counts)
-    longest = max(row[2] for row in counts)
+            digest.update(ids.numpy().tobytes())
+    counts = gather_numbers(num_sequences, num_tokens, longest, len(seen), distinct_tokens, len(vocabulary), largest)
+    num_sequences, num_tokens, num_distinct, distinct_tokens = (sum(row[i] for row in counts) for i in (0, 1, 3, 4))
+    longest, largest = max(row[2] for row in counts), max(row[6] for row in counts)
     if len(set(gather_digests(digest.digest()))) < count_ranks():
         raise ValueError(
             f"dataset: each of the {count_ranks()} processes must have samples of its own, got the same in several. Use "
@@ -173,9 +199,39 @@ def check_calibration(loader: Iterable | None, num_needed: int, where: str, max_
             f"dataset: sequences must have at most the model's {max_length} positions, got {longest} tokens. "
             "Lower the sequence length."
         )
-    if num_tokens < num_needed:
+    if distinct_tokens < num_needed:
+        among = "" if num_distinct == num_sequences else f", of which {num_distinct} differ, with {distinct_tokens}"
         raise ValueError(
             f"{where}: calibration must have at least {num_needed} tokens (its inputs and the bias), "
-            f"got {num_tokens} in {num_sequences} sequences. Raise the number or the length of the samples."
+            f"got {num_tokens} in {num_sequences} sequences{among}. Raise the number or the length of the samples"
+            f"{', and let them differ' if among else ''}."
         )
-    return num_sequences, num_tokens
+    _warn_of_sameness(num_sequences, num_distinct, num_tokens, max(row[5] for row in counts))
+    return CalibrationCounts(num_sequences, num_tokens, largest)
+
+
+def _warn_of_sameness(num_sequences: int, num_distinct: int, num_tokens: int, num_words: int) -> None:
+    """Say so where calibration data hold few different sequences or tokens: statistics of them say little of other text.
+
+    The tokens of natural text that differ grow with at least the square root of its length (Heaps' law).
+    """
+    few_words = num_words < min(math.sqrt(num_tokens), 256)
+    if few_words or num_distinct < _FEW * num_sequences:
+        logger.warning(
+            f"dataset: calibration text should vary, got {num_words:,} different tokens among {num_tokens:,} "
+            f"({num_words / num_tokens:.2%}) and {num_distinct:,} different sequences among {num_sequences:,} "
+            f"({num_distinct / num_sequences:.0%}). The model will be fitted to these: give more varied text."
+        )
+
+
+def check_vocabulary(model: PreTrainedModel, largest_token: int) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    :raises ValueError: the same
+    """
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if size is not None and largest_token >= size:
+        raise ValueError(
+            f"dataset: tokens must be below the model's {size} embeddings, got {largest_token}. Use the tokenizer that belongs to "
+            "the model."
+        )

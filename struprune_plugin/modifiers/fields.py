@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar, Literal
 
 from llmcompressor.modifiers import Modifier
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from struprune_plugin.layer.admm import ADMMSettings
@@ -17,6 +17,7 @@ from struprune_plugin.layer.tuning import TuningSettings
 from struprune_plugin.maths.allocation import MAX_SPARSITY
 from struprune_plugin.maths.solve import DAMPING
 from struprune_plugin.model.units import UnitGroup, find_groups
+from struprune_plugin.modifiers.patterns import check_patterns
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.passes.rules import RULES, AllocationSettings
 
@@ -98,6 +99,12 @@ class StructuredModifier(Modifier):
     rotate_values: bool = True
     measure_memory: bool = False
     memory_budget: int | None = Field(default=None, ge=1)
+
+    @field_validator("targets", "ignore")
+    @classmethod
+    def _check_targets(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        check_patterns(str(info.field_name), value)
+        return value
 
     @field_validator("sparsity")
     @classmethod

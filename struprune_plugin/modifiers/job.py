@@ -29,6 +29,7 @@ from struprune_plugin.modifiers.checks import (
     check_calibration,
     check_order,
     check_targets,
+    check_vocabulary,
     check_weights,
     list_later_modifiers,
     list_modifiers,
@@ -161,7 +162,9 @@ def _count_calibration(
     widest = max(groups, key=lambda group: group.num_columns)
     solves = CRITERIA[modifier.importance].eliminates or RESTORATIONS[modifier.restoration].solves
     needed = widest.num_columns + 1 if solves else 1
-    return check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
+    counts = check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
+    check_vocabulary(model, counts.largest_token)
+    return counts.num_sequences, counts.num_tokens
 
 
 def open_journal(modifier: StructuredModifier, journal: Journal, model: PreTrainedModel, loader: Any) -> None:

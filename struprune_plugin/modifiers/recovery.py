@@ -20,7 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.device.ranks import check_one_process
 from struprune_plugin.export import MANIFEST_NAME, read_manifest, wrap_save, write_manifest
-from struprune_plugin.modifiers.checks import check_alone, check_order, check_targets, list_later_modifiers
+from struprune_plugin.modifiers.checks import (
+    check_alone,
+    check_order,
+    check_targets,
+    check_vocabulary,
+    list_later_modifiers,
+)
+from struprune_plugin.modifiers.patterns import check_patterns
 from struprune_plugin.recovery.adapters import (
     attach_adapters,
     checkpoint_layers,
@@ -124,6 +131,7 @@ class LoRARecoveryModifier(Modifier):
             raise ValueError(
                 f"teacher must be left out where distill is none, got {self.teacher!r}. Set distill: kl to learn from it."
             )
+        check_patterns("targets", self.targets or [])
         for name in ("distill_weight", "distill_temperature", "distill_top_k") if self.distill == "none" else ():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:  # saved recipes spell defaults too; they ask for nothing
@@ -140,6 +148,7 @@ class LoRARecoveryModifier(Modifier):
         check_targets(state.model, list_later_modifiers(self))
         self._check_model(state.model)
         self._names = match_linears(state.model, self.targets)
+        self._check_rank(state.model)
         samples, self._micro_size = read_samples(state.data.calib)
         self._check_lengths(samples, state.model)
         self._train, self._holdout = split_samples(samples, self.holdout_fraction)
@@ -189,17 +198,26 @@ class LoRARecoveryModifier(Modifier):
     def _check_lengths(self, samples: list[Sample], model: PreTrainedModel) -> None:
         longest = max(len(sample.tokens) for sample in samples)
         positions = getattr(model.config, "max_position_embeddings", longest)
+        check_vocabulary(model, max(int(sample.tokens.max()) for sample in samples))
         if longest > positions:
             raise ValueError(
                 f"dataset: samples must have at most the model's {positions} positions, got {longest} tokens. "
                 "Lower the length of the samples."
             )
 
+    def _check_rank(self, model: PreTrainedModel) -> None:
+        widest = max(min(model.get_submodule(name).weight.shape) for name in self._names)
+        if self.rank > widest:
+            raise ValueError(
+                f"LoRARecoveryModifier: rank must be at most {widest}, the smaller side of the largest linear that it adapts, got "
+                f"{self.rank}. 8 is a good start."
+            )
+
     def _find_teacher(self, model: PreTrainedModel) -> str:
         name = self.teacher or model.config._name_or_path
         try:
             config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a broken config.json raises whatever its many readers met
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"teacher: must be a model folder or a hub name that can be loaded, got {name!r}: {first}"

@@ -20,6 +20,8 @@ from struprune_plugin.model.layers import find_decoder_layers, find_linear, free
 from struprune_plugin.model.surgery import read_weight
 from struprune_plugin.model.units.group import UnitGroup
 
+_DRAWN = 64  # tokens whose labels are drawn at once
+
 
 def measure_fisher(
     model: PreTrainedModel,
@@ -141,19 +143,34 @@ def _find_gradient_below_head(
     gradient, generator = torch.zeros_like(final), torch.Generator()
     for row, (sequence, counted) in enumerate(zip(final, valid, strict=True)):
         generator.manual_seed(first + row)
+        draws = room.to_device(torch.rand(len(sequence), generator=generator, dtype=torch.float64), final.device)
         for start in range(0, len(sequence), size):
             span = slice(start, start + size)
             logits = head(sequence[span]).detach().float().requires_grad_()
             log_probs = torch.log_softmax(_shape_logits(model, logits), dim=-1)
             if not log_probs[counted[span]].isfinite().all():
                 return None
-            chances = room.to_host(log_probs.masked_fill(~counted[span, None], 0)).exp()
-            labels = room.to_device(torch.multinomial(chances, 1, generator=generator), log_probs.device)
+            labels = draw_labels(log_probs.detach(), draws[span])
             chosen = log_probs.gather(-1, labels)[counted[span]]
             (above,) = torch.autograd.grad(-chosen.sum(), logits)
-            del logits, log_probs, chances
+            del logits, log_probs
             gradient[row, span] = multiply_in_order(above, read_weight(head)[0])
     return gradient
+
+
+def draw_labels(log_probs: Tensor, draws: Tensor) -> Tensor:
+    """Return the token at which each distribution's running sum passes its draw, shape [tokens, 1], int64.
+
+    One number a token is drawn on the host, whatever the vocabulary, so that every device finds the same labels.
+
+    :param log_probs: shape [tokens, V]
+    :param draws: uniform in [0, 1), shape [tokens], float64
+    """
+    labels = []
+    for part, draw in zip(log_probs.split(_DRAWN), draws.split(_DRAWN), strict=True):
+        heights = part.exp().cumsum(-1, dtype=torch.float64)
+        labels.append(torch.searchsorted(heights, draw[:, None] * heights[:, -1:], right=True))
+    return torch.cat(labels).clamp(max=log_probs.shape[-1] - 1)
 
 
 def _shape_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:

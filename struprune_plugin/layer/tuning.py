@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from struprune_plugin.device.room import Room
 from struprune_plugin.layer.calls import LayerCall, take_hidden
+from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.model.surgery import set_parameter
 
 _FLOOR = 1e-3  # of a parameter's root mean square, so that a bias of zeros learns too
@@ -94,9 +95,12 @@ def tune_layer(
 
 
 def _copy_float(layer: nn.Module, device: torch.device, room: Room) -> nn.Module:
-    """Return a plain float32 copy of a layer, free of the host's offloading, all of it trainable."""
+    """Return a plain float32 copy of a layer, free of the host's offloading and a quantiser's parameters, all of it trainable."""
     student = copy.deepcopy(layer)
     remove_dispatch(student)
+    for module in student.modules():
+        for name in QUANTISER_PARAMETERS & module._parameters.keys():  # those of one later in the recipe: no values yet
+            del module._parameters[name]
     student = student.to(dtype=torch.float32)
     for module in student.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -33,7 +33,8 @@ def find_least_of(costs: Tensor, margin: Tensor | float = 0.0) -> int:
     Parameters as in :func:`find_least`; the least is finite.
     """
     least = costs.min()
-    return int((costs <= least + (margin + MARGIN * least.abs())).flatten().byte().argmax())
+    most = torch.add(least + margin, least.abs(), alpha=MARGIN)
+    return int((costs <= most).view(torch.uint8).argmax())
 
 
 def order_scores(scores: Tensor, descending: bool = False) -> Tensor:

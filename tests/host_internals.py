@@ -1,0 +1,220 @@
+"""What we lean on inside llm-compressor, compressed-tensors, transformers, peft and lm-eval, beyond what they document.
+
+One line each: what, who needs it, why, and since which version of its package it has been as we know it, which is the oldest that
+`pyproject.toml` allows (older ones were not looked at). `tests/test_host_internals.py` says in one sentence which has moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Internal:
+    """Something of the host's.
+
+    :param where: ``module:name.name``, or a module alone
+    :param used_in: the file of ours to adapt when it moves
+    :param why: what we need it for
+    :param since: the oldest version of its package that it is known from
+    :param takes: parameters, or fields of a dataclass, that we pass or override by name
+    :param says: what its source must hold, where a behaviour and no name is leant on
+    """
+
+    where: str
+    used_in: str
+    why: str
+    since: str
+    takes: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+
+
+_LC, _CT, _TF, _PEFT, _LM = "0.14", "0.19", "5.15", "0.21", "0.4.13"
+_PLUGIN = "modifiers/pruning.py"
+_CACHE = "llmcompressor.pipelines.cache"
+_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
+_OFFLOAD = "compressed_tensors.offload"
+_QUANT = "compressed_tensors.quantization"
+_TRANSFORM = "llmcompressor.modifiers.transform"
+
+INTERNALS = [
+    # -- llm-compressor: the run ----------------------------------------------------------------------------------
+    Internal("llmcompressor:oneshot", "entrypoint.py", "ours wraps it", _LC, ("model", "recipe", "output_dir")),
+    Internal("llmcompressor.logger:configure_logger", "_import_host.py", "to import it without what it logs", _LC),
+    Internal("llmcompressor.logger:LoggerConfig", "_import_host.py", "the same", _LC),
+    Internal("llmcompressor.modifiers.factory:ModifierFactory.register", "_register.py", "the way into recipes", _LC),
+    Internal("llmcompressor.modifiers:ModifierFactory.create", "recipe.py", "to read a recipe ourselves", _LC),
+    Internal("llmcompressor.modifiers:Modifier.on_initialize", _PLUGIN, "our modifiers' life begins here", _LC),
+    Internal("llmcompressor.modifiers:Modifier.on_calibration_start", _PLUGIN, "a pass starts", _LC),
+    Internal("llmcompressor.modifiers:Modifier.on_sequential_epoch_end", _PLUGIN, "a layer ends", _LC),
+    Internal("llmcompressor.modifiers:Modifier.on_calibration_end", _PLUGIN, "a pass ends", _LC),
+    Internal("llmcompressor.modifiers:Modifier.on_finalize", _PLUGIN, "the config becomes the pruned one", _LC),
+    Internal("llmcompressor.modifiers:Modifier.update_event", _PLUGIN, "to clean up after errors", _LC),
+    Internal("llmcompressor.recipe:Recipe.from_modifiers", "modifiers/session.py", "the recipe of a nested pass", _LC),
+    Internal("llmcompressor.core:Event", _PLUGIN, "an argument of every event", _LC),
+    Internal("llmcompressor.core:State", _PLUGIN, "it holds the model and the data", _LC),
+    Internal(
+        "llmcompressor.core:active_session",
+        "modifiers/checks.py",
+        "its lifecycle.recipe.modifiers are the other stages",
+        _LC,
+    ),
+    Internal("llmcompressor.core:create_session", "modifiers/session.py", "a pass inside a pass", _LC),
+    Internal(
+        "llmcompressor.args:DatasetArguments",
+        "modifiers/session.py",
+        "options of a nested pass",
+        _LC,
+        (
+            *("propagate_error", "sequential_targets", "tracing_ignore"),
+            *("sequential_offload_device", "sequential_prefetch"),
+        ),
+    ),
+    Internal(
+        "llmcompressor.pipelines:SequentialPipeline.__call__",
+        "modifiers/session.py",
+        "runs it",
+        _LC,
+        ("model", "dataloader", "dataset_args"),
+    ),
+    Internal(
+        "llmcompressor.modifiers.utils.hooks:HooksMixin.disable_hooks",
+        "layer/gather.py",
+        "layers run again without the host's hooks",
+        _LC,
+    ),
+    Internal(
+        "llmcompressor.modifiers.utils.hooks:HooksMixin.register_hook",
+        "modifiers/session.py",
+        "hooks that the host can disable",
+        _LC,
+        ("target", "hook", "hook_type"),
+    ),
+    Internal("llmcompressor.modifiers.utils.hooks:HooksMixin.remove_hooks", "modifiers/session.py", "the same", _LC),
+    # -- llm-compressor: other modifiers, memory, saving ----------------------------------------------------------
+    Internal(
+        "llmcompressor.modifiers.pruning.sparsegpt.sgpt_base:SparsityModifierBase",
+        "modifiers/checks.py",
+        "zeros must come after us",
+        _LC,
+    ),
+    Internal(
+        "llmcompressor.modifiers.quantization:QuantizationMixin.resolved_config",
+        "modifiers/widths.py",
+        "widths must fit a later quantiser's groups",
+        _LC,
+    ),
+    Internal(f"{_TRANSFORM}:AWQModifier", "modifiers/checks.py", "works on the final weights", _LC),
+    Internal(f"{_TRANSFORM}:SmoothQuantModifier", "modifiers/checks.py", "the same", _LC),
+    Internal("llmcompressor.utils.dev:get_main_device", "device/residence.py", "where layers run", _LC),
+    Internal(
+        "llmcompressor.utils.helpers:DisableQuantization", "passes/signals.py", "forward passes on real weights", _LC
+    ),
+    Internal("llmcompressor.pytorch.model_load.helpers:parse_dtype", "entrypoint.py", "to load as the host does", _LC),
+    Internal(
+        f"{_CACHE}:IntermediatesCache._onload_value",
+        "device/account.py",
+        "what it moves counts",
+        _LC,
+        ("intermediate",),
+    ),
+    Internal(
+        f"{_CACHE}:IntermediatesCache._offload_value",
+        "device/account.py",
+        "the same",
+        _LC,
+        ("value", "offload_device", "onload_device"),
+    ),
+    Internal(f"{_CACHE}:IntermediatesCache.offload_values", "device/account.py", "it shares equal values", _LC),
+    Internal(f"{_CACHE}:IntermediatesCache.pin_memory", "entrypoint.py", "fails without an accelerator", _LC),
+    Internal(f"{_CACHE}:IntermediateValue", "device/account.py", "what the cache holds", _LC),
+    Internal(f"{_CACHE}:OverrideEqMode", "device/account.py", "tensors as keys", _LC),
+    Internal(
+        f"{_SAVING}:modify_save_pretrained",
+        "export/convert.py",
+        "wraps save_pretrained only where it lacks this mark",
+        _LC,
+        says=("_overridden",),
+    ),
+    Internal(
+        f"{_SAVING}:resave_config",
+        "export/convert.py",
+        "brings the dense config.json back where a name leads to it",
+        _LC,
+        says=("_name_or_path",),
+    ),
+    # -- compressed-tensors ---------------------------------------------------------------------------------------
+    Internal("compressed_tensors.distributed:get_source_rank", "device/ranks.py", "several processes", _CT),
+    Internal("compressed_tensors.distributed:init_dist", "device/ranks.py", "the same", _CT),
+    Internal("compressed_tensors.distributed:is_distributed", "device/ranks.py", "the same", _CT),
+    Internal("compressed_tensors.distributed:is_source_process", "entrypoint.py", "one process writes", _CT),
+    Internal(f"{_OFFLOAD}:disable_onloading", "device/residence.py", "to look at weights where they are", _CT),
+    Internal(f"{_OFFLOAD}:load_offloaded_model", "entrypoint.py", "models larger than the memory", _CT),
+    Internal(f"{_OFFLOAD}:remove_dispatch", "layer/tuning.py", "weights that can be trained", _CT),
+    Internal(f"{_OFFLOAD}:set_onload_device", "recovery/adapters.py", "the same, given back", _CT),
+    Internal(f"{_OFFLOAD}.cache:CPUCache.offload", "device/account.py", "what it moves counts", _CT),
+    Internal(f"{_OFFLOAD}.cache:DiskCache.onload", "device/account.py", "the same", _CT),
+    Internal(
+        f"{_OFFLOAD}.cache:OffloadCache.keep_onloaded_values", "device/residence.py", "weights leave the device", _CT
+    ),
+    Internal(
+        f"{_OFFLOAD}.cache:OffloadCache.__init__",
+        "device/residence.py",
+        "embeddings stay on the host",
+        _CT,
+        ("onload_device",),
+    ),
+    Internal(f"{_OFFLOAD}.module:unwrap_offload_forward", "export/convert.py", "modules of another class", _CT),
+    Internal(f"{_QUANT}:QuantizationArgs", "modifiers/widths.py", "group sizes", _CT, ("strategy", "group_size")),
+    Internal(f"{_QUANT}:QuantizationScheme", "modifiers/widths.py", "the same", _CT, ("targets", "weights")),
+    Internal(f"{_QUANT}:QuantizationStrategy", "modifiers/widths.py", "the same", _CT),
+    Internal(f"{_QUANT}:QuantizationMetadata", "model/layers.py", "names of a quantiser's parameters", _CT),
+    Internal(f"{_QUANT}:QuantizationStatus.INITIALIZED", "model/surgery.py", "what may still be cut", _CT),
+    Internal(
+        f"{_QUANT}:initialize_module_for_quantization",
+        "model/surgery.py",
+        "scales of the new shapes",
+        _CT,
+        ("force_zero_point",),
+    ),
+    Internal("compressed_tensors.utils:is_match", "modifiers/widths.py", "targets as the host reads them", _CT),
+    Internal("compressed_tensors.utils:match_targets", "modifiers/widths.py", "the same", _CT),
+    Internal("compressed_tensors.utils:match_name", "model/units/__init__.py", "the same", _CT),
+    Internal("compressed_tensors.utils:patch_attr", "device/account.py", "to change what is put back", _CT),
+    # -- transformers ---------------------------------------------------------------------------------------------
+    Internal(
+        "transformers.conversion_mapping:get_checkpoint_conversion_mapping",
+        "export/modeling_struprune.py",
+        "names of stored weights",
+        _TF,
+    ),
+    Internal(
+        "transformers.conversion_mapping:register_checkpoint_conversion_mapping",
+        "export/modeling_struprune.py",
+        "the same",
+        _TF,
+    ),
+    Internal(
+        "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+        "export/modeling_struprune.py",
+        "attention whose values are narrower than its keys",
+        _TF,
+    ),
+    Internal(
+        "transformers.models.auto.configuration_auto:CONFIG_MAPPING", "export/convert.py", "stock configurations", _TF
+    ),
+    Internal("transformers.utils:cached_file", "checkpoint.py", "files of a hub name", _TF),
+    Internal("transformers.utils:logging", "checkpoint.py", "to load without its log", _TF),
+    Internal(
+        "transformers.integrations.heterogeneity",
+        "export/modeling_struprune.py",
+        "per_layer_config is its schema",
+        _TF,
+    ),
+    # -- peft and lm-eval -----------------------------------------------------------------------------------------
+    Internal("peft.tuners.lora:LoraLayer.merge", "recovery/adapters.py", "adapters become weights", _PEFT),
+    Internal("lm_eval.tasks:TaskManager", "evaluation.py", "tasks of a folder", _LM, ("include_path",)),
+    Internal("lm_eval:simple_evaluate", "evaluation.py", "scores", _LM, ("model", "tasks", "limit")),
+    Internal("lm_eval.models.huggingface:HFLM", "evaluation.py", "the same", _LM),
+    Internal("lm_eval.api:task", "evaluation.py", "tasks say which they are", _LM),
+]

@@ -1,0 +1,185 @@
+"""A run that is stopped, or whose data or statistics are bad: what it says, and that it leaves nothing behind."""
+
+import hashlib
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_dataset, make_opt, run_oneshot, save_model
+from torch.utils.data import DataLoader, Dataset
+
+from struprune_plugin import StruPruneModifier, cli, oneshot
+from struprune_plugin.verify import find_damage
+
+RECIPE = """
+pruning_stage:
+  pruning_modifiers:
+    StruPruneModifier: {sparsity: 0.3, tuning_epochs: 1}
+recovery_stage:
+  recovery_modifiers:
+    LoRARecoveryModifier: {rank: 2, epochs: 1, distill: kl}
+quantization_stage:
+  quantization_modifiers:
+    QuantizationModifier: {scheme: W8A8, ignore: [lm_head]}
+"""
+STAGES = {  # stage -> what runs in its midst
+    "sensitivity": "struprune_plugin.passes.sensitivity._run_backward",
+    "allocation": "struprune_plugin.passes.allocation.measure_restored_curve",
+    "statistics": "struprune_plugin.layer.gather.accumulate_tokens",
+    "pruning": "struprune_plugin.layer.prune.slice_group",
+    "tuning": "struprune_plugin.layer.prune.tune_layer",
+    "teacher": "struprune_plugin.modifiers.recovery.cache_teacher",
+    "LoRA": "struprune_plugin.modifiers.recovery.AdapterTraining.run",
+    "quantising": "llmcompressor.modifiers.quantization.QuantizationModifier.on_calibration_end",
+    "saving": "struprune_plugin.modifiers.pruning.write_manifest",
+    "the last step": "struprune_plugin.folder.write_listing",
+}
+
+
+def digest(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def inputs(opt, tmp_path_factory) -> Path:
+    """A folder with all that a run reads: the model, the recipe and calibration text."""
+    folder = tmp_path_factory.mktemp("inputs")
+    save_model(make_opt(), folder / "model")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    text = "".join(f'{{"text": "Line {i}: {" ".join(str(i * j % 97) for j in range(40))}."}}\n' for i in range(30))
+    (folder / "text.jsonl").write_text(text)
+    return folder
+
+
+def make_argv(inputs: Path, results: Path) -> list[str]:
+    argv = ["prune", str(inputs / "model"), "--recipe", str(inputs / "recipe.yaml"), "--output", str(results / "out")]
+    return [*argv, "--data", str(inputs / "text.jsonl"), "--num-samples", "16", "--seq-length", "32"]
+
+
+def test_the_run_that_is_stopped_below_ends_well_by_itself(inputs, tmp_path):
+    """Layers are tuned while a later quantiser's parameters lie in them."""
+    before = digest(inputs)
+    assert cli.main(make_argv(inputs, tmp_path)) == 0
+    assert find_damage(tmp_path / "out") == []
+    assert digest(inputs) == before
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_stopped_at_any_stage_ends_in_one_line_and_leaves_nothing(
+    inputs, stage, name, tmp_path, monkeypatch, capfd
+):
+    before, stopped = digest(inputs), []
+    temporary, results = tmp_path / "temporary", tmp_path / "results"
+    temporary.mkdir()
+    results.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def stop(*_args, **_kwargs):
+        stopped.append(stage)
+        os.kill(os.getpid(), getattr(signal, name))
+        raise AssertionError("the signal came too late")
+
+    monkeypatch.setattr(STAGES[stage], stop)
+    status = cli.main(make_argv(inputs, results))
+    error = capfd.readouterr().err
+    assert stopped == [stage]
+    assert status == {"SIGINT": 130, "SIGTERM": 143}[name]
+    assert error.splitlines()[-1] == {"SIGINT": "struprune: interrupted", "SIGTERM": "struprune: terminated"}[name]
+    assert "Traceback" not in error
+    assert list(temporary.iterdir()) == []
+    assert digest(inputs) == before
+    if stage == "the last step":  # the work is done: it is kept, and the line before says where
+        (finished,) = results.iterdir()
+        assert finished.name.startswith("out.finished-")
+        assert finished.name in error
+    else:
+        assert list(results.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+class Broken(Dataset):
+    """Calibration data of which one sample cannot be read."""
+
+    def __init__(self, bad: int):
+        self.rows, self.bad, self.reads = make_dataset(8).with_format("torch"), bad, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if index == self.bad and self.reads > 2 * len(self):  # once the checks have read it, while layers are pruned
+            raise OSError(5, f"sample {index} cannot be read")
+        return self.rows[index]
+
+
+def test_a_calibration_batch_that_raises_leaves_nothing(opt, tmp_path):
+    loader = DataLoader(Broken(5), batch_size=4)
+    before = digest(opt)
+    with pytest.raises(OSError, match="sample 5 cannot be read"):
+        oneshot(model=str(opt), recipe=StruPruneModifier(sparsity=0.3), dataset=loader, output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    assert digest(opt) == before
+
+
+# -- singular systems ---------------------------------------------------------------------------------------------
+
+
+def copy_channels(layer) -> None:
+    """Let every second channel of the FFN be a copy of the one before."""
+    for part in (layer.fc1.weight, layer.fc1.bias):
+        part.data[1::2] = part.data[::2]
+
+
+def kill_channels(layer) -> None:
+    """Let half of the FFN's channels be dead."""
+    layer.fc1.weight.data[::2] = 0
+    layer.fc1.bias.data[::2] = -1
+
+
+def hold_channels(layer) -> None:
+    """Let the FFN's channels be constant: the bias says what they say."""
+    layer.fc1.weight.data.zero_()
+    layer.fc1.bias.data.abs_().add_(0.1)
+
+
+FAULTS = [copy_channels, kill_channels, hold_channels]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fields", [{}, {"attention_unit": "head", "damping": 1e-3, "target": "local"}])
+def test_singular_statistics_are_damped(fault, fields, tmp_path):
+    model = make_opt()
+    fault(model.model.decoder.layers[1])
+    pruned = run_oneshot(str(save_model(model, tmp_path / "m")), sparsity=0.3, **fields)
+    assert all(parameter.isfinite().all() for parameter in pruned.parameters())
+    assert pruned(torch.arange(4, 20)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_singular_statistics_without_damping_are_refused_by_name(fault, tmp_path):
+    model = make_opt()
+    fault(model.model.decoder.layers[1])
+    fields = {"sparsity": 0.1, "damping": 0, "sensitivity": "none", "importance": "wanda", "allocation": "uniform"}
+    where = r"model\.decoder\.layers\.1\.fc2: the least-squares system must have a condition number of at most 1e\+12"
+    with pytest.raises(ValueError, match=rf"{where}, got .*Raise damping"):
+        run_oneshot(
+            str(save_model(model, tmp_path / "m")), **fields, attention_unit="none", output_dir=tmp_path / "out"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_dead_channels_go_first(tmp_path):
+    """Removing them costs nothing."""
+    model = make_opt()
+    kill_channels(model.model.decoder.layers[1])
+    fields = {"sparsity": 0.1, "attention_unit": "none", "allocation": "uniform"}
+    pruned = run_oneshot(str(save_model(model, tmp_path / "m")), **fields)
+    alive = pruned.model.decoder.layers[1].fc1.weight.abs().sum(1) > 0
+    assert 20 < len(alive) < 40
+    assert int(alive.sum()) == 20

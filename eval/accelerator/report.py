@@ -118,7 +118,8 @@ def _tell_memory(rows: Rows) -> str:
 
 def _tell_outputs(rows: Rows) -> str:
     parts = [
-        f"### {name.removeprefix('outputs: ')}, {row['layers']} layers\n\n{format_rows(row['rows'])}\n\n{advise(row['rows'])}"
+        f"### {name.removeprefix('outputs: ')}, {row['layers']} layers\n\n"
+        f"{_fence(format_rows(row['rows']))}\n\n{advise(row['rows'])}"
         for name, row in rows.items()
         if name.startswith("outputs: ")
     ]

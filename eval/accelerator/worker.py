@@ -64,7 +64,8 @@ def main() -> int:
         for step, row in zip(steps, rows, strict=True)
         if row and ("error" in row or row.get("passed") is False)
     ]
-    print(f"{len(steps) - left} of {len(steps)} steps done, {len(bad)} failed {bad or ''}; started again it goes on")
+    ending = f", failed: {', '.join(bad)}" if bad else ""
+    print(f"{len(steps) - left} of {len(steps)} steps done{ending}{'; started again it goes on' if left else ''}")
     return AGAIN if again else int(bool(bad))
 
 

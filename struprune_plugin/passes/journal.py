@@ -1,14 +1,13 @@
 """What a run has finished, in a folder, so that a killed one goes on where it was.
 
 Every part is two files: its tensors, and a small JSON text that holds its record and the digest of the tensors. The text is
-written last, and both reach the disk before they get their names: a part without it, or with another digest, is not there.
+written last, and either reaches the disk before it gets its name: a part without its text, or with another digest, is not there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 from loguru import logger
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from struprune_plugin.contents import flush
 
 _RUN = "struprune_run.json"
 _PACKAGE = Path(__file__).parents[1]
@@ -122,13 +123,9 @@ class Journal:
         partial = file.with_name(file.name + ".partial")
         try:
             yield partial
-            for path in (partial, self.folder):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            flush(partial)
             partial.replace(file)
+            flush(self.folder)  # which holds the name
         finally:
             partial.unlink(missing_ok=True)
 

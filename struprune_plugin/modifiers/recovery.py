@@ -231,7 +231,8 @@ class LoRARecoveryModifier(Modifier):
         try:
             check_whole(name, config)
         except ValueError as error:
-            raise ValueError(f"teacher: {str(error).removeprefix('model: ')}") from None
+            told = str(error).removeprefix("model: ")
+            raise ValueError(f"teacher: {name!r} must be a whole checkpoint, got: {told}") from None
         return name
 
     # -- training -------------------------------------------------------------------------------------------------

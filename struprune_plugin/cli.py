@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
+from struprune_plugin.early import check_device, check_model_name, check_place, check_recipe_name, check_text_file
 from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
 from struprune_plugin.report import (
     format_bytes,
@@ -122,11 +122,11 @@ def _add_prune(commands: Any) -> None:
     )
     data.add_argument("--text-column", default="text", metavar="NAME", help="column that holds the text")
     data.add_argument("--num-samples", type=_positive, default=64, metavar="N", help="sequences")
-    data.add_argument("--seq-length", type=_positive, default=256, metavar="N", help="tokens a sequence")
+    data.add_argument("--seq-length", type=_length, default=256, metavar="N", help="tokens a sequence")
     data.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences on the device at a time")
     change = prune.add_argument_group("changes to the recipe")
     change.add_argument(
-        "--sparsity", type=float, metavar="R", help="fraction of decoder parameters to remove, in [0, 1)"
+        "--sparsity", type=_share, metavar="R", help="fraction of decoder parameters to remove, in [0, 1)"
     )
     change.add_argument(
         "--set",
@@ -248,6 +248,19 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _length(text: str) -> int:
+    if _positive(text) < 2:  # a token alone has no context
+        raise argparse.ArgumentTypeError(f"must be at least 2 tokens, got {text!r}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), e.g. 0.3, got {text!r}") from None
+
+
 def _seed(text: str) -> int:
     if not text.isdecimal() or len(text) > 10 or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, got {text!r}")
@@ -323,6 +336,7 @@ def _prune(args: argparse.Namespace) -> None:
     recipe = load_recipe(args.recipe, changes=changes)
     if args.offload is not None:
         check_apart(args.output, args.offload)
+        check_place("--offload", args.offload)
     kwargs = {"dataset": args.data}
     check_output(
         args.output, args.overwrite, list_inputs(args.model, args.recipe, recipe.modifiers, args.offload, kwargs)
@@ -392,9 +406,36 @@ def _add_change(changes: dict[str, Any], option: str, field: str, value: object)
     changes[field] = value
 
 
+def _read_tasks(args: argparse.Namespace) -> list[str]:
+    """Return the names of lm-eval's tasks.
+
+    :raises ValueError: an empty name; no folder of tasks; an option that nothing would use
+    """
+    tasks = [] if args.tasks is None else args.tasks.split(",")
+    if not all(tasks):
+        raise ValueError(
+            f"--tasks: must be names with commas between them, got {args.tasks!r}. Correct it, or leave it out."
+        )
+    if args.include_path is not None and not Path(args.include_path).is_dir():
+        raise ValueError(
+            f"--include-path: must be a folder with task files, got {args.include_path!r}. Correct the path."
+        )
+    for name in ("include_path", "limit") if not tasks else ("stride", "max_tokens") if args.text is None else ():
+        if getattr(args, name) is not None:
+            needed = "--text" if tasks else "--tasks"
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option}: must be left out without {needed}, got {getattr(args, name)!r}. Give {needed}, too."
+            )
+    return tasks
+
+
 def _eval(args: argparse.Namespace) -> None:
     check_device(args.device)
+    tasks = _read_tasks(args)
     check_text_file(args.text)
+    if args.json:
+        _check_scores_file(args.json)
     for path in args.paths:
         check_model_name(path)
     from struprune_plugin import _register  # noqa: F401
@@ -404,12 +445,8 @@ def _eval(args: argparse.Namespace) -> None:
 
     _choose_device(args.device)
     _quiet(verbose=False)
-    tasks = args.tasks.split(",") if args.tasks else []
     text = args.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, args.text_column) if text else None
-    if args.json:
-        _check_scores_file(args.json)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
     scores: dict[str, dict[str, Any]] = {}
     for path in args.paths if args.no_dense else _add_dense(args.paths):
         model, tokenizer = load_checkpoint(path, args.dtype)
@@ -429,15 +466,17 @@ def _eval(args: argparse.Namespace) -> None:
     print(_format_scores(scores))
     if args.json:
         settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_scores_file(file: Path) -> None:
     """Refuse to write figures over what holds none.
 
-    :raises ValueError: a folder, or a file that is not an earlier one of ours
+    :raises ValueError: a folder, or a file that is not an earlier one of ours; a place where nothing can be written
     """
     if not file.exists():
+        check_place("--json", file.parent)
         return
     try:
         ours = json.loads(file.read_text(encoding="utf-8")).keys() == {"settings", "scores"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -139,6 +141,16 @@ def write_listing(folder: Path) -> None:
     partial = folder / (FILES_NAME + ".partial")
     partial.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
     partial.replace(folder / FILES_NAME)
+
+
+def flush(path: Path) -> None:
+    """Let a file's bytes, or the names that a folder holds, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():  # which some network disks cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def digest_whole_file(path: Path) -> str:

@@ -30,6 +30,7 @@ from transformers import (
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.data import HUB_DATASETS, load_tokenizer, make_calibration_dataset
 from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
+from struprune_plugin.early import check_place
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import check_apart, prepare_output, write_folder
 from struprune_plugin.model.families import check_model_type
@@ -217,6 +218,8 @@ def _check_offload(model: object, folder: str | os.PathLike | None, memory: int 
         raise ValueError(
             "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
         )
+    if folder is not None:
+        check_place("offload_folder", Path(folder))
 
 
 def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PretrainedConfig:

@@ -136,6 +136,28 @@ def test_stock_lm_eval_scores_the_output_without_the_plugin(pruned, tmp_path):
         (["eval", "nowhere"], "must be a model folder or a hub name"),
         (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
         (["eval", str(DEMO_MODEL), "--window", "8", "--stride", "9"], r"stride in \[1, window\]"),
+        (["eval", str(DEMO_MODEL), "--tasks", ","], "--tasks: must be names with commas"),
+        (
+            ["eval", str(DEMO_MODEL), "--tasks", "x", "--include-path", "none"],
+            "--include-path: must be a folder with task files",
+        ),
+        (
+            ["eval", str(DEMO_MODEL), "--limit", "3"],
+            "--limit: must be left out without --tasks, got 3. Give --tasks, too",
+        ),
+        (
+            ["eval", str(DEMO_MODEL), "--tasks", "x", "--stride", "3"],
+            "--stride: must be left out without --text, got 3",
+        ),
+        (["eval", str(DEMO_MODEL), "--json", f"{RECIPE}/x/y.json"], "--json: must be in a folder that can be written"),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--offload", RECIPE],
+            "--offload: must be in a folder that can be written",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--checkpoint", f"{ROOT}/LICENSE/c"],
+            "checkpoint_dir: must be in a folder that can be written",
+        ),
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"\['no_such_task'\] must be known to lm-eval"),
     ],
 )
@@ -148,7 +170,18 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(argv, message, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("argv", [[], ["prune"], ["eval"], ["prune", "m", "--num-samples", "0"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["prune"],
+        ["eval"],
+        ["prune", "m", "--num-samples", "0"],
+        ["nonsense"],
+        ["prune", "m", "--seq-length", "1"],
+        ["prune", "m", "--sparsity", "30%"],
+    ],
+)
 def test_usage_errors_exit_2_with_one_line(argv, capsys):
     with pytest.raises(SystemExit) as raised:
         cli.main(argv)

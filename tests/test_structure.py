@@ -34,7 +34,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "model": ({"maths", "device"}, {"torch", "compressed_tensors", "transformers"}),
     "layer": ({"maths", "device", "model"}, {"torch", "compressed_tensors", "llmcompressor", "loguru", "tqdm"}),
     "passes": (
-        {"maths", "device", "model", "layer"},
+        {"maths", "device", "model", "layer", "contents", "early"},
         {"torch", "transformers", "llmcompressor", "loguru", "psutil", "safetensors", "tqdm"},
     ),
     "export": (
@@ -43,7 +43,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     ),
     "recovery": ({"device", "model"}, {"torch", "transformers", "compressed_tensors", "peft", "tqdm", "loguru"}),
     "modifiers": (
-        set(BELOW),
+        {*BELOW, "checkpoint"},
         {"torch", "transformers", "compressed_tensors", "llmcompressor", "loguru", "pydantic"},
     ),
     "data": (set(), {"torch", "transformers", "datasets"}),
@@ -61,7 +61,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "shipped": (set(), set()),
     "early": ({"shipped"}, set()),
     "entrypoint": (
-        {*BELOW, "checkpoint", "data", "folder", "recipe", "report"},
+        {*BELOW, "checkpoint", "data", "early", "folder", "recipe", "report"},
         {"torch", "transformers", "compressed_tensors", "datasets", "llmcompressor"},
     ),
     "serving": ({"export"}, {"vllm"}),

@@ -18,6 +18,7 @@ from loguru import logger
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from struprune_plugin.checkpoint import check_whole
 from struprune_plugin.device.ranks import check_one_process
 from struprune_plugin.export import MANIFEST_NAME, read_manifest, wrap_save, write_manifest
 from struprune_plugin.modifiers.checks import (
@@ -227,6 +228,11 @@ class LoRARecoveryModifier(Modifier):
                 f"teacher: {name!r} must have the model's vocabulary of {model.config.vocab_size} tokens, got "
                 f"{config.vocab_size}. Name the checkpoint that is pruned."
             )
+        try:
+            check_whole(name, config)
+        except ValueError as error:
+            told = str(error).removeprefix("model: ")
+            raise ValueError(f"teacher: {name!r} must be a whole checkpoint, got: {told}") from None
         return name
 
     # -- training -------------------------------------------------------------------------------------------------

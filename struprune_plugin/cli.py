@@ -1,4 +1,4 @@
-"""``struprune``: prune, eval, convert, inspect, verify and recipes from the command line."""
+"""``struprune``: the command line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from struprune_plugin import __version__
+from struprune_plugin.console import add_output_options, open_output, show, show_error
 from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
 from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
 from struprune_plugin.report import (
@@ -44,9 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without our tables' signs is no reason to fail
-    args = _make_parser().parse_args(argv)
+    parser = _make_parser()
+    _complete(parser)
+    args = parser.parse_args(argv)
     try:
-        with _raise_on_sigterm():
+        with _raise_on_sigterm(), open_output(args):
             status = args.run(args)
             sys.stdout.flush()
             return status or 0
@@ -59,11 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # so the compiled libraries say that a disk is full, in classes of their own
         if not failed and not isinstance(error, (ValueError, OSError)):
             raise
-        print(f"struprune: error: {' '.join(str(error).split())}", file=sys.stderr)
+        show_error(f"error: {' '.join(str(error).split())}")
         return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # that is no bad input
     except (KeyboardInterrupt, _Terminated) as stop:
-        print(f"\nstruprune: {'interrupted' if isinstance(stop, KeyboardInterrupt) else 'terminated'}", file=sys.stderr)
+        print(file=sys.stderr)  # below a bar, or the terminal's ^C
+        show_error("interrupted" if isinstance(stop, KeyboardInterrupt) else "terminated")
         return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks for completions, where argcomplete is there, and end; nothing happens otherwise."""
+    if "_ARGCOMPLETE" in os.environ:
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
 
 
 class _Terminated(BaseException):
@@ -92,6 +107,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), "
         "130 and 143 when stopped by Ctrl-C and SIGTERM, 1 otherwise.",
     )
+    parser.add_argument("--version", action="version", version=f"struprune {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_prune(commands)
     _add_eval(commands)
@@ -99,6 +115,8 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_verify(commands)
     _add_recipes(commands)
+    for command in commands.choices.values():
+        add_output_options(command)
     return parser
 
 
@@ -110,9 +128,7 @@ def _add_prune(commands: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     prune.add_argument("model", metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")
-    prune.add_argument(
-        "--recipe", required=True, metavar="R", help="a recipe file, or a name that `struprune recipes` lists"
-    )
+    _add_recipe(prune, required=True)
     prune.add_argument("--output", required=True, metavar="OUT", type=Path, help="folder to write; whole or not at all")
     data = prune.add_argument_group("calibration text")
     data.add_argument(
@@ -162,6 +178,13 @@ def _add_prune(commands: Any) -> None:
     prune.set_defaults(run=_prune)
 
 
+def _add_recipe(parser: argparse.ArgumentParser, **options: Any) -> None:
+    recipe: Any = parser.add_argument(
+        "--recipe", metavar="R", help="a recipe file, or a name that `struprune recipes` lists", **options
+    )
+    recipe.completer = lambda **_: list(list_recipes())  # for argcomplete
+
+
 def _add_eval(commands: Any) -> None:
     score = commands.add_parser(
         "eval",
@@ -189,7 +212,7 @@ def _add_eval(commands: Any) -> None:
     score.add_argument(
         "--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
     )
-    score.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    score.add_argument("--output", type=Path, metavar="FILE", help="write the figures here too, as JSON")
     _add_device(score)
     score.set_defaults(run=_eval)
 
@@ -218,7 +241,6 @@ def _add_inspect(commands: Any) -> None:
         description="Print the manifest (struprune.json) of a pruned folder.",
     )
     inspect.add_argument("path", metavar="PATH", type=Path, help="a pruned folder")
-    inspect.add_argument("--json", action="store_true", help="the whole manifest as JSON")
     inspect.set_defaults(run=_inspect)
 
 
@@ -287,14 +309,21 @@ def _choose_device(device: str) -> None:
         raise ValueError(f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu.")
 
 
-def _quiet(verbose: bool) -> None:
-    """Leave progress bars, our own words and errors; drop what a user cannot act on."""
+def _quiet(args: argparse.Namespace) -> None:
+    """Leave progress bars, our own words and errors; drop what a user cannot act on, and under --quiet all but errors."""
     from loguru import logger
 
-    if verbose:
+    if getattr(args, "verbose", False):
         return
     logger.remove()
-    logger.add(sys.stderr, level="WARNING", format="{level}: {message}", filter=_is_actionable)
+    logger.add(
+        sys.stderr, level="ERROR" if args.quiet else "WARNING", format="{level}: {message}", filter=_is_actionable
+    )
+    if args.quiet:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
     for name in ("torch.fx._symbolic_trace", "lm_eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -319,7 +348,7 @@ def _prune(args: argparse.Namespace) -> None:
     from struprune_plugin.recipe import load_recipe
 
     _choose_device(args.device)
-    _quiet(args.verbose)
+    _quiet(args)
     recipe = load_recipe(args.recipe, changes=changes)
     if args.offload is not None:
         check_apart(args.output, args.offload)
@@ -333,7 +362,7 @@ def _prune(args: argparse.Namespace) -> None:
     dataset = make_calibration_dataset(
         args.data or DEMO_CALIBRATION, tokenizer, args.num_samples, args.seq_length, args.text_column
     )
-    with _make_scratch(args.offload) as scratch:
+    with _make_scratch(args.offload) as scratch, _draw_progress(args, recipe):
         oneshot(
             model=args.model,
             recipe=recipe,
@@ -348,10 +377,21 @@ def _prune(args: argparse.Namespace) -> None:
             precision=args.dtype,
         )
     if not any(isinstance(modifier, StruPruneModifier) for modifier in recipe.modifiers):
-        print(f"wrote {args.output}")
+        show(args, {"output": str(args.output)}, f"wrote {args.output}")
         return
     manifest = read_manifest(args.output)
-    print(summarize_layers(manifest), summarize_manifest(manifest, args.output), f"wrote {args.output}", sep="\n\n")
+    record = {"output": str(args.output), "bytes": measure_weight_bytes(args.output), "manifest": manifest}
+    parts = [summarize_layers(manifest), summarize_manifest(manifest, args.output), f"wrote {args.output}"]
+    show(args, record, "\n\n".join(parts))
+
+
+def _draw_progress(args: argparse.Namespace, recipe: Any) -> AbstractContextManager[object]:
+    """Draw one bar for the whole run, but under --verbose, whose lines the host's own bars belong to."""
+    from struprune_plugin.modifiers.outline import list_stages
+    from struprune_plugin.progress import Stage, draw_one_bar
+
+    stages = [Stage(*stage) for stage in list_stages(recipe.modifiers)]
+    return nullcontext() if args.verbose or args.quiet else draw_one_bar(stages)
 
 
 @contextmanager
@@ -403,13 +443,13 @@ def _eval(args: argparse.Namespace) -> None:
     from struprune_plugin.model.layers import count_parameters
 
     _choose_device(args.device)
-    _quiet(verbose=False)
+    _quiet(args)
     tasks = args.tasks.split(",") if args.tasks else []
     text = args.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, args.text_column) if text else None
-    if args.json:
-        _check_scores_file(args.json)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
+    if args.output:
+        _check_scores_file(args.output)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     scores: dict[str, dict[str, Any]] = {}
     for path in args.paths if args.no_dense else _add_dense(args.paths):
         model, tokenizer = load_checkpoint(path, args.dtype)
@@ -426,10 +466,11 @@ def _eval(args: argparse.Namespace) -> None:
                 {f"{task} {name.split(',')[0]}": v for task, row in results.items() for name, v in row.items()}
             )
         score["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
-    print(_format_scores(scores))
-    if args.json:
-        settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
-        args.json.write_text(json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n", encoding="utf-8")
+    settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
+    record = {"settings": settings, "scores": scores}
+    show(args, record, _format_scores(scores))
+    if args.output:
+        args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_scores_file(file: Path) -> None:
@@ -445,7 +486,7 @@ def _check_scores_file(file: Path) -> None:
         ours = False
     if not ours:
         raise ValueError(
-            f"--json: must be absent or an earlier file of scores, {file} is neither. Choose another path."
+            f"--output: must be absent or an earlier file of scores, {file} is neither. Choose another path."
         )
 
 
@@ -483,42 +524,41 @@ def _convert(args: argparse.Namespace) -> None:
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.folder import write_folder
 
-    _quiet(verbose=False)
+    _quiet(args)
     if (args.path / "config.json").is_file():
         check_whole(str(args.path))
     with write_folder(args.output, args.overwrite, [args.path], measure_weight_bytes(args.path)) as partial:
         convert_folder(args.path, args.to, partial)
     how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
-    print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights{how})")
+    size = measure_weight_bytes(args.output)
+    record = {"output": str(args.output), "form": args.to, "bytes": size}
+    show(args, record, f"wrote {args.output} ({format_bytes(size)} of weights{how})")
 
 
 def _inspect(args: argparse.Namespace) -> int:
     manifest = read_manifest(args.path)
     damage = find_damage(args.path) if args.path.is_dir() else []
-    if args.json:
-        print(json.dumps(manifest, indent=1))
-    else:
-        folder = args.path if args.path.is_dir() else args.path.parent
-        print(summarize_layers(manifest), summarize_manifest(manifest, folder), sep="\n\n")
+    folder = args.path if args.path.is_dir() else args.path.parent
+    show(args, manifest, f"{summarize_layers(manifest)}\n\n{summarize_manifest(manifest, folder)}")
     for line in damage:
-        print(f"struprune: damaged: {line}", file=sys.stderr)
+        show_error(f"damaged: {line}")
     return int(bool(damage))
 
 
 def _verify(args: argparse.Namespace) -> int:
     verdict = verify_folder(args.path)
     rows = [[entry.name, f"{entry.num_bytes:,}", entry.state] for entry in verdict.entries]
-    print(format_table(["file", "bytes", "state"], rows), *verdict.notes, sep="\n")
-    for line in verdict.problems:
-        print(f"damaged: {line}")
-    print(f"{args.path} is {'damaged' if verdict.problems else 'whole'}")
+    state = "damaged" if verdict.problems else "whole"
+    lines = [format_table(["file", "bytes", "state"], rows), *verdict.notes]
+    lines += [*(f"damaged: {line}" for line in verdict.problems), f"{args.path} is {state}"]
+    show(args, {"path": str(args.path), "state": state, **asdict(verdict)}, "\n".join(lines))
     return int(bool(verdict.problems))
 
 
-def _recipes(_: argparse.Namespace) -> None:
-    recipes = list_recipes()
+def _recipes(args: argparse.Namespace) -> None:
+    recipes = {name: describe_recipe(file) for name, file in list_recipes().items()}
     width = max(map(len, recipes), default=0)
-    print("\n".join(f"{name.ljust(width)}  {describe_recipe(file)}" for name, file in recipes.items()))
+    show(args, recipes, "\n".join(f"{name.ljust(width)}  {told}" for name, told in recipes.items()))
 
 
 if __name__ == "__main__":

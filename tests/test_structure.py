@@ -53,6 +53,8 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     ),
     "evaluation": ({"checkpoint", "data"}, {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
+    "progress": (set(), {"tqdm"}),
+    "console": (set(), set()),
     "folder": ({"contents", "device", "report"}, {"compressed_tensors", "psutil", "loguru"}),
     "recipe": ({"modifiers", "shipped"}, {"llmcompressor", "pydantic", "yaml"}),
     "manifest": (set(), set()),  # from here on, what the command line reads before torch is there
@@ -66,9 +68,21 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     ),
     "serving": ({"export"}, {"vllm"}),
     "cli": (
-        {*BELOW, "_register", "checkpoint", "data", "early", "entrypoint", "evaluation", "folder", "manifest", "recipe"}
-        | {"report", "shipped", "verify"},
-        {"torch", "transformers", "loguru", "yaml"},
+        {
+            *BELOW,
+            "_register",
+            "checkpoint",
+            "console",
+            "data",
+            "early",
+            "entrypoint",
+            "evaluation",
+            "folder",
+            "manifest",
+            "recipe",
+        }
+        | {"progress", "report", "shipped", "verify"},
+        {"torch", "transformers", "loguru", "yaml", "argcomplete"},
     ),
     "__init__": ({"_register"}, set()),
     "_register": ({"_import_host", "entrypoint", "export", "modifiers"}, {"llmcompressor"}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import logging
 import os
 import signal
 import sys
@@ -18,6 +17,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from struprune_plugin import __version__
+from struprune_plugin.arguments import (
+    HelpFormatter,
+    add_calibration,
+    add_changes,
+    add_device,
+    add_dtype,
+    add_recipe,
+    choose_device,
+    positive,
+    read_changes,
+    seed,
+    set_logging,
+)
+from struprune_plugin.commands import add_plan
 from struprune_plugin.console import add_output_options, open_output, show, show_error
 from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
 from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
@@ -110,6 +123,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"struprune {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_prune(commands)
+    add_plan(commands)
     _add_eval(commands)
     _add_convert(commands)
     _add_inspect(commands)
@@ -125,44 +139,15 @@ def _add_prune(commands: Any) -> None:
         "prune",
         help="prune a model with a recipe and write a folder that loads",
         description="Prune MODEL as the recipe says, and write a folder that transformers and lm-eval load.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     prune.add_argument("model", metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")
-    _add_recipe(prune, required=True)
+    add_recipe(prune, required=True)
     prune.add_argument("--output", required=True, metavar="OUT", type=Path, help="folder to write; whole or not at all")
-    data = prune.add_argument_group("calibration text")
-    data.add_argument(
-        "--data",
-        metavar="SRC",
-        help="FILE.jsonl, c4, wikitext2 or a hub data set; the package's own sample where left out",
-    )
-    data.add_argument("--text-column", default="text", metavar="NAME", help="column that holds the text")
-    data.add_argument("--num-samples", type=_positive, default=64, metavar="N", help="sequences")
-    data.add_argument("--seq-length", type=_positive, default=256, metavar="N", help="tokens a sequence")
-    data.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences on the device at a time")
-    change = prune.add_argument_group("changes to the recipe")
-    change.add_argument(
-        "--sparsity", type=float, metavar="R", help="fraction of decoder parameters to remove, in [0, 1)"
-    )
-    change.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="changes",
-        metavar="FIELD=VALUE",
-        help="set a field, e.g. attention_unit=head, or LoRARecoveryModifier.alpha=8 where several modifiers have it; "
-        "may be repeated",
-    )
-    change.add_argument(
-        "--memory-budget",
-        type=_bytes,
-        metavar="BYTES",
-        help="what the device may hold, e.g. 4GB; refused where too little",
-    )
-    prune.add_argument("--seed", type=_seed, default=0, help="seed of every random choice")
-    prune.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model"
-    )
+    add_calibration(prune)
+    add_changes(prune)
+    prune.add_argument("--seed", type=seed, default=0, help="seed of every random choice")
+    add_dtype(prune)
     prune.add_argument(
         "--offload", type=Path, metavar="FOLDER", help="for weights that the memory does not hold, while the run lasts"
     )
@@ -174,15 +159,8 @@ def _add_prune(commands: Any) -> None:
     )
     prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output, unchanged")
     prune.add_argument("--verbose", action="store_true", help="show the host's log")
-    _add_device(prune)
+    add_device(prune)
     prune.set_defaults(run=_prune)
-
-
-def _add_recipe(parser: argparse.ArgumentParser, **options: Any) -> None:
-    recipe: Any = parser.add_argument(
-        "--recipe", metavar="R", help="a recipe file, or a name that `struprune recipes` lists", **options
-    )
-    recipe.completer = lambda **_: list(list_recipes())  # for argcomplete
 
 
 def _add_eval(commands: Any) -> None:
@@ -190,30 +168,30 @@ def _add_eval(commands: Any) -> None:
         "eval",
         help="perplexity and lm-eval tasks of dense, pruned or quantised folders",
         description="Score models: token perplexity in fixed windows, lm-eval tasks, or both. Several models make a table.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     score.add_argument("paths", nargs="+", metavar="PATH", help="model folders or hub names")
     score.add_argument(
         "--text", type=Path, metavar="FILE.jsonl", help="text to score; the package's own where no --tasks are given"
     )
     score.add_argument("--text-column", default="text", metavar="NAME", help="column that holds the text")
-    score.add_argument("--window", type=_positive, default=256, metavar="N", help="context length in tokens")
+    score.add_argument("--window", type=positive, default=256, metavar="N", help="context length in tokens")
     score.add_argument(
-        "--stride", type=_positive, metavar="N", help="tokens from window to window; the window itself if unset"
+        "--stride", type=positive, metavar="N", help="tokens from window to window; the window itself if unset"
     )
-    score.add_argument("--max-tokens", type=_positive, metavar="N", help="score the first N tokens")
+    score.add_argument("--max-tokens", type=positive, metavar="N", help="score the first N tokens")
     score.add_argument("--tasks", metavar="a,b", help="lm-eval tasks")
     score.add_argument("--include-path", metavar="DIR", help="folder with lm-eval task files, e.g. eval/tasks")
     score.add_argument(
         "--no-dense", action="store_true", help="do not add the local model that a folder was pruned from"
     )
-    score.add_argument("--limit", type=_positive, metavar="N", help="examples a task")
-    score.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences at a time")
+    score.add_argument("--limit", type=positive, metavar="N", help="examples a task")
+    score.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences at a time")
     score.add_argument(
         "--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
     )
     score.add_argument("--output", type=Path, metavar="FILE", help="write the figures here too, as JSON")
-    _add_device(score)
+    add_device(score)
     score.set_defaults(run=_eval)
 
 
@@ -264,76 +242,8 @@ def _add_recipes(commands: Any) -> None:
     recipes.set_defaults(run=_recipes)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, below 10^9, got {text!r}")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or len(text) > 10 or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, got {text!r}")
-    return int(text)
-
-
-def _bytes(text: str) -> int:
-    """Read a number of bytes: digits, or digits before kB, MB, GB."""
-    number, unit = text, 1
-    for name, value in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
-        if text.endswith(name):
-            number, unit = text.removesuffix(name), value
-    is_number = number.isascii() and number.replace(".", "", 1).isdigit()
-    if not is_number or not 1 <= float(number) * unit < 2**63:
-        raise argparse.ArgumentTypeError(f"must be a number of bytes, e.g. 500MB or 4GB, got {text!r}")
-    return round(float(number) * unit)
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N")
-
-
-def _choose_device(device: str) -> None:
-    """Let the host and torch see only the device asked for.
-
-    By now an import may have started CUDA, after which it no longer looks at the environment; so start afresh.
-    """
-    import torch
-
-    check_device(device)
-    kind, _, index = device.partition(":")
-    visible = "" if kind == "cpu" else index or None
-    if torch.version.cuda and visible is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != visible:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu.")
-
-
-def _quiet(args: argparse.Namespace) -> None:
-    """Leave progress bars, our own words and errors; drop what a user cannot act on, and under --quiet all but errors."""
-    from loguru import logger
-
-    if getattr(args, "verbose", False):
-        return
-    logger.remove()
-    logger.add(
-        sys.stderr, level="ERROR" if args.quiet else "WARNING", format="{level}: {message}", filter=_is_actionable
-    )
-    if args.quiet:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
-    for name in ("torch.fx._symbolic_trace", "lm_eval"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _is_actionable(record: Any) -> bool:
-    return "No accelerator available" not in record["message"]
-
-
 def _prune(args: argparse.Namespace) -> None:
-    changes = _read_changes(args)
+    changes = read_changes(args)
     check_device(args.device)
     check_recipe_name(args.recipe)
     check_text_file(args.data)
@@ -347,8 +257,8 @@ def _prune(args: argparse.Namespace) -> None:
     from struprune_plugin.folder import check_apart, check_output
     from struprune_plugin.recipe import load_recipe
 
-    _choose_device(args.device)
-    _quiet(args)
+    choose_device(args.device)
+    set_logging(args)
     recipe = load_recipe(args.recipe, changes=changes)
     if args.offload is not None:
         check_apart(args.output, args.offload)
@@ -405,33 +315,6 @@ def _make_scratch(parent: Path | None) -> Iterator[str | None]:
         yield folder
 
 
-def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
-    import yaml
-
-    given = [("--set", *change.partition("=")) for change in args.changes]
-    changes: dict[str, Any] = {}
-    for option, field, equals, text in given:
-        if not field or not equals:
-            raise ValueError(f"{option}: must be FIELD=VALUE, got {field + equals + text!r}.")
-        try:
-            value = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
-            problem = " ".join(str(error).split())
-            raise ValueError(f"{option}: {field} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
-        _add_change(changes, option, field, value)
-    if args.sparsity is not None:
-        _add_change(changes, "--sparsity", "sparsity", args.sparsity)
-    if args.memory_budget is not None:
-        _add_change(changes, "--memory-budget", "memory_budget", args.memory_budget)
-    return changes
-
-
-def _add_change(changes: dict[str, Any], option: str, field: str, value: object) -> None:
-    if field in changes:
-        raise ValueError(f"{option}: {field} must be set once, got {changes[field]!r} and {value!r}. Give one.")
-    changes[field] = value
-
-
 def _eval(args: argparse.Namespace) -> None:
     check_device(args.device)
     check_text_file(args.text)
@@ -442,8 +325,8 @@ def _eval(args: argparse.Namespace) -> None:
     from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
     from struprune_plugin.model.layers import count_parameters
 
-    _choose_device(args.device)
-    _quiet(args)
+    choose_device(args.device)
+    set_logging(args)
     tasks = args.tasks.split(",") if args.tasks else []
     text = args.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, args.text_column) if text else None
@@ -524,7 +407,7 @@ def _convert(args: argparse.Namespace) -> None:
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.folder import write_folder
 
-    _quiet(args)
+    set_logging(args)
     if (args.path / "config.json").is_file():
         check_whole(str(args.path))
     with write_folder(args.output, args.overwrite, [args.path], measure_weight_bytes(args.path)) as partial:

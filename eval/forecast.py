@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from eval.measure import time_side_by_side
 from struprune_plugin.evaluation import load_checkpoint
@@ -42,8 +43,6 @@ def run_command(words: list[str]) -> tuple[dict[str, Any], float, int]:
 
 def measure_speed(dense: str, pruned: str, length: int) -> tuple[float, float]:
     """Return how much faster a prompt and one token more are, on the whole models."""
-    import torch
-
     models = {path: load_checkpoint(path)[0] for path in (dense, pruned)}
     found = []
     for tokens in (torch.full((1, length), 5), torch.full((1, 1), 5)):
@@ -54,23 +53,25 @@ def measure_speed(dense: str, pruned: str, length: int) -> tuple[float, float]:
     return found[0], found[1]
 
 
+def count_cache(folder: str) -> int:
+    """Return the keys and values that a model holds of one token, read off its cache."""
+    with torch.no_grad():
+        held = load_checkpoint(folder)[0](torch.full((1, 1), 5), use_cache=True).past_key_values
+    return sum(layer.keys.numel() + layer.values.numel() for layer in held.layers)
+
+
 def compare(model: str, options: list[str], scratch: Path) -> list[tuple[str, float, float]]:
     """Return (figure, planned, met) of one model."""
     plan, _, _ = run_command(["plan", model, *options])
     out = str(scratch / Path(model).name)
     pruned, seconds, peak = run_command(["prune", model, "--recipe", plan["recipe"], "--output", out, *options])
     manifest, costs, after = pruned["manifest"], plan["costs"], plan["after"]
-    config = json.loads((Path(out) / "config.json").read_text(encoding="utf-8"))
-    layers = config["per_layer_config"].values()
-    heads = [layer.get("num_key_value_heads") or layer["num_attention_heads"] for layer in layers]
-    width = config["value_head_dim"]
-    item = plan["before"]["bytes"] / plan["before"]["parameters"]
-    cache = sum(n * (width + layer["value_head_dim"]) for n, layer in zip(heads, layers, strict=True)) * round(item)
+    item = round(plan["before"]["bytes"] / plan["before"]["parameters"])
     prefill, decode = measure_speed(model, out, 256)
     return [
         ("parameters", after["parameters"], manifest["model"]["parameters_after"]),
         ("weights on disk", after["bytes"], measure_weight_bytes(out)),
-        ("cache a token", after["cache"], cache),
+        ("cache a token", after["cache"], count_cache(out) * item),
         ("seconds", costs["seconds"], seconds),
         ("peak memory", costs["peak_bytes"], peak),
         ("speed-up, prompt", costs["prefill"], prefill),

@@ -30,7 +30,7 @@ from struprune_plugin.arguments import (
     seed,
     set_logging,
 )
-from struprune_plugin.commands import add_plan
+from struprune_plugin.commands import add_compare, add_plan, add_report
 from struprune_plugin.console import add_output_options, open_output, show, show_error
 from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
 from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
@@ -45,6 +45,7 @@ from struprune_plugin.shipped import describe_recipe, list_recipes
 from struprune_plugin.verify import check_undamaged, find_damage, verify_folder
 
 # Whatever needs torch or the host is imported by the command that needs it: help and early refusals take no seconds.
+_BOOTSTRAP = 100  # draws; above 0 lets lm-eval give standard errors, those of means have a formula and draw nothing
 _FORMS = ("uniform-padded", "masked", "block_configs")  # of struprune_plugin.export.forms
 
 
@@ -127,6 +128,8 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_convert(commands)
     _add_inspect(commands)
+    add_report(commands)
+    add_compare(commands)
     _add_verify(commands)
     _add_recipes(commands)
     for command in commands.choices.values():
@@ -180,10 +183,15 @@ def _add_eval(commands: Any) -> None:
         "--stride", type=positive, metavar="N", help="tokens from window to window; the window itself if unset"
     )
     score.add_argument("--max-tokens", type=positive, metavar="N", help="score the first N tokens")
-    score.add_argument("--tasks", metavar="a,b", help="lm-eval tasks")
+    score.add_argument(
+        "--tasks", metavar="a,b", help="lm-eval tasks by the harness' own names, e.g. arc_easy,hellaswag"
+    )
     score.add_argument("--include-path", metavar="DIR", help="folder with lm-eval task files, e.g. eval/tasks")
     score.add_argument(
         "--no-dense", action="store_true", help="do not add the local model that a folder was pruned from"
+    )
+    score.add_argument(
+        "--no-keep", action="store_true", help="do not write the figures into the manifest and the card of our outputs"
     )
     score.add_argument("--limit", type=positive, metavar="N", help="examples a task")
     score.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences at a time")
@@ -322,12 +330,14 @@ def _eval(args: argparse.Namespace) -> None:
         check_model_name(path)
     from struprune_plugin import _register  # noqa: F401
     from struprune_plugin.data import DEMO_TEST, read_texts, tokenize_texts
-    from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
+    from struprune_plugin.evaluation import check_tasks, load_checkpoint, measure_perplexity, run_tasks
     from struprune_plugin.model.layers import count_parameters
 
     choose_device(args.device)
     set_logging(args)
-    tasks = args.tasks.split(",") if args.tasks else []
+    tasks = [name.strip() for name in args.tasks.split(",")] if args.tasks else []
+    if tasks:
+        check_tasks(tasks, args.include_path)
     text = args.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, args.text_column) if text else None
     if args.output:
@@ -343,17 +353,34 @@ def _eval(args: argparse.Namespace) -> None:
             if args.window > positions:
                 raise ValueError(f"--window: must be at most the model's {positions} positions, got {args.window}.")
             score["perplexity"] = measure_perplexity(model, tokens, args.window, args.stride, args.batch_size)
-        if tasks:
-            results = run_tasks(model, tokenizer, tasks, args.include_path, args.batch_size, args.limit)
+            score["tokens"] = len(tokens)
+        for task in tasks:  # one after the other: a progress bar each
+            options: dict[str, Any] = {"bootstrap_iters": _BOOTSTRAP}
+            results = run_tasks(model, tokenizer, [task], args.include_path, args.batch_size, args.limit, **options)
             score.update(
-                {f"{task} {name.split(',')[0]}": v for task, row in results.items() for name, v in row.items()}
+                {f"{name} {metric.split(',')[0]}": v for name, row in results.items() for metric, v in row.items()}
             )
         score["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
     settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
+    settings |= {"max_tokens": args.max_tokens, "limit": args.limit, "dtype": args.dtype}
     record = {"settings": settings, "scores": scores}
+    if not args.no_keep:
+        _keep_scores(scores, settings)
     show(args, record, _format_scores(scores))
     if args.output:
         args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Let what was measured of our outputs go with them, into manifest and card."""
+    from struprune_plugin.results import keep_results, list_results
+
+    for path, score in scores.items():
+        if (Path(path) / MANIFEST_NAME).is_file():
+            base = Path(read_manifest(path)["model"]["base"]).resolve()
+            dense = next((other for name, other in scores.items() if Path(name).resolve() == base), {})
+            if problem := keep_results(Path(path), list_results(score, dense, settings)):
+                show_error(f"results are not kept with the output: {problem}")
 
 
 def _check_scores_file(file: Path) -> None:
@@ -389,7 +416,7 @@ def _add_dense(paths: list[str]) -> list[str]:
 
 def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(name for score in scores.values() for name in score if "stderr" not in name))
-    columns = [name for name in columns if not name.endswith((" sample_len", " name", " alias"))]
+    columns = [name for name in columns if not name.endswith((" sample_len", " name", " alias")) and name != "tokens"]
     show = {"parameters": "{:,}".format, "bytes": lambda count: format_bytes(count) if count else "on the hub"}
     rows = [
         [path, *(show.get(name, "{:.4g}".format)(score[name]) if name in score else "" for name in columns)]
@@ -403,6 +430,7 @@ def _convert(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.path}: must be a pruned folder, got none. Correct the path.")
     check_undamaged(args.path)
     from struprune_plugin import _register  # noqa: F401
+    from struprune_plugin.card import write_card
     from struprune_plugin.checkpoint import check_whole
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.folder import write_folder
@@ -412,6 +440,8 @@ def _convert(args: argparse.Namespace) -> None:
         check_whole(str(args.path))
     with write_folder(args.output, args.overwrite, [args.path], measure_weight_bytes(args.path)) as partial:
         convert_folder(args.path, args.to, partial)
+        base = read_manifest(args.path)["model"]["base"] if (args.path / MANIFEST_NAME).is_file() else ""
+        write_card(partial, base)
     how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
     size = measure_weight_bytes(args.output)
     record = {"output": str(args.output), "form": args.to, "bytes": size}

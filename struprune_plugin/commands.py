@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from struprune_plugin.arguments import (
@@ -20,7 +21,9 @@ from struprune_plugin.arguments import (
 )
 from struprune_plugin.console import show
 from struprune_plugin.early import check_device, check_model_name, check_recipe_name
+from struprune_plugin.manifest import read_manifest
 from struprune_plugin.shipped import find_default
+from struprune_plugin.verify import check_undamaged
 
 
 def add_plan(commands: Any) -> None:
@@ -74,3 +77,113 @@ def run_plan(args: argparse.Namespace) -> None:
     work = Workload(args.num_samples, args.seq_length, args.batch_size)
     plan = planning.make_plan(shapes, name, lambda: load_recipe(name, changes=changes), work, started)
     show(args, plan.to_dict(), planning.format_plan(plan))
+
+
+def add_report(commands: Any) -> None:
+    """Add ``struprune report``."""
+    report = commands.add_parser(
+        "report",
+        help="one HTML page on what was cut and what it cost",
+        description="Write a page on a pruned folder: its layers to scale, errors, allocation, quality, what dense and pruned "
+        "model write, the recipe. One file, no scripts, nothing from the network.",
+        formatter_class=HelpFormatter,
+    )
+    report.add_argument("path", metavar="OUT", type=Path, help="a pruned folder")
+    report.add_argument(
+        "--output", metavar="FILE", type=Path, help="page to write; OUT.html beside the folder if unset"
+    )
+    report.add_argument("--picture", metavar="FILE", type=Path, help="write the picture of the layers here too, as SVG")
+    report.add_argument("--prompt", action="append", metavar="TEXT", help="what samples begin with; may be repeated")
+    report.add_argument("--tokens", type=positive, default=40, metavar="N", help="of a sample")
+    report.add_argument("--no-samples", action="store_true", help="load no model")
+    report.add_argument("--overwrite", action="store_true", help="replace earlier files of that name")
+    add_device(report)
+    report.set_defaults(run=run_report)
+
+
+def run_report(args: argparse.Namespace) -> None:
+    """Write the page on an output."""
+    check_device(args.device)
+    folder = args.path
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: must be a pruned folder, got none. Correct the path.")
+    manifest = read_manifest(folder)
+    page = args.output or folder.resolve().with_name(f"{folder.resolve().name}.html")
+    for file in filter(None, (page, args.picture)):
+        check_new_file(file, args.overwrite)
+    samples = []
+    if not args.no_samples:
+        check_undamaged(folder)
+        samples = _write_samples(args, manifest["model"]["base"])
+    from struprune_plugin.page import make_page
+    from struprune_plugin.picture import draw_layers
+
+    write_whole(page, make_page(folder, manifest, samples))
+    if args.picture is not None:
+        write_whole(args.picture, draw_layers(manifest) + "\n")
+    record = {"page": str(page), "picture": None if args.picture is None else str(args.picture)}
+    show(args, record, "\n".join(f"wrote {file}" for file in record.values() if file))
+
+
+def _write_samples(args: argparse.Namespace, base: str) -> list[Any]:
+    """Let the dense model, where it is here, and the pruned one write after the same prompts."""
+    from struprune_plugin import _register  # noqa: F401
+    from struprune_plugin.evaluation import continue_texts, load_checkpoint
+    from struprune_plugin.page import PROMPTS, Sample
+
+    choose_device(args.device)
+    set_logging(args)
+    prompts = args.prompt or list(PROMPTS)
+    pruned = continue_texts(*load_checkpoint(str(args.path)), prompts, args.tokens)
+    dense: list[str] | list[None] = [None] * len(prompts)
+    if Path(base).is_dir():
+        dense = continue_texts(*load_checkpoint(base), prompts, args.tokens)
+    return [Sample(*parts) for parts in zip(prompts, dense, pruned, strict=True)]
+
+
+def check_new_file(file: Path, overwrite: bool) -> None:
+    """Refuse to write over a file, or where no file can be.
+
+    :raises ValueError: the same
+    """
+    if file.is_dir() or (file.exists() and not overwrite):
+        raise ValueError(
+            f"--output: {file} must be absent, it is there already. Choose another path, or pass --overwrite."
+        )
+    if not file.parent.is_dir():
+        raise ValueError(
+            f"--output: {file.parent} must be an existing folder, got none. Make it, or choose another path."
+        )
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def add_compare(commands: Any) -> None:
+    """Add ``struprune compare``."""
+    compare = commands.add_parser(
+        "compare",
+        help="two or more outputs side by side",
+        description="Show where pruned folders differ: kept units, size, time, quality.",
+        formatter_class=HelpFormatter,
+    )
+    compare.add_argument("paths", metavar="OUT", type=Path, nargs="+", help="pruned folders, two or more")
+    compare.add_argument("--all", action="store_true", help="every module, alike ones too")
+    compare.set_defaults(run=run_compare)
+
+
+def run_compare(args: argparse.Namespace) -> None:
+    """Print outputs side by side."""
+    if len(args.paths) < 2:
+        raise ValueError(f"compare: must be given two or more outputs, got {len(args.paths)}. Name another.")
+    from struprune_plugin.compare import compare_outputs, format_comparison
+
+    found = compare_outputs(args.paths)
+    show(args, found, format_comparison(found, args.all))

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from struprune_plugin.card import write_card
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.data import HUB_DATASETS, load_tokenizer, make_calibration_dataset
 from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
@@ -111,6 +112,7 @@ def oneshot(
                     if is_source_process():
                         tidy_recipe(partial)
                         _carry_manifest(source, partial)
+                        write_card(partial, source)
         if journal is not None:
             journal.clear()
         return compressed

@@ -11,9 +11,10 @@ import copy
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from struprune_plugin.data import DEMO_MODEL
 from struprune_plugin.entrypoint import oneshot
 from struprune_plugin.export import read_manifest
 from struprune_plugin.forecast.sizes import Outline, Shapes, find_pruning
-from struprune_plugin.model.layers import count_parameters
+from struprune_plugin.model.families import find_family
+from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 
 _LAYERS, _SECONDS, _FEWEST = 2, 20.0, 8  # of a probe: decoder layers, seconds it should take, sequences
 _OVER_COUNTED = 2.5  # how much longer than its operations at the machine's own rate a run takes, about (docs/cost.md)
@@ -44,6 +46,7 @@ _WIDTHS = (
 _BLOCK = 512  # of the matrices that the rate is measured with
 _SAMPLING = 0.02  # seconds between two looks at the memory
 _PROMPT = 256
+_REPEATS = 15
 
 
 @dataclass(frozen=True)
@@ -215,39 +218,59 @@ def _measure_rate(dtype: torch.dtype) -> float:
     """Return the operations a second of a matrix product on this machine's device."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     matrix = torch.randn(_BLOCK, _BLOCK).to(device, dtype)
-    seconds = _time(lambda: matrix @ matrix, 5)
-    return 2 * _BLOCK**3 / seconds
+    seconds = _time({"product": lambda: matrix @ matrix}, 5)
+    return 2 * _BLOCK**3 / seconds["product"]
 
 
-def _time(run: Callable[[], object], repeats: int) -> float:
-    """Return the least seconds of a few runs."""
-    best = float("inf")
+def _time(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Return the least seconds of each run, in rounds, so that what else the machine does hits all alike.
+
+    One thread of a CPU is timed by its own seconds: others may share the machine.
+    """
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    clock = time.process_time if alone else time.perf_counter
+    best = dict.fromkeys(runs, float("inf"))
     for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
+        for name, run in runs.items():
+            start = clock()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            best[name] = min(best[name], clock() - start)
     return best
 
 
 @torch.no_grad()
 def _measure_speed(dense: PreTrainedModel, pruned: PreTrainedModel, layers: int) -> tuple[float, float]:
-    """Return how much faster a prompt and a token are in a pruned model of so many layers."""
-    vocabulary = dense.config.vocab_size
-    ratios = []
+    """Return how much faster a prompt and a token are in a pruned model of so many layers.
+
+    :param dense: and ``pruned``: of few layers
+    """
+    family, count = find_family(dense), len(find_decoder_layers(dense))
+    holder: Any = dense.get_submodule(family.layers.rpartition(".")[0])
+    name, every = family.layers.rpartition(".")[2], dense.get_submodule(family.layers)
+    found = []
     for length in (min(_PROMPT, getattr(dense.config, "max_position_embeddings", _PROMPT)), 1):
-        tokens = torch.randint(4, vocabulary, (1, length), device=dense.device)
-        head: Any = dense.get_output_embeddings()
-        hidden = torch.zeros(1, length, head.in_features, dtype=head.weight.dtype, device=dense.device)
-        rest = _time(lambda head=head, hidden=hidden: head(hidden), 9)  # type: ignore[misc]
-        whole = []
-        for model in (dense, pruned):
-            seconds = _time(lambda model=model, tokens=tokens: model(tokens, use_cache=False), 9)  # type: ignore[misc]
-            per_layer = max(seconds - rest, 0.0) / model.config.num_hidden_layers
-            whole.append(rest + layers * per_layer)
-        ratios.append(whole[0] / whole[1])
-    return ratios[0], ratios[1]
+        tokens = torch.randint(4, dense.config.vocab_size, (1, length), device=dense.device)
+
+        def run_empty(tokens: torch.Tensor = tokens) -> None:
+            """Run all but the decoder layers."""
+            setattr(holder, name, nn.ModuleList())
+            try:
+                dense(tokens, use_cache=False)
+            finally:
+                setattr(holder, name, every)
+
+        runs: dict[str, Callable[[], object]] = {
+            "empty": run_empty,
+            "dense": partial(dense, tokens, use_cache=False),
+            "pruned": partial(pruned, tokens, use_cache=False),
+        }
+        seconds = _time(runs, _REPEATS)
+        rest = seconds["empty"]
+        whole = [rest + layers * max(seconds[kind] - rest, 0.0) / count for kind in ("dense", "pruned")]
+        found.append(whole[0] / whole[1])
+    return found[0], found[1]
 
 
 def _split_seconds(stages: dict[str, float], whole: float) -> dict[str, float]:

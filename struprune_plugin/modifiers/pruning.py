@@ -116,6 +116,7 @@ class StruPruneModifier(StructuredModifier):
     _calibration: CalibrationRecord | None = PrivateAttr(default=None)
     _driver: PassDriver | None = PrivateAttr(default=None)
     _pass: PruningPass | None = PrivateAttr(default=None)
+    _sensitivity: dict[str, float] = PrivateAttr(default_factory=dict)
     _is_whole: bool = PrivateAttr(default=False)  # every layer is pruned
 
     @model_validator(mode="before")
@@ -190,6 +191,7 @@ class StruPruneModifier(StructuredModifier):
         planner = Planner(self, job, methods, state, room, self._pipeline_options)
         allocated = self._stage_before.allocated if self._stage_before is not None else None
         self._plan, signals = planner.decide(self._plan, allocated, self._journal)
+        self._sensitivity = signals.summarize_roots()
         adopt_attention(state.model)
         tokens = TokenDigest(self._take_digest)
         log = None if self._journal is None else LayerLog(self._journal)
@@ -355,4 +357,5 @@ class StruPruneModifier(StructuredModifier):
             stages=self._room.stages,
             tuning=self._pass.tuning,
             groups=records,
+            sensitivity=self._sensitivity,
         )

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from struprune_plugin.arguments import (
     seed,
     set_logging,
 )
-from struprune_plugin.commands import add_compare, add_plan, add_report
+from struprune_plugin.commands import add_compare, add_plan, add_report, add_sweep, draw_progress
 from struprune_plugin.console import add_output_options, open_output, show, show_error
 from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
 from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
@@ -130,6 +130,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     add_report(commands)
     add_compare(commands)
+    add_sweep(commands)
     _add_verify(commands)
     _add_recipes(commands)
     for command in commands.choices.values():
@@ -280,7 +281,7 @@ def _prune(args: argparse.Namespace) -> None:
     dataset = make_calibration_dataset(
         args.data or DEMO_CALIBRATION, tokenizer, args.num_samples, args.seq_length, args.text_column
     )
-    with _make_scratch(args.offload) as scratch, _draw_progress(args, recipe):
+    with _make_scratch(args.offload) as scratch, draw_progress(args, recipe):
         oneshot(
             model=args.model,
             recipe=recipe,
@@ -301,15 +302,6 @@ def _prune(args: argparse.Namespace) -> None:
     record = {"output": str(args.output), "bytes": measure_weight_bytes(args.output), "manifest": manifest}
     parts = [summarize_layers(manifest), summarize_manifest(manifest, args.output), f"wrote {args.output}"]
     show(args, record, "\n\n".join(parts))
-
-
-def _draw_progress(args: argparse.Namespace, recipe: Any) -> AbstractContextManager[object]:
-    """Draw one bar for the whole run, but under --verbose, whose lines the host's own bars belong to."""
-    from struprune_plugin.modifiers.outline import list_stages
-    from struprune_plugin.progress import Stage, draw_one_bar
-
-    stages = [Stage(*stage) for stage in list_stages(recipe.modifiers)]
-    return nullcontext() if args.verbose or args.quiet else draw_one_bar(stages)
 
 
 @contextmanager

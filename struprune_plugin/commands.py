@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from struprune_plugin.arguments import (
     number_of_bytes,
     positive,
     read_changes,
+    seed,
     set_logging,
 )
 from struprune_plugin.console import show
-from struprune_plugin.early import check_device, check_model_name, check_recipe_name
+from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
 from struprune_plugin.manifest import read_manifest
 from struprune_plugin.shipped import find_default
 from struprune_plugin.verify import check_undamaged
@@ -187,3 +189,112 @@ def run_compare(args: argparse.Namespace) -> None:
 
     found = compare_outputs(args.paths)
     show(args, found, format_comparison(found, args.all))
+
+
+def add_sweep(commands: Any) -> None:
+    """Add ``struprune sweep``."""
+    sweep = commands.add_parser(
+        "sweep",
+        help="several sparsities and methods: a table, a curve, a choice",
+        description="Prune MODEL at several sparsities, by several methods, and measure each: one calibration, one sensitivity and "
+        "one set of error curves serve all. DIR keeps what is finished; the same command goes on there.",
+        formatter_class=HelpFormatter,
+    )
+    sweep.add_argument("model", metavar="MODEL", help="a model folder or a hub name")
+    sweep.add_argument("--output", required=True, metavar="DIR", type=Path, help="folder for table, JSON and pictures")
+    sweep.add_argument(
+        "--sparsity", dest="sparsities", default="0.1:0.6:0.1", metavar="A:B:STEP", help="or a list: 0.2,0.4"
+    )
+    sweep.add_argument(
+        "--methods",
+        default="default",
+        metavar="a,b",
+        help="default, allocations (uniform, softmax, …) or names of recipes",
+    )
+    add_recipe(sweep)
+    sweep.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="FIELD=VALUE", help="for all methods"
+    )
+    add_calibration(sweep)
+    judged = sweep.add_argument_group("how points are judged")
+    judged.add_argument("--text", type=Path, metavar="FILE.jsonl", help="text to score; the package's own if unset")
+    judged.add_argument("--window", type=positive, default=256, metavar="N", help="context length in tokens")
+    judged.add_argument("--max-tokens", type=positive, metavar="N", help="score the first N tokens")
+    judged.add_argument("--tasks", metavar="a,b", help="lm-eval tasks")
+    judged.add_argument("--include-path", metavar="DIR", help="folder with lm-eval task files")
+    judged.add_argument("--limit", type=positive, metavar="N", help="examples a task")
+    judged.add_argument(
+        "--pick", metavar="LOSS", help="write the smallest model within it, e.g. '+5%% perplexity' or '-1%% arc_easy'"
+    )
+    judged.add_argument("--picked", type=Path, metavar="OUT", help="where to; DIR/picked if unset")
+    sweep.add_argument("--seed", type=seed, default=0, help="seed of every random choice")
+    add_dtype(sweep)
+    add_device(sweep)
+    sweep.set_defaults(run=run_sweep, sparsity=None, memory_budget=None)
+
+
+def run_sweep(args: argparse.Namespace) -> None:
+    """Run a sweep, show its table, and write the point that is picked."""
+    changes = read_changes(args)
+    check_device(args.device)
+    if args.recipe is not None:
+        check_recipe_name(args.recipe)
+    for file in (args.data, args.text):
+        check_text_file(file)
+    check_model_name(args.model)
+    from struprune_plugin import _register  # noqa: F401
+    from struprune_plugin import sweep as sweeping
+    from struprune_plugin.checkpoint import read_config
+    from struprune_plugin.data import DEMO_CALIBRATION, DEMO_TEST
+
+    choose_device(args.device)
+    set_logging(args)
+    wanted = None if args.pick is None else sweeping.read_pick(args.pick)
+    sweep = sweeping.Sweep(
+        model=args.model,
+        recipe=args.recipe or find_default(read_config(args.model).model_type),
+        changes=changes,
+        methods=list(dict.fromkeys(name.strip() for name in args.methods.split(","))),
+        sparsities=sweeping.read_sparsities(args.sparsities),
+        data=args.data or str(DEMO_CALIBRATION),
+        text_column=args.text_column,
+        samples=args.num_samples,
+        length=args.seq_length,
+        batch=args.batch_size,
+        text=args.text or DEMO_TEST,
+        window=args.window,
+        max_tokens=args.max_tokens,
+        tasks=[name.strip() for name in args.tasks.split(",")] if args.tasks else [],
+        include_path=args.include_path,
+        limit=args.limit,
+        seed=args.seed,
+        dtype=args.dtype,
+    )
+    picked = args.picked or args.output / "picked"
+    if wanted is not None:
+        sweeping.check_picked(picked, args.output)
+    record = sweeping.run_sweep(sweep, args.output, lambda name, recipe: draw_progress(args, recipe, f"{name}: "))
+    for name, drawn in sweeping.draw_sweep(record).items():
+        write_whole(args.output / name, drawn + "\n")
+    table = sweeping.format_sweep(record)
+    write_whole(args.output / "sweep.md", f"# {Path(args.model).name}\n\n```\n{table}\n```\n")
+    told = [table, f"wrote {args.output}"]
+    if wanted is not None:
+        name = sweeping.pick_point(record, wanted)
+        point = record["points"][name]
+        recipe = sweep.load(point["method"], point["sparsity"])
+        store = sweeping.open_store(sweep, args.output)
+        with draw_progress(args, recipe, f"{name}: "):
+            sweeping.prune_point(sweep, recipe, None, store, picked, overwrite=picked.exists())
+        record = {**record, "picked": {"point": name, "output": str(picked)}}
+        told.append(f"picked {name}: wrote {picked}")
+    show(args, {name: part for name, part in record.items() if name != "identity"}, "\n\n".join(told))
+
+
+def draw_progress(args: argparse.Namespace, recipe: Any, prefix: str = "") -> AbstractContextManager[object]:
+    """Draw one bar for a whole run, but under --verbose, whose lines the host's own bars belong to."""
+    from struprune_plugin.modifiers.outline import list_stages
+    from struprune_plugin.progress import Stage, draw_one_bar
+
+    stages = [Stage(f"{prefix}{name}", weight, bar) for name, weight, bar in list_stages(recipe.modifiers)]
+    return nullcontext() if getattr(args, "verbose", False) or args.quiet else draw_one_bar(stages)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from struprune_plugin.card import list_result_rows
-from struprune_plugin.picture import describe_group, draw_layers, draw_points
+from struprune_plugin.picture import draw_layers, draw_points
 from struprune_plugin.report import format_bytes, measure_weight_bytes
 
 PROMPTS = ("The captain looked at the sea and", "The most important thing in science is", "She opened the letter, and")
@@ -35,6 +35,8 @@ pre { background: #f7fafc; border: 1px solid #e2e8f0; padding: .75rem; overflow-
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: .75rem; margin-bottom: 1rem; }
 .pair > div { border: 1px solid #cbd5e0; border-radius: .4rem; padding: .5rem .75rem; overflow-wrap: anywhere; }
 .pair h4 { margin: 0; font-size: .85rem; color: #4a5568; } .prompt { color: #4a5568; }
+td.bars { text-align: left; line-height: .7; }
+@media (max-width: 36rem) { .bars { display: none; } th, td { padding: .2rem .3rem; font-size: .8rem; } pre { font-size: .75rem; } }
 summary { cursor: pointer; } a { color: #2b6cb0; }
 @media print { body { max-width: none; font-size: 10pt; } h2 { break-after: avoid; } figure, .pair, tr { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
@@ -117,12 +119,13 @@ def _make_errors(manifest: Mapping[str, Any]) -> str:
             f"{group['error_after']:.4f}",
         ]
         told = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        name = f'<th scope="row" title="{escape(describe_group(group), quote=True)}">{escape(group["name"])}</th>'
-        rows.append(f'<tr>{name}{told}<td aria-hidden="true" style="text-align:left;line-height:.7">{bars}</td></tr>')
-    header = ["module", "kept", "sparsity", "error, deleted", "re-solved"]
+        short = f"{group['layer']} {'FFN' if group['kind'] == 'ffn' else 'attention'}"
+        name = f'<th scope="row" title="{escape(group["name"], quote=True)}">{short}</th>'
+        rows.append(f'<tr>{name}{told}<td class="bars" aria-hidden="true">{bars}</td></tr>')
+    header = ["layer", "kept", "sparsity", "deleted", "re-solved"]
     return _make_table(
         "Squared error of a module's output over its target's energy: by deletion alone, and once the rest is re-solved.",
-        "".join(f'<th scope="col">{name}</th>' for name in header) + '<td aria-hidden="true"></td>',
+        "".join(f'<th scope="col">{name}</th>' for name in header) + '<td class="bars" aria-hidden="true"></td>',
         rows,
     )
 

@@ -188,7 +188,7 @@ class StruPruneModifier(StructuredModifier):
         self._peaks = self._spans.enter_context(room.watch())
         self._started = time.perf_counter()
         methods = self._make_own_methods()
-        planner = Planner(self, job, methods, state, room, self._pipeline_options)
+        planner = Planner(self, job, methods, state, room, self._pipeline_options, self._evidence)
         allocated = self._stage_before.allocated if self._stage_before is not None else None
         self._plan, signals = planner.decide(self._plan, allocated, self._journal)
         self._sensitivity = signals.summarize_roots()

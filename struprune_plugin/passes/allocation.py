@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class AllocationPass:
     :param groups: of all layers
     :param sizes: theirs, for the budget
     :ivar plan: once the pass is over
+    :ivar evidence: of every group, by name
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class AllocationPass:
         self._settings, self._rule = settings, RULES[settings.name]
         self._methods, self._signals, self._room = methods, signals, room
         self._observer = LayerObserver(TARGETS["local"], room, all_groups=True)
-        self._evidence: dict[str, Evidence] = {}
+        self.evidence: dict[str, Evidence] = {}
         self._influence = torch.zeros(2, dtype=torch.float64)  # of the layer at hand: sum and tokens
         self._model: PreTrainedModel | None = None
 
@@ -83,19 +84,24 @@ class AllocationPass:
     def end_layer(self, name: str, layer: nn.Module) -> None:
         total, tokens = sum_over_ranks(self._influence).tolist()
         for group in self._groups_of(name):
-            self._evidence[group.name] = self._measure_group(layer, group, total / max(tokens, 1))
+            self.evidence[group.name] = self._measure_group(layer, group, total / max(tokens, 1))
         self._influence.zero_()
         self._observer.finish_layer()
 
     def finish(self) -> None:
         self._observer.close()
-        missing = [group.name for group in self._groups if group.name not in self._evidence]
+        missing = [group.name for group in self._groups if group.name not in self.evidence]
         assert not missing, f"no calibration data reached {missing}"
         share = find_group_sparsity(self._sizes, self._settings.num_prunable, self._settings.sparsity)
-        self.plan = self._rule.decide(self._sizes, self._evidence, share, self._settings)
+        self.plan = self._rule.decide(self._sizes, self.evidence, share, self._settings)
 
     def abort(self) -> None:
         self._observer.close()
+
+    def adopt(self, evidence: Mapping[str, Evidence]) -> None:
+        """Take what an earlier pass measured in place of measuring it, and make the plan."""
+        self.evidence = dict(evidence)
+        self.finish()
 
     def _groups_of(self, layer_name: str) -> list[UnitGroup]:
         return [group for group in self._groups if group.layer_name == layer_name]

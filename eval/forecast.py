@@ -85,9 +85,11 @@ def main() -> int:
     parser.add_argument("--sparsity", default="0.3")
     parser.add_argument("--num-samples", default="64")
     parser.add_argument("--seq-length", default="256")
+    parser.add_argument("--set", action="append", default=[], help="as of `struprune prune`")
     parser.add_argument("--within", type=float, default=0.25)
     args = parser.parse_args()
     options = ["--sparsity", args.sparsity, "--num-samples", args.num_samples, "--seq-length", args.seq_length]
+    options += [word for change in args.set for word in ("--set", change)]
     worst = 0.0
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from typing import Any
 
 from struprune_plugin.early import check_device
 from struprune_plugin.shipped import list_recipes
+
+_PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -167,3 +170,38 @@ def _add_change(changes: dict[str, Any], option: str, field: str, value: object)
     if field in changes:
         raise ValueError(f"{option}: {field} must be set once, got {changes[field]!r} and {value!r}. Give one.")
     changes[field] = value
+
+
+def read_sparsities(text: str) -> list[float]:
+    """Read ``first:last:step`` or a list with commas.
+
+    :raises ValueError: neither, or a number that is no sparsity
+    """
+    try:
+        found = [float(part) for part in text.split(",")] if ":" not in text else _spread(*map(float, text.split(":")))
+    except (ValueError, TypeError):
+        found = []
+    if not found or not all(0 < value < 1 for value in found) or len(set(found)) < len(found):
+        raise ValueError(
+            f"--sparsity: must be first:last:step or numbers with commas, each above 0 and below 1, got {text!r}. Correct it."
+        )
+    return found
+
+
+def _spread(first: float, last: float, step: float) -> list[float]:
+    """Return the numbers from one to another; none where these are no range, or one of more than a hundred."""
+    count = (last - first) / step if step > 0 else -1.0
+    return [round(first + index * step, 6) for index in range(int(count + 1e-6) + 1)] if 0 <= count < 100 else []
+
+
+def read_pick(text: str) -> tuple[float, bool, str]:
+    """Read what may be lost: ``+5% perplexity``, ``-0.01 arc_easy``; return (most, whether relative, of what).
+
+    :raises ValueError: another form
+    """
+    found = _PICK.fullmatch(text.strip())
+    if found is None or (found[1] == "+") != (found[4] == "perplexity"):
+        raise ValueError(
+            f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Say how much perplexity may rise or a task fall."
+        )
+    return float(found[2]) / (100 if found[3] else 1), bool(found[3]), found[4]

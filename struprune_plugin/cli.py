@@ -33,6 +33,7 @@ from struprune_plugin.arguments import (
 from struprune_plugin.commands import add_compare, add_plan, add_report, add_sweep, draw_progress
 from struprune_plugin.console import add_output_options, open_output, show, show_error
 from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
+from struprune_plugin.hub import check_push, push_folder
 from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
 from struprune_plugin.report import (
     format_bytes,
@@ -162,6 +163,9 @@ def _add_prune(commands: Any) -> None:
         help="keep finished layers there until the run is over; after a kill the same command goes on there",
     )
     prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output, unchanged")
+    prune.add_argument(
+        "--push-to-hub", metavar="USER/NAME", help="upload the output there, too; a new repository is private"
+    )
     prune.add_argument("--verbose", action="store_true", help="show the host's log")
     add_device(prune)
     prune.set_defaults(run=_prune)
@@ -257,6 +261,8 @@ def _prune(args: argparse.Namespace) -> None:
     check_recipe_name(args.recipe)
     check_text_file(args.data)
     check_model_name(args.model)
+    if args.push_to_hub is not None:
+        check_push(args.push_to_hub)
     from transformers import set_seed
 
     from struprune_plugin._register import StruPruneModifier, oneshot
@@ -295,12 +301,14 @@ def _prune(args: argparse.Namespace) -> None:
             shuffle_calibration_samples=False,
             precision=args.dtype,
         )
-    if not any(isinstance(modifier, StruPruneModifier) for modifier in recipe.modifiers):
-        show(args, {"output": str(args.output)}, f"wrote {args.output}")
-        return
-    manifest = read_manifest(args.output)
-    record = {"output": str(args.output), "bytes": measure_weight_bytes(args.output), "manifest": manifest}
-    parts = [summarize_layers(manifest), summarize_manifest(manifest, args.output), f"wrote {args.output}"]
+    record: dict[str, Any] = {"output": str(args.output), "bytes": measure_weight_bytes(args.output)}
+    parts = [f"wrote {args.output}"]
+    if any(isinstance(modifier, StruPruneModifier) for modifier in recipe.modifiers):
+        record["manifest"] = manifest = read_manifest(args.output)
+        parts = [summarize_layers(manifest), summarize_manifest(manifest, args.output), *parts]
+    if args.push_to_hub is not None:
+        record["hub"] = push_folder(args.output, args.push_to_hub)
+        parts.append(f"pushed to {record['hub']}")
     show(args, record, "\n\n".join(parts))
 
 

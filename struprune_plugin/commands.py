@@ -18,6 +18,8 @@ from struprune_plugin.arguments import (
     number_of_bytes,
     positive,
     read_changes,
+    read_pick,
+    read_sparsities,
     seed,
     set_logging,
 )
@@ -235,7 +237,8 @@ def add_sweep(commands: Any) -> None:
 
 def run_sweep(args: argparse.Namespace) -> None:
     """Run a sweep, show its table, and write the point that is picked."""
-    changes = read_changes(args)
+    changes, sparsities = read_changes(args), read_sparsities(args.sparsities)
+    wanted = None if args.pick is None else read_pick(args.pick)
     check_device(args.device)
     if args.recipe is not None:
         check_recipe_name(args.recipe)
@@ -249,13 +252,12 @@ def run_sweep(args: argparse.Namespace) -> None:
 
     choose_device(args.device)
     set_logging(args)
-    wanted = None if args.pick is None else sweeping.read_pick(args.pick)
     sweep = sweeping.Sweep(
         model=args.model,
         recipe=args.recipe or find_default(read_config(args.model).model_type),
         changes=changes,
         methods=list(dict.fromkeys(name.strip() for name in args.methods.split(","))),
-        sparsities=sweeping.read_sparsities(args.sparsities),
+        sparsities=sparsities,
         data=args.data or str(DEMO_CALIBRATION),
         text_column=args.text_column,
         samples=args.num_samples,

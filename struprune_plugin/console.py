@@ -8,11 +8,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any, TextIO
 
 _BOLD, _RED, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[0m"
-_SILENT = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LLM_COMPRESSOR_LOG_LEVEL": "ERROR"}
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +25,29 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 def open_output(args: argparse.Namespace) -> Iterator[None]:
     """Give the command in the block where :func:`show` writes; under ``--json`` all else that is printed goes to stderr."""
     args.stdout = sys.stdout
-    if getattr(args, "quiet", False):
-        os.environ.update(_SILENT)  # before those who read it are imported
-    if getattr(args, "json", False):
-        with redirect_stdout(sys.stderr):
-            yield
-    else:
+    with ExitStack() as stack:
+        if getattr(args, "json", False):
+            stack.enter_context(redirect_stdout(sys.stderr))
+        if getattr(args, "quiet", False):
+            stack.enter_context(_hide_bars())
         yield
+
+
+@contextmanager
+def _hide_bars() -> Iterator[None]:
+    """Draw no progress bars while the block lasts, whoever asks for one."""
+    from tqdm.std import tqdm
+
+    init = tqdm.__init__
+
+    def init_disabled(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{**kwargs, "disable": True})
+
+    tqdm.__init__ = init_disabled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tqdm.__init__ = init  # type: ignore[method-assign]
 
 
 def show(args: argparse.Namespace, record: Any, text: str) -> None:

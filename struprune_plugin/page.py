@@ -35,6 +35,7 @@ pre { background: #f7fafc; border: 1px solid #e2e8f0; padding: .75rem; overflow-
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: .75rem; margin-bottom: 1rem; }
 .pair > div { border: 1px solid #cbd5e0; border-radius: .4rem; padding: .5rem .75rem; overflow-wrap: anywhere; }
 .pair h4 { margin: 0; font-size: .85rem; color: #4a5568; } .prompt { color: #4a5568; }
+td { white-space: nowrap; } tbody th { min-width: 5rem; }
 td.bars { text-align: left; line-height: .7; }
 @media (max-width: 36rem) { .bars { display: none; } th, td { padding: .2rem .3rem; font-size: .8rem; } pre { font-size: .75rem; } }
 summary { cursor: pointer; } a { color: #2b6cb0; }

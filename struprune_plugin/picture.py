@@ -18,12 +18,12 @@ def draw_layers(manifest: Mapping[str, Any]) -> str:
     layers = sorted({group["layer"] for group in manifest["groups"]})
     pitch = 18 if len(layers) <= 16 else 12
     shapes = [
-        _text(_LEFT, 14, "attention, by head" if _has_attention(manifest) else "", 12),
-        _text(_LEFT + _PANEL + _GAP, 14, "FFN channels", 12),
+        _text(_LEFT, 14, "attention, by head" if _has_attention(manifest) else "", 13),
+        _text(_LEFT + _PANEL + _GAP, 14, "FFN channels", 13),
     ]
     for row, layer in enumerate(layers):
         top = 22 + row * pitch
-        shapes.append(_text(_LEFT - 6, top + pitch - 5, str(layer), 10, "end"))
+        shapes.append(_text(_LEFT - 6, top + pitch - 5, str(layer), 11, "end"))
         for group in manifest["groups"]:
             if group["layer"] == layer:
                 shapes.append(_draw_group(group, top, pitch - 4))
@@ -100,12 +100,13 @@ def draw_points(
     shapes = [f'<rect x="{box[0]}" y="{box[1]}" width="{box[2]}" height="{box[3]}" fill="none" stroke="{LINE}"/>']
     for tick in _find_ticks(low_y, high_y):
         y = box[1] + box[3] * (1 - (tick - low_y) / (high_y - low_y))
-        shapes.append(_rule(box[0], y, box[0] + box[2], y) + _text(box[0] - 6, y + 4, f"{tick:.4g}", 10, "end"))
+        shapes.append(_rule(box[0], y, box[0] + box[2], y) + _text(box[0] - 6, y + 4, f"{tick:.4g}", 12, "end"))
     for tick in _find_ticks(low_x, high_x):
         x = box[0] + box[2] * (tick - low_x) / (high_x - low_x)
         shown = f"{10**tick:.1e}" if log_x else f"{tick:.4g}"
-        shapes.append(_rule(x, box[1], x, box[1] + box[3]) + _text(x, box[1] + box[3] + 14, shown, 10, "middle"))
+        shapes.append(_rule(x, box[1], x, box[1] + box[3]) + _text(x, box[1] + box[3] + 15, shown, 12, "middle"))
     colours = (KEPT, FFN, "#b7791f", "#805ad5", "#c53030")
+    legend = 60
     for index, (name, part) in enumerate(series.items()):
         colour = colours[index % len(colours)]
         if lines:
@@ -117,12 +118,13 @@ def draw_points(
             shapes.append(
                 f'<g><title>{escape(told)}</title>{ring}<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/></g>'
             )
-        shapes.append(f'<circle cx="{60 + 130 * index}" cy="15" r="4" fill="{colour}"/>')
-        shapes.append(_text(68 + 130 * index, 19, name, 11))
+        shapes.append(f'<circle cx="{legend}" cy="15" r="4" fill="{colour}"/>')
+        shapes.append(_text(legend + 8, 19, name, 12))
+        legend += 32 + 7 * len(name)
     middle = box[1] + box[3] / 2
-    shapes.append(_text(box[0] + box[2] / 2, box[1] + box[3] + 30, labels[0], 11, "middle"))
+    shapes.append(_text(box[0] + box[2] / 2, box[1] + box[3] + 31, labels[0], 12, "middle"))
     shapes.append(
-        f'<text x="12" y="{middle:.0f}" font-size="11" text-anchor="middle" fill="{TEXT}" '
+        f'<text x="12" y="{middle:.0f}" font-size="12" text-anchor="middle" fill="{TEXT}" '
         f'transform="rotate(-90 12 {middle:.0f})">{escape(labels[1])}</text>'
     )
     return _wrap(276, title, f"{labels[1]} against {labels[0]}, {len(points)} points.", shapes)

@@ -37,7 +37,6 @@ from struprune_plugin.shipped import list_recipes
 
 FILE_NAME = "sweep.json"
 _REPEATS, _BOOTSTRAP = 7, 100
-_PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
 
 
 @dataclass(frozen=True)
@@ -88,40 +87,6 @@ class Sweep:
                 )
             return load_recipe(method, changes=changes)
         return load_recipe(self.recipe, changes=changes)
-
-
-def read_sparsities(text: str) -> list[float]:
-    """Read ``first:last:step`` or a list with commas.
-
-    :raises ValueError: neither, or a number that is no sparsity
-    """
-    try:
-        parts = [float(part) for part in text.split(":")]
-        if len(parts) == 3 and parts[2] > 0 and (parts[1] - parts[0]) / parts[2] < 100:
-            count = int((parts[1] - parts[0]) / parts[2] + 1e-6) + 1
-            found = [round(parts[0] + index * parts[2], 6) for index in range(count)]
-        else:
-            found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < value < 1 for value in found) or len(set(found)) < len(found):
-        raise ValueError(
-            f"--sparsity: must be first:last:step or numbers with commas, each above 0 and below 1, got {text!r}. Correct it."
-        )
-    return found
-
-
-def read_pick(text: str) -> tuple[float, bool, str]:
-    """Read what may be lost: ``+5% perplexity``, ``-0.01 arc_easy``; return (most, whether relative, of what).
-
-    :raises ValueError: another form
-    """
-    found = _PICK.fullmatch(text.strip())
-    if found is None or (found[1] == "+") != (found[4] == "perplexity"):
-        raise ValueError(
-            f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Say how much perplexity may rise or a task fall."
-        )
-    return float(found[2]) / (100 if found[3] else 1), bool(found[3]), found[4]
 
 
 # -- running --------------------------------------------------------------------------------------------------------
@@ -334,7 +299,7 @@ def find_pareto(record: Mapping[str, Any]) -> list[str]:
 def pick_point(record: Mapping[str, Any], wanted: tuple[float, bool, str]) -> str:
     """Return the smallest point that loses no more than may be lost.
 
-    :param wanted: as :func:`read_pick` gives it
+    :param wanted: as :func:`~struprune_plugin.arguments.read_pick` gives it
     :raises ValueError: there is none, or what is named was not measured
     """
     most, relative, what = wanted

@@ -54,7 +54,39 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "evaluation": ({"checkpoint", "data"}, {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
     "progress": (set(), {"tqdm"}),
-    "console": (set(), set()),
+    "console": (set(), {"tqdm"}),
+    "arguments": ({"early", "shipped"}, {"torch", "transformers", "loguru", "yaml"}),
+    "commands": (
+        {
+            "_register",
+            "arguments",
+            "checkpoint",
+            "compare",
+            "console",
+            "data",
+            "early",
+            "evaluation",
+            "forecast",
+            "manifest",
+        }
+        | {"modifiers", "page", "picture", "progress", "recipe", "shipped", "sweep", "verify"},
+        set(),
+    ),
+    "compare": ({"manifest", "report"}, set()),
+    "hub": (set(), {"huggingface_hub"}),
+    "picture": (set(), set()),
+    "card": ({"checkpoint", "manifest", "report"}, {"huggingface_hub"}),
+    "page": ({"card", "picture", "report"}, set()),
+    "results": ({"card", "contents", "manifest"}, set()),
+    "forecast": (
+        {*BELOW, "checkpoint", "data", "entrypoint", "report"},
+        {"torch", "transformers", "compressed_tensors", "llmcompressor", "datasets", "psutil"},
+    ),
+    "sweep": (
+        {*BELOW, "checkpoint", "contents", "data", "entrypoint", "evaluation", "folder", "picture", "recipe", "report"}
+        | {"shipped"},
+        {"torch", "transformers", "llmcompressor", "datasets"},
+    ),
     "folder": ({"contents", "device", "report"}, {"compressed_tensors", "psutil", "loguru"}),
     "recipe": ({"modifiers", "shipped"}, {"llmcompressor", "pydantic", "yaml"}),
     "manifest": (set(), set()),  # from here on, what the command line reads before torch is there
@@ -63,7 +95,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "shipped": (set(), set()),
     "early": ({"shipped"}, set()),
     "entrypoint": (
-        {*BELOW, "checkpoint", "data", "folder", "recipe", "report"},
+        {*BELOW, "card", "checkpoint", "data", "folder", "recipe", "report"},
         {"torch", "transformers", "compressed_tensors", "datasets", "llmcompressor"},
     ),
     "serving": ({"export"}, {"vllm"}),
@@ -81,7 +113,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
             "manifest",
             "recipe",
         }
-        | {"progress", "report", "shipped", "verify"},
+        | {"report", "results", "shipped", "verify"},
         {"torch", "transformers", "loguru", "yaml", "argcomplete"},
     ),
     "__init__": ({"_register"}, set()),

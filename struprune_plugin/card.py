@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from loguru import logger
 
 from struprune_plugin.checkpoint import find_checkpoint
 from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
@@ -49,6 +50,14 @@ def write_card(folder: Path, base: str = "") -> Path:
     ModelCard(text)  # raises on what the Hub could not read
     (folder / CARD_NAME).write_text(text, encoding="utf-8")
     return folder / CARD_NAME
+
+
+def try_write_card(folder: Path, base: str = "") -> None:
+    """Write the card; where that fails, say so: no run is lost for its card."""
+    try:
+        write_card(folder, base)
+    except Exception as error:
+        logger.warning(f"{folder.name}: no model card is written: {' '.join(str(error).split())}")
 
 
 def find_hub_name(base: str, folder: Path | None) -> str | None:

@@ -430,7 +430,7 @@ def _convert(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.path}: must be a pruned folder, got none. Correct the path.")
     check_undamaged(args.path)
     from struprune_plugin import _register  # noqa: F401
-    from struprune_plugin.card import write_card
+    from struprune_plugin.card import try_write_card
     from struprune_plugin.checkpoint import check_whole
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.folder import write_folder
@@ -441,7 +441,7 @@ def _convert(args: argparse.Namespace) -> None:
     with write_folder(args.output, args.overwrite, [args.path], measure_weight_bytes(args.path)) as partial:
         convert_folder(args.path, args.to, partial)
         base = read_manifest(args.path)["model"]["base"] if (args.path / MANIFEST_NAME).is_file() else ""
-        write_card(partial, base)
+        try_write_card(partial, base)
     how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
     size = measure_weight_bytes(args.output)
     record = {"output": str(args.output), "form": args.to, "bytes": size}

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, run_oneshot
 from huggingface_hub import ModelCard
 
-from struprune_plugin import StruPruneModifier, cli, hub, read_manifest
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, cli, hub, read_manifest
 from struprune_plugin.card import find_hub_name, write_card
 from struprune_plugin.page import Sample, make_page
 from struprune_plugin.picture import draw_layers, draw_points
@@ -123,6 +123,25 @@ def test_results_leave_alone_what_is_not_ours(out, capsys):
     assert (out / "struprune.json").read_bytes() == before
     (line,) = verify_folder(out).problems
     assert "recipe.yaml" in line or "README.md" in line
+
+
+def test_results_do_not_follow_into_what_is_made_from_an_output(out, tmp_path):
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense"]) == 0
+    assert "evaluation" in read_manifest(out)
+    recovered = tmp_path / "recovered"
+    run_oneshot(str(out), recipe=[LoRARecoveryModifier(rank=2, max_steps=1)], output_dir=str(recovered))
+    assert "evaluation" not in read_manifest(recovered)
+    assert not verify_folder(recovered).problems
+
+
+def test_no_run_is_lost_for_its_card(opt, tmp_path, monkeypatch):
+    def fail(*_args):
+        raise RuntimeError("no card today")
+
+    monkeypatch.setattr("struprune_plugin.card.write_card", fail)
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out" / "README.md").exists()
+    assert not verify_folder(tmp_path / "out").problems
 
 
 def test_no_keep_writes_nothing(out):

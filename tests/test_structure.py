@@ -75,7 +75,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "compare": ({"manifest", "report"}, set()),
     "hub": (set(), {"huggingface_hub"}),
     "picture": (set(), set()),
-    "card": ({"checkpoint", "manifest", "report"}, {"huggingface_hub"}),
+    "card": ({"checkpoint", "manifest", "report"}, {"huggingface_hub", "loguru"}),
     "page": ({"card", "picture", "report"}, set()),
     "results": ({"card", "contents", "manifest"}, set()),
     "forecast": (
@@ -95,7 +95,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "shipped": (set(), set()),
     "early": ({"shipped"}, set()),
     "entrypoint": (
-        {*BELOW, "card", "checkpoint", "data", "folder", "recipe", "report"},
+        {*BELOW, "card", "checkpoint", "data", "folder", "manifest", "recipe", "report"},
         {"torch", "transformers", "compressed_tensors", "datasets", "llmcompressor"},
     ),
     "serving": ({"export"}, {"vllm"}),

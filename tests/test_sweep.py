@@ -143,7 +143,7 @@ def test_picks_and_pareto_points_are_those_of_the_naive_search():
     assert sweep.pick_point(record, (0.05, True, "perplexity")) == "b"
     assert sweep.pick_point(record, (2.0, False, "perplexity")) == "d"
     assert sweep.pick_point(record, (0.1, False, "t")) in ("b", "c")
-    with pytest.raises(ValueError, match="a point must keep perplexity within 10.01"):
+    with pytest.raises(ValueError, match="a point must keep perplexity within"):
         sweep.pick_point(record, (0.001, True, "perplexity"))
     with pytest.raises(ValueError, match="must name what the sweep measures"):
         sweep.pick_point(record, (0.1, False, "u"))

@@ -41,4 +41,4 @@ def test_output_that_is_shown_is_of_the_commands():
     shown = "\n".join(read_blocks("text"))
     for word in ("parameters", "weights on disk", "no other point is smaller and better", "perplexity"):
         assert word in shown
-    assert pytest.approx(0.2, abs=0.01) == float(re.search(r"sparsity ([\d.]+)", shown)[1])
+    assert pytest.approx(0.3, abs=0.01) == float(re.search(r"sparsity ([\d.]+)", shown)[1])

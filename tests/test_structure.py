@@ -100,20 +100,8 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     ),
     "serving": ({"export"}, {"vllm"}),
     "cli": (
-        {
-            *BELOW,
-            "_register",
-            "checkpoint",
-            "console",
-            "data",
-            "early",
-            "entrypoint",
-            "evaluation",
-            "folder",
-            "manifest",
-            "recipe",
-        }
-        | {"report", "results", "shipped", "verify"},
+        {*BELOW, "_register", "arguments", "card", "checkpoint", "commands", "console", "data", "early", "entrypoint"}
+        | {"evaluation", "folder", "hub", "manifest", "recipe", "report", "results", "shipped", "verify"},
         {"torch", "transformers", "loguru", "yaml", "argcomplete"},
     ),
     "__init__": ({"_register"}, set()),

@@ -79,7 +79,11 @@ def run_plan(args: argparse.Namespace) -> None:
         show(args, record, planning.format_fits(shapes, fits, args.fit, args.context))
         return
     work = Workload(args.num_samples, args.seq_length, args.batch_size)
-    plan = planning.make_plan(shapes, name, lambda: load_recipe(name, changes=changes), work, started)
+    probed = (
+        args if started is not None else argparse.Namespace(verbose=True)
+    )  # without a probe there is nothing to wait for
+    with draw_progress(probed, load_recipe(name, changes=changes), "probe: "):
+        plan = planning.make_plan(shapes, name, lambda: load_recipe(name, changes=changes), work, started)
     show(args, plan.to_dict(), planning.format_plan(plan))
 
 

@@ -41,7 +41,8 @@ def _list_own_stages(modifier: StructuredModifier, measured: bool) -> list[tuple
         stages.append(("sensitivity", _SENSITIVITY, "sensitivity"))
     if modifier.allocation in RULES and not measured:
         stages.append(("allocation", _ALLOCATION, ""))
-    if modifier.allocation in RULES and RULES[modifier.allocation].propose and getattr(modifier, "trial_samples", 0):
+    rule = RULES.get(modifier.allocation)
+    if rule is not None and rule.propose is not None and getattr(modifier, "trial_samples", 0):
         stages.append(("trials", _ALLOCATION, ""))
     if modifier.search == "full":
         temperatures = modifier.temperature if isinstance(modifier.temperature, list) else [modifier.temperature]

@@ -5,7 +5,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint lock audit upgrade-test clean
+.PHONY: demo pictures test lint lock audit upgrade-test clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -14,6 +14,9 @@ export TOKENIZERS_PARALLELISM ?= false
 
 demo: .venv/installed  ## prune the embedded demo model to 20 % and score it
 	$(BIN)/python -m eval.demo --output out/demo
+
+pictures: .venv/installed  ## the README's: what `report` and `sweep` draw of the embedded demo model
+	$(BIN)/python -m eval.pictures
 
 lint: .venv/installed
 	$(BIN)/ruff check .

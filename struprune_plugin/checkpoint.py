@@ -35,7 +35,7 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
     :raises ValueError: nothing to load there; an unsupported architecture; quantised weights; a weight file that is cut off
         or is none; a tensor that the configuration asks for and that is missing, or of another shape
     """
-    config = _read_config(model, revision, trust_remote_code)
+    config = read_config(model, revision, trust_remote_code)
     check_model_type(config.model_type)
     if Path(model).is_dir() and not _list_files(Path(model)):
         raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")
@@ -48,7 +48,11 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
     return config
 
 
-def _read_config(model: str, revision: str, trust_remote_code: bool = False) -> PretrainedConfig:
+def read_config(model: str, revision: str = "main", trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read the configuration of a folder or of a name of the hub.
+
+    :raises ValueError: there is none that can be read
+    """
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # a broken config.json raises whatever its many readers met
@@ -70,7 +74,7 @@ def check_whole(model: str, config: PretrainedConfig | None = None, revision: st
     :raises ValueError: as the last two of :func:`check_checkpoint`
     """
     headers = read_headers(model, revision)
-    config = _read_config(model, revision) if config is None else config
+    config = read_config(model, revision) if config is None else config
     quantised = getattr(config, "quantization_config", None) is not None
     if headers and not quantised and type(config) in AutoModelForCausalLM._model_mapping:
         _check_tensors(model, config, headers)

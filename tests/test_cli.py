@@ -52,7 +52,7 @@ def test_inspect_prints_layers_and_json(pruned, capsys):
 
 
 def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys, tmp_path):
-    argv = ["eval", str(pruned), "--max-tokens", "4096", "--json", str(tmp_path / "scores.json")]
+    argv = ["eval", str(pruned), "--max-tokens", "4096", "--output", str(tmp_path / "scores.json")]
     assert cli.main(argv) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
     dense, small = scores[str(DEMO_MODEL)], scores[str(pruned)]
@@ -149,7 +149,7 @@ def test_stock_lm_eval_scores_the_output_without_the_plugin(pruned, tmp_path):
             ["eval", str(DEMO_MODEL), "--tasks", "x", "--stride", "3"],
             "--stride: must be left out without --text, got 3",
         ),
-        (["eval", str(DEMO_MODEL), "--json", f"{RECIPE}/x/y.json"], "--json: must be in a folder that can be written"),
+        (["eval", str(DEMO_MODEL), "--output", f"{RECIPE}/x/y.json"], "--output: must be in a folder that can be written"),
         (
             ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--offload", RECIPE],
             "--offload: must be in a folder that can be written",
@@ -191,7 +191,7 @@ def test_usage_errors_exit_2_with_one_line(argv, capsys):
 
 OPTIONS = {
     "prune": "--recipe --output --data --text-column --num-samples --seq-length --sparsity --set --seed --device --overwrite",
-    "eval": "--text --window --stride --max-tokens --tasks --json",
+    "eval": "--text --window --stride --max-tokens --tasks --output --json --quiet",
     "inspect": "PATH --json",
     "recipes": "",
     "convert": "OUT --to uniform-padded masked block_configs --output --overwrite",
@@ -272,11 +272,11 @@ def test_eval_writes_scores_over_nothing_but_scores(tmp_path, capsys):
     file = tmp_path / "notes.json"
     for content in ("mine", "[]", '{"settings": 1}'):
         file.write_text(content)
-        assert cli.main(["eval", str(DEMO_MODEL), "--json", str(file)]) == 2
+        assert cli.main(["eval", str(DEMO_MODEL), "--output", str(file)]) == 2
         assert "must be absent or an earlier file of scores" in capsys.readouterr().err
         assert file.read_text() == content
     file.write_text('{"settings": {}, "scores": {}}')
-    argv = ["eval", str(DEMO_MODEL), "--max-tokens", "512", "--window", "64", "--json", str(file)]
+    argv = ["eval", str(DEMO_MODEL), "--max-tokens", "512", "--window", "64", "--output", str(file)]
     assert cli.main(argv) == cli.main(argv) == 0
     assert cli.main([*argv[:-1], str(tmp_path)]) == 2
 

@@ -53,6 +53,40 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     ),
     "evaluation": ({"checkpoint", "data"}, {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
+    "progress": (set(), {"tqdm"}),
+    "console": (set(), {"tqdm"}),
+    "arguments": ({"early", "shipped"}, {"torch", "transformers", "loguru", "yaml"}),
+    "commands": (
+        {
+            "_register",
+            "arguments",
+            "checkpoint",
+            "compare",
+            "console",
+            "data",
+            "early",
+            "evaluation",
+            "forecast",
+            "manifest",
+        }
+        | {"modifiers", "page", "picture", "progress", "recipe", "shipped", "sweep", "verify"},
+        set(),
+    ),
+    "compare": ({"manifest", "report"}, set()),
+    "hub": (set(), {"huggingface_hub"}),
+    "picture": (set(), set()),
+    "card": ({"checkpoint", "manifest", "report"}, {"huggingface_hub", "loguru"}),
+    "page": ({"card", "picture", "report"}, set()),
+    "results": ({"card", "contents", "manifest"}, set()),
+    "forecast": (
+        {*BELOW, "checkpoint", "data", "entrypoint", "report"},
+        {"torch", "transformers", "compressed_tensors", "llmcompressor", "datasets", "psutil"},
+    ),
+    "sweep": (
+        {*BELOW, "checkpoint", "contents", "data", "entrypoint", "evaluation", "folder", "picture", "recipe", "report"}
+        | {"shipped"},
+        {"torch", "transformers", "llmcompressor", "datasets"},
+    ),
     "folder": ({"contents", "device", "report"}, {"compressed_tensors", "psutil", "loguru"}),
     "recipe": ({"modifiers", "shipped"}, {"llmcompressor", "pydantic", "yaml"}),
     "manifest": (set(), set()),  # from here on, what the command line reads before torch is there
@@ -61,14 +95,14 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "shipped": (set(), set()),
     "early": ({"shipped"}, set()),
     "entrypoint": (
-        {*BELOW, "checkpoint", "data", "early", "folder", "recipe", "report"},
+        {*BELOW, "card", "checkpoint", "data", "early", "folder", "manifest", "recipe", "report"},
         {"torch", "transformers", "compressed_tensors", "datasets", "llmcompressor"},
     ),
     "serving": ({"export"}, {"vllm"}),
     "cli": (
-        {*BELOW, "_register", "checkpoint", "data", "early", "entrypoint", "evaluation", "folder", "manifest", "recipe"}
-        | {"report", "shipped", "verify"},
-        {"torch", "transformers", "loguru", "yaml"},
+        {*BELOW, "_register", "arguments", "card", "checkpoint", "commands", "console", "data", "early", "entrypoint"}
+        | {"evaluation", "folder", "hub", "manifest", "recipe", "report", "results", "shipped", "verify"},
+        {"torch", "transformers", "loguru", "yaml", "argcomplete"},
     ),
     "__init__": ({"_register"}, set()),
     "_register": ({"_import_host", "entrypoint", "export", "modifiers"}, {"llmcompressor"}),

@@ -177,7 +177,8 @@ class LoRARecoveryModifier(Modifier):
             """Add to the manifest of this run's pruning stage or, without one, of the pruned folder that was loaded."""
             manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
             if manifest is not None:  # none where nothing was ever pruned
-                write_manifest({**read_manifest(manifest), "recovery": record}, folder)
+                told = {name: part for name, part in read_manifest(manifest).items() if name != "evaluation"}
+                write_manifest({**told, "recovery": record}, folder)  # what was measured before is not this model's
 
         wrap_save(state.model, add_record)
         return True

@@ -187,7 +187,8 @@ def try_once(command: Command, phase: str, timing: Timing, whole: dict[str, str]
 
 def run_kills(args: argparse.Namespace) -> int:
     """Run the trials, print a row each; return how many failed."""
-    rng, rows, failures = random.Random(args.seed), [], 0
+    rng, failures = random.Random(args.seed), 0
+    rows: list[list[str]] = []
     model = Path(args.model)
     before = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in model.iterdir() if file.is_file()}
     with tempfile.TemporaryDirectory() as temporary:

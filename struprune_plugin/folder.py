@@ -238,6 +238,10 @@ def settle_leftovers(folder: Path) -> None:
         if alive is None:
             logger.warning(f"{scratch} may belong to a run elsewhere that writes {folder}. Remove it if there is none.")
         elif not alive:
+            done = scratch / _DONE
+            if done.is_dir() and not (done / FILES_NAME).is_file():  # it died before it had listed its files
+                with suppress(OSError):
+                    write_listing(done)
             told = _settle(scratch, folder)
             state = "is still there" if scratch.exists() else "is removed"
             logger.warning(" ".join([f"{scratch}, left by a run that died, {state}.", *told]))
@@ -257,9 +261,6 @@ def _settle(scratch: Path, folder: Path) -> list[str]:
         elif old.exists() and done.exists():  # somebody has made another folder there since
             told.append(f"What {folder} held before is in {_move_beside(old, folder, 'earlier')}.")
         if done.exists():
-            if not (done / FILES_NAME).is_file():  # its run died, or failed, before it had listed them
-                with suppress(OSError):
-                    write_listing(done)
             told.append(f"The finished output is whole, in {_move_beside(done, folder, 'finished')}; move it yourself.")
     except OSError as error:
         return [*told, f"{scratch} holds what must not be lost, in {_DONE} and {_OLD}, and cannot be moved: {error}."]

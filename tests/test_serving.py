@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from families import MODEL_TYPES
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from struprune_plugin.export import modeling_struprune
 
@@ -138,3 +138,13 @@ def test_attend_one_is_what_the_formula_says(kind):
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2).flatten(-2)
     got = modeling_struprune.attend_one(query, key, value, mask, width**-0.5)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["opt", "llama"])
+def test_every_layers_configuration_tells_its_head_size(save_family, prune_once, model_type):
+    """vLLM sizes a layer's cache by it, and by hidden_size / heads where there is none."""
+    folder = save_family(model_type)
+    dense = AutoModelForCausalLM.from_pretrained(folder)
+    width = next(m.head_dim for m in dense.modules() if hasattr(m, "q_proj"))
+    config = AutoConfig.from_pretrained(prune_once(folder, "head")[1])
+    assert {layer.head_dim for layer in config.per_layer_config} == {width}

@@ -56,7 +56,7 @@ def adopt_config(model: PreTrainedModel) -> None:
     old, family = model.config, find_family(model)
     config: Any = _make_pruned_config(old, family)
     layers = [(layer, measure_layer(family, layer)) for _, layer in find_decoder_layers(model)]
-    config.value_head_dim = layers[0][1].head_dim
+    config.value_head_dim = config.layout["head_dim"] = layers[0][1].head_dim
     has_groups = hasattr(config, "num_key_value_heads")  # asked before layers differ, after which no one value is left
     per_layer: dict[int, dict[str, int]] = {}
     for index, (layer, sizes) in enumerate(layers):

@@ -43,6 +43,8 @@ def derive_class(name: str) -> Any:
             "validate_architecture": lambda self: None,
             "validate_rope": lambda self: None,
         }
+        if not hasattr(stock, "head_dim"):  # else vLLM divides the hidden size by a layer's own heads
+            members["head_dim"] = property(lambda self: (self.layout or {}).get("head_dim"))
         return strict(type(name, (stock,), {**members, "__module__": __name__}))
 
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types

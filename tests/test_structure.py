@@ -39,7 +39,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     ),
     "export": (
         {"device", "model", "layer", "manifest"},
-        {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml"},
+        {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml", "gguf"},
     ),
     "recovery": ({"device", "model"}, {"torch", "transformers", "compressed_tensors", "peft", "tqdm", "loguru"}),
     "modifiers": (
@@ -104,7 +104,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
         | {"evaluation", "folder", "hub", "manifest", "recipe", "report", "results", "shipped", "verify"},
         {"torch", "transformers", "loguru", "yaml", "argcomplete"},
     ),
-    "__init__": ({"_register"}, set()),
+    "__init__": ({"_register", "export"}, set()),
     "_register": ({"_import_host", "entrypoint", "export", "modifiers"}, {"llmcompressor"}),
     "_import_host": (set(), {"llmcompressor"}),
 }

@@ -42,7 +42,7 @@ def _list_own_stages(modifier: StructuredModifier, measured: bool) -> list[tuple
     if modifier.allocation in RULES and not measured:
         stages.append(("allocation", _ALLOCATION, ""))
     rule = RULES.get(modifier.allocation)
-    if rule is not None and rule.propose is not None and getattr(modifier, "trial_samples", 0):
+    if rule is not None and rule.propose is not None and bool(getattr(modifier, "trial_samples", False)):
         stages.append(("trials", _ALLOCATION, ""))
     if modifier.search == "full":
         temperatures = modifier.temperature if isinstance(modifier.temperature, list) else [modifier.temperature]

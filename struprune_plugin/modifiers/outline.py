@@ -8,6 +8,7 @@ from llmcompressor.modifiers import Modifier
 
 from struprune_plugin.layer.criteria import CRITERIA
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.pruning import StruPruneModifier
 from struprune_plugin.modifiers.recovery import LoRARecoveryModifier
 from struprune_plugin.passes.rules import RULES
 
@@ -42,7 +43,8 @@ def _list_own_stages(modifier: StructuredModifier, measured: bool) -> list[tuple
     if modifier.allocation in RULES and not measured:
         stages.append(("allocation", _ALLOCATION, ""))
     rule = RULES.get(modifier.allocation)
-    if rule is not None and rule.propose is not None and bool(getattr(modifier, "trial_samples", False)):
+    tries = isinstance(modifier, StruPruneModifier) and modifier.trial_samples > 0
+    if tries and rule is not None and rule.propose is not None:
         stages.append(("trials", _ALLOCATION, ""))
     if modifier.search == "full":
         temperatures = modifier.temperature if isinstance(modifier.temperature, list) else [modifier.temperature]

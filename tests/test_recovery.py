@@ -373,11 +373,18 @@ def test_an_output_saves_reloads_and_tells_its_curve(opt, tmp_path):
     assert {parameter.requires_grad for parameter in model.parameters()} == {True}
 
 
-def test_files_of_states_change_nothing(opt, tmp_path):
+def test_files_of_states_change_nothing_and_go(opt, tmp_path, monkeypatch):
+    files, inner = [], torch.from_file
+    monkeypatch.setattr(torch, "from_file", lambda name, **how: (files.append(name), inner(name, **how))[1])
     plain = recover(opt, max_steps=2)[0]
+    (tmp_path / "states").mkdir()
+    (tmp_path / "states" / "mine.bin").write_text("dear")
     filed = recover(opt, max_steps=2, state_folder=str(tmp_path / "states"))[0]
     assert find_distance(plain, filed) == 0
-    assert len(list((tmp_path / "states").glob("*.bin"))) == 2 * (3 * 16 + 2)
+    assert len(files) == 2 * (3 * 16 + 2)
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["mine.bin"]
+    with pytest.raises(ValueError, match="state_folder: must be a folder, .* is a file"):
+        recover(opt, state_folder=str(tmp_path / "states" / "mine.bin"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -112,7 +112,7 @@ class RecoveryModifier(RecoveryStage):
     :param checkpoint_steps: with ``checkpoint_dir``: keep so often, in steps, what a killed run goes on from
     :param compute: dtype of weights and hidden states in a layer: ``model``'s own (bfloat16 for float16), or another
     :param state_dtype: of AdamW's moments: ``float32``, or ``bfloat16``, rounded at random
-    :param state_folder: a folder for files of moments and float32 copies, where memory does not hold them
+    :param state_folder: where moments and float32 copies lie as files while it trains, if memory does not hold them
     :param memory_budget: bytes that the device may hold; the next layer is not fetched early, and gradients are added up on
         the host, where they do not fit. None takes what an accelerator has free
     :param measure_memory: count on a CPU, too, what an accelerator would hold
@@ -216,6 +216,8 @@ class RecoveryModifier(RecoveryStage):
     # -- lifecycle ------------------------------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        if self.state_folder is not None and Path(self.state_folder).is_file():
+            raise ValueError(f"state_folder: must be a folder, {self.state_folder} is a file. Choose another path.")
         check_order(self)
         check_targets(state.model, list_later_modifiers(self))
         self._check_model(state.model)
@@ -252,7 +254,7 @@ class RecoveryModifier(RecoveryStage):
                     stack.enter_context(adapters)
             if self.memory == "model":
                 stack.enter_context(carry_weights(model, room, device))
-            run = self._make_run(model, room, device, teacher, asked, journal)
+            run = self._make_run(model, room, device, teacher, asked, journal, self._open_folder(stack))
             with room.stage("teacher"):
                 told |= self._ask_teacher(run, teacher, journal)
             with room.stage("training"):
@@ -268,11 +270,14 @@ class RecoveryModifier(RecoveryStage):
         teacher: LayeredTeacher | None,
         fisher: Tensor | None,
         journal: Journal,
+        folder: Path | None,
     ) -> RecoveryRun:
         assert self._texts is not None
         layered = self._make_layered(model, room, device)
         parameters = list_trained(layered, self.method)
-        folder = None if self.state_folder is None else Path(self.state_folder)
+        if count_ranks() > 1:  # the host lets processes share weights: each would move them
+            for parameter in parameters.values():
+                parameter.data = parameter.data.clone()
         with room.on_host(self.memory == "layer"):
             rates = AdamRates(decay=self.weight_decay)
             states = TrainedStates(parameters, rates, getattr(torch, self.state_dtype), folder, self.seed)
@@ -349,6 +354,14 @@ class RecoveryModifier(RecoveryStage):
             journal = Journal(Path(folder))
             journal.open({})
             yield journal
+
+    def _open_folder(self, stack: ExitStack) -> Path | None:
+        """Return a folder of our own for files of states, which goes with the stage; None without one."""
+        if self.state_folder is None:
+            return None
+        Path(self.state_folder).mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="struprune-states-", dir=self.state_folder)
+        return Path(stack.enter_context(folder))
 
     # -- teacher --------------------------------------------------------------------------------------------------
 

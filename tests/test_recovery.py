@@ -289,7 +289,7 @@ def test_more_sequences_take_no_more():
 
 
 def test_the_placement_is_the_fastest_that_fits():
-    sizes = RecoverySizes(100_000, 200_000, 30_000, 20_000, 4, 8, 2)
+    sizes = RecoverySizes(100_000, 200_000, 30_000, 20_000, 4, 100, 8, 2)
     found = {}
     for budget in (None, 450_000, 449_999, 350_000, 349_999, 250_000, 249_999, 150_000):
         placement = place_recovery(budget, sizes)

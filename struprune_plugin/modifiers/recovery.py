@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from compressed_tensors.offload import disable_onloading
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from llmcompressor.utils.dev import get_main_device
@@ -33,7 +34,7 @@ from struprune_plugin.modifiers.recovery_stage import RecoveryStage, warn_of_sma
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.recovery.adapters import attach_adapters, lift_dispatch, match_linears, seed_random
 from struprune_plugin.recovery.budget import BACKWARD_COPIES, RecoveryPlacement, RecoverySizes, place_recovery
-from struprune_plugin.recovery.layered import LayeredModel, carry_weights
+from struprune_plugin.recovery.layered import LayeredModel, carry_weights, list_rest
 from struprune_plugin.recovery.run import RecoveryRun, RunSettings, Texts
 from struprune_plugin.recovery.samples import Sample, read_samples, split_samples
 from struprune_plugin.recovery.states import TrainedStates
@@ -419,7 +420,10 @@ class RecoveryModifier(RecoveryStage):
     def _read_sizes(self, model: PreTrainedModel, longest: int) -> RecoverySizes:
         """Read what the budget is judged by off a model and the shape of a micro-batch."""
         sizes = read_sizes(model, [], torch.Size([self.micro_batch_size, longest]))
-        item, width = self._find_dtype(model).itemsize, model.config.hidden_size
+        item, head = self._find_dtype(model).itemsize, model.get_output_embeddings()
+        with disable_onloading():
+            rest = sum(tensor.numel() for tensor in list_rest(model).values())
+            head_width = head.weight.shape[1]
         ratio = item / model.dtype.itemsize
         largest = sums = 0
         for name, layer in find_decoder_layers(model):
@@ -431,7 +435,8 @@ class RecoveryModifier(RecoveryStage):
             largest=item * largest,
             activations=round(BACKWARD_COPIES * sizes.activations * ratio),
             tokens=self.micro_batch_size * longest,
-            width=width,
+            rest=item * rest,
+            width=max(model.config.hidden_size, head_width),
             item=item,
         )
 

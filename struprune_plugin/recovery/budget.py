@@ -35,7 +35,8 @@ class RecoverySizes:
     :param largest: of the largest gradient on its way
     :param activations: of a micro-batch in one layer, kept for its backward pass
     :param tokens: of a micro-batch
-    :param width: of the hidden states
+    :param rest: bytes of what stands on the last layer: norms and projections
+    :param width: of the head's inputs, and of hidden states
     :param item: bytes of a value that is computed with
     """
 
@@ -44,6 +45,7 @@ class RecoverySizes:
     largest: int
     activations: int
     tokens: int
+    rest: int
     width: int
     item: int
 
@@ -53,10 +55,9 @@ def place_recovery(budget: int | None, sizes: RecoverySizes) -> RecoveryPlacemen
 
     :raises ValueError: the least that is needed, and what would lower it
     """
-    rows = max(_MIN_ROWS, MAX_LOGITS // sizes.tokens)
-    if budget is None:
-        return RecoveryPlacement(ahead=True, sums_on_host=False, vocabulary=rows)
     fixed = sizes.layer + sizes.largest + sizes.activations
+    if budget is None:  # what the layers take anyway
+        budget = max(fixed + sizes.sums + sizes.layer, _measure_head(sizes, _MIN_ROWS))
     least = max(fixed, _measure_head(sizes, _MIN_ROWS))
     if least > budget:
         raise ValueError(
@@ -66,6 +67,7 @@ def place_recovery(budget: int | None, sizes: RecoverySizes) -> RecoveryPlacemen
         )
     sums_on_host = fixed + sizes.sums > budget
     used = fixed + (0 if sums_on_host else sizes.sums)
+    rows = max(_MIN_ROWS, MAX_LOGITS // sizes.tokens)
     fitting = (budget - _measure_head(sizes, 0)) // (_measure_head(sizes, 1) - _measure_head(sizes, 0))
     return RecoveryPlacement(used + sizes.layer <= budget, sums_on_host, max(_MIN_ROWS, min(rows, fitting)))
 
@@ -73,4 +75,4 @@ def place_recovery(budget: int | None, sizes: RecoverySizes) -> RecoveryPlacemen
 def _measure_head(sizes: RecoverySizes, rows: int) -> int:
     """Return the bytes of the head's step with so many rows at once."""
     states = 4 * _STATE_COPIES * sizes.tokens * sizes.width
-    return states + rows * (2 * sizes.item * sizes.width + 4 * _LOGIT_COPIES * sizes.tokens)
+    return sizes.rest + states + rows * (2 * sizes.item * sizes.width + 4 * _LOGIT_COPIES * sizes.tokens)

@@ -74,11 +74,7 @@ class LayeredModel:
         self._base: nn.Module = model.base_model
         self._vocabulary, self._ahead = vocabulary, ahead
         self._embeddings = [module for module in self._base.modules() if isinstance(module, nn.Embedding)]
-        others = {
-            id(p) for module in (*self.layers, *self._embeddings) for p in (*module.parameters(), *module.buffers())
-        }
-        named = (*self._base.named_parameters(), *self._base.named_buffers())
-        self.rest = {name: tensor for name, tensor in named if id(tensor) not in others}
+        self.rest = list_rest(model)
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}
         self._side = torch.cuda.Stream(device) if ahead and device.type == "cuda" else None
 
@@ -227,6 +223,20 @@ class LayeredModel:
                 stack.enter_context(patch_attr(module, "forward", zeros(module.embedding_dim)))
             inputs = {"input_ids": self.room.to_device(flow.tokens, self.device), "use_cache": False}
             return functional_call(self._base, weights, (), inputs).last_hidden_state
+
+
+def list_rest(model: PreTrainedModel) -> Weights:
+    """Return what of the base model is neither layers nor embeddings, by name within it."""
+    base: nn.Module = model.base_model
+    apart = [layer for _, layer in find_decoder_layers(model)]
+    apart += [module for module in base.modules() if isinstance(module, nn.Embedding)]
+    known = {id(part) for module in apart for part in module.modules()}
+    return {
+        f"{name}.{leaf}" if name else leaf: tensor
+        for name, module in base.named_modules()
+        if id(module) not in known
+        for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from struprune_plugin.device.placement import MAX_LOGITS
 
 BACKWARD_COPIES = 3  # activations that a layer keeps for its backward pass, in those of a forward pass
 _MIN_ROWS = 64  # of the output embeddings at once
-_LOGIT_COPIES = 6  # float32
+_LOGIT_COPIES = 12  # float32, those of the piece before among them
 _STATE_COPIES = 8  # of a micro-batch's hidden states, float32, around the head
 
 

@@ -51,6 +51,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "How much each layer loses": (
         "allocation",
         "allocation_samples",
+        "trial_samples",
         "temperature",
         "search",
         "max_sparsity",
@@ -101,6 +102,7 @@ WHEN: dict[str, str] = {
     "importance": "to compare; `wanda` scores without eliminating, and so takes less time",
     "sensitivity": "`none` to save its seconds and its memory, or for the paper's variants",
     "rotate_values": "`false` where kept value channels must be the dense model's own",
+    "trial_samples": "0 to save its time; more where calibration text is plentiful",
     "max_swaps": "0 to save its time",
     "allocation": "`uniform` where all layers must shrink alike; `softmax…` and `global_threshold` for the paper's variants",
     "allocation_samples": "raise it where the calibration data are plenty and varied",

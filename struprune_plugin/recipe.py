@@ -143,13 +143,14 @@ def _check_recipe_form(where: str, content: Any) -> None:
         for group, modifiers in groups.items():
             if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
                 raise ValueError(
-                    f"{where}: {_show(stage)}.{_show(group)} must be a mapping of modifiers under a name that ends in '_modifiers', "
-                    f"got {type(modifiers).__name__} (form {form})."
+                    f"{where}: {_show(stage)}.{_show(group)} must be a mapping of modifiers under a name that ends "
+                    f"in '_modifiers', got {type(modifiers).__name__} (form {form})."
                 )
             for name, fields in modifiers.items():
                 if not isinstance(fields, dict) or not all(isinstance(field, str) for field in fields):
                     raise ValueError(
-                        f"{where}: {_show(stage)}.{_show(group)}.{_show(name)} must be a mapping of fields, got {fields!r}. Write {{}} for none."
+                        f"{where}: {_show(stage)}.{_show(group)}.{_show(name)} must be a mapping of fields, "
+                        f"got {fields!r}. Write {{}} for none."
                     )
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from struprune_plugin.export import read_manifest
 
 FIELDS = {
-    "vo": {"sparsity": 0.3, "allocation_samples": NUM_SAMPLES},
+    "vo": {"sparsity": 0.3, "allocation_samples": NUM_SAMPLES, "trial_samples": 0},
     "head": {
         "sparsity": 0.3,
         "attention_unit": "head",
@@ -30,6 +30,7 @@ RECOVERY = {  # an odd batch: the processes' shares differ, and one step has one
 REFUSED = {  # fields -> what both processes say
     "admm": ({"restoration": "admm"}, "restoration: admm must run in one process, got 2"),
     "tuning": ({"tuning_epochs": 1}, "tuning_epochs above 0 must run in one process, got 2"),
+    "trials": ({"trial_samples": 2}, "trial_samples above 0 must run in one process, got 2"),
     "singular": (
         {"damping": 0.0, "allocation": "uniform"},
         "layers.1.fc2: the least-squares system must have a condition number",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +98,46 @@ def skip_linears(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[None
             for name in (*group.producers, group.consumer):
                 linear = find_linear(layer, name)
                 stack.enter_context(patch_attr(linear, "forward", answer(linear)))
+        yield
+
+
+@contextmanager
+def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Let linears of a layer compute with other weights; their own stay where they are.
+
+    :param weights: (weight, bias) by the linear's name in the layer; the bias counts where the linear has one
+    """
+
+    def answer(linear: nn.Linear, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
+        def forward(inputs: Tensor) -> Tensor:
+            own = None if linear.bias is None else bias.to(inputs)
+            return nn.functional.linear(inputs, weight.to(inputs), own)
+
+        return forward
+
+    with ExitStack() as stack:
+        for name, (weight, bias) in weights.items():
+            linear = find_linear(layer, name)
+            stack.enter_context(patch_attr(linear, "forward", answer(linear, weight, bias)))
+        yield
+
+
+@contextmanager
+def pass_by(layers: Sequence[nn.Module], hidden: Tensor, wraps: bool, room: Room) -> Iterator[None]:
+    """Let decoder layers do nothing, and the last of them give these hidden states.
+
+    :param wraps: whether decoder layers give tuples
+    """
+
+    def pass_on(states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        return (states,) if wraps else states
+
+    def give(states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        return pass_on(room.to_device(hidden, states.device))
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(patch_attr(layer, "forward", give if layer is layers[-1] else pass_on))
         yield
 
 

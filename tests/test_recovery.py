@@ -383,7 +383,7 @@ def test_files_of_states_change_nothing_and_go(opt, tmp_path, monkeypatch):
     assert find_distance(plain, filed) == 0
     assert len(files) == 2 * (3 * 16 + 2)
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["mine.bin"]
-    with pytest.raises(ValueError, match="state_folder: must be a folder, .* is a file"):
+    with pytest.raises(ValueError, match=r"state_folder: must be a folder, .* is a file"):
         recover(opt, state_folder=str(tmp_path / "states" / "mine.bin"))
 
 

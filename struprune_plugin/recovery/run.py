@@ -47,7 +47,8 @@ class RunSettings:
 class RunCurve:
     """What the manifest tells of a run; lists have one entry a step, ``holdout`` one a measurement.
 
-    ``tokens_seen`` counts predicted tokens; ``seconds`` those spent on steps, without measurements; ``best_step`` 0 is the model as it was.
+    ``tokens_seen`` counts predicted tokens; ``seconds`` those spent on steps, without measurements; ``best_step`` 0 is the
+    model as it was.
     """
 
     loss: list[float] = field(default_factory=list)

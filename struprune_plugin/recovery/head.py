@@ -72,8 +72,9 @@ def measure_head(
     :param weights: of the two losses in the gradient; None where no gradient is wanted
     """
     found = _Normalisers(hidden, labels, teacher, temperature)
-    for start, logits, _ in head.find_logits(hidden):
+    for start, logits, _weight in head.find_logits(hidden):
         found.add(start, logits)
+    del logits, _weight  # or the last piece would stay beside those of the second pass
     entropy, divergence = found.find_losses()
     if weights is None:
         return HeadLosses(entropy, divergence, None)

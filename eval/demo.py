@@ -15,7 +15,8 @@ from eval.measure import measure_peak_bytes, time_side_by_side
 from struprune_plugin import cli
 from struprune_plugin.data import DEMO_MODEL, DEMO_TEST, read_texts, tokenize_texts
 from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
-from struprune_plugin.report import format_bytes, format_table, measure_weight_bytes
+from struprune_plugin.manifest import read_manifest
+from struprune_plugin.report import format_bytes, format_table, measure_cache_bytes, measure_weight_bytes
 
 TASKS = ("struprune_demo_text", "struprune_demo_word_order")
 
@@ -67,7 +68,11 @@ def main() -> int:
         "tokens/s, prefill 8 × 256",
         "tokens/s, decode batch 8",
         "peak memory, prefill in float32",
+        "cache, bytes a token, as stored",
     ]
+    cache = measure_cache_bytes(args.output, read_manifest(args.output))
+    for name, count in zip(columns, cache or ("", ""), strict=True):
+        columns[name].append(f"{count:,}" if cache else "")
     print(
         "\n" + format_table(["", "dense", "pruned"], [list(row) for row in zip(names, *columns.values(), strict=True)])
     )

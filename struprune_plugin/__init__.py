@@ -1,10 +1,12 @@
 """StruPrune: structured pruning of large language models, as a plugin for llm-compressor.
 
 Importing this package registers its modifiers with the host and its model types with transformers. Under the command line alone
-that waits until there is something to do: help and early refusals need no torch.
+that waits until there is something to do: help and early refusals need no torch. Where llm-compressor is not installed, beside an
+inference engine, model types are all that is registered.
 """
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,11 @@ def __getattr__(name: str) -> Any:
     return getattr(_register, name)
 
 
-if TYPE_CHECKING or not _is_command_line():
+if not TYPE_CHECKING and find_spec("llmcompressor") is None:
+    from struprune_plugin.export.classes import register_auto_classes
+
+    register_auto_classes()
+elif TYPE_CHECKING or not _is_command_line():
     from struprune_plugin._register import (
         LoRARecoveryModifier,
         RecoveryModifier,

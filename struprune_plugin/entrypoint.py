@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -27,11 +28,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from struprune_plugin.card import try_write_card
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.data import HUB_DATASETS, load_tokenizer, make_calibration_dataset
 from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
+from struprune_plugin.early import check_place
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import check_apart, prepare_output, write_folder
+from struprune_plugin.manifest import DIGEST_KEY, digest_manifest
 from struprune_plugin.model.families import check_model_type
 from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
@@ -114,6 +118,7 @@ def oneshot(
                     if is_source_process():
                         tidy_recipe(partial)
                         _carry_manifest(source, partial)
+                        try_write_card(partial, source)
         if journal is not None:
             journal.clear()
         return compressed
@@ -220,6 +225,8 @@ def _check_offload(model: object, folder: str | os.PathLike | None, memory: int 
         raise ValueError(
             "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
         )
+    if folder is not None:
+        check_place("offload_folder", Path(folder))
 
 
 def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PretrainedConfig:
@@ -308,9 +315,19 @@ def _pin_no_memory_without_an_accelerator() -> Iterator[None]:
 
 
 def _carry_manifest(source: str, folder: Path) -> None:
-    """Let the manifest of a pruned folder follow into the folder made from it, which has the same kept units."""
+    """Let the manifest of a pruned folder follow into the folder made from it, which has the same kept units.
+
+    What was measured of the former is not the latter's.
+    """
     manifest = Path(source) / MANIFEST_NAME
-    if source and manifest.is_file() and not (folder / MANIFEST_NAME).exists():
+    if not source or not manifest.is_file() or (folder / MANIFEST_NAME).exists():
+        return
+    content = json.loads(manifest.read_text(encoding="utf-8"))
+    if "evaluation" in content:
+        del content["evaluation"]
+        content[DIGEST_KEY] = digest_manifest(content)
+        (folder / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    else:
         shutil.copyfile(manifest, folder / MANIFEST_NAME)
 
 

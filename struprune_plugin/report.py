@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 _BAR = 20
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -38,11 +40,36 @@ def measure_weight_bytes(folder: str | Path) -> int:
 
     A checkpoint that holds its weights in several forms counts once, in the form that is loaded.
     """
-    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin"):
+    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.gguf"):
         files = list(Path(folder).glob(pattern))
         if files:
             return sum(file.stat().st_size for file in files)
     return 0
+
+
+def measure_cache_bytes(folder: str | Path, manifest: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the bytes that keys and values of one token take, in the dense model and in the pruned one.
+
+    :return: None where the folder's configuration does not tell
+    """
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        width = config.get("value_head_dim") or config.get("head_dim")
+        width = width or config["hidden_size"] // config["num_attention_heads"]
+        own = {int(index): sizes for index, sizes in (config.get("per_layer_config") or {}).items()}
+        left = {(group["layer"], group["kind"]): group["kept"] / group["num_units"] for group in manifest["groups"]}
+        dense = pruned = 0
+        for layer in range(config["num_hidden_layers"]):
+            sizes = own.get(layer, {})
+            count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", heads))
+            values = sizes.get("value_head_dim", width)
+            pruned += count * (width + values)
+            dense += round(count / left.get((layer, "head"), 1)) * (width + round(values / left.get((layer, "vo"), 1)))
+        item = _ITEM_BYTES[config["dtype"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+        return None
+    return dense * item, pruned * item
 
 
 def summarize_layers(manifest: dict[str, Any]) -> str:
@@ -100,6 +127,9 @@ def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = Non
         rows.append(["recovery", f"{told}, {recovery['seconds']:.2f} s"])
     if folder is not None:
         rows.insert(2, ["weights on disk", format_bytes(measure_weight_bytes(folder))])
+        if cache := measure_cache_bytes(folder, manifest):
+            told = f"{cache[0]:,} → {cache[1]:,} bytes a token ({cache[1] / cache[0] - 1:+.1%})"
+            rows.insert(3, ["cache of keys and values", told])
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 

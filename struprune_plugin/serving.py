@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from struprune_plugin.export.convert import list_architectures
+from struprune_plugin.export.classes import list_architectures
 
 BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
 

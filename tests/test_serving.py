@@ -1,9 +1,18 @@
+import ast
+import inspect
+import json
+import os
+import subprocess
 import sys
+import textwrap
 from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
 
+import pytest
+import torch
 import transformers
 from families import MODEL_TYPES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from struprune_plugin.export import modeling_struprune
 
@@ -25,3 +34,117 @@ def test_vllm_finds_every_architecture_by_the_entry_point(monkeypatch):
         assert where.endswith(":TransformersForCausalLM")
         assert issubclass(getattr(modeling_struprune, name), getattr(transformers, name.removeprefix("StruPrune")))
         assert getattr(modeling_struprune, name)._supports_attention_backend  # what that backend asks
+
+
+WITHOUT_HOST = """
+import sys
+from types import ModuleType, SimpleNamespace
+
+for name in ("llmcompressor", "compressed_tensors", "loguru", "psutil", "peft", "lm_eval", "datasets"):
+    sys.modules[name] = None  # importing it fails, as where it is not installed
+found = {}
+vllm = ModuleType("vllm")
+vllm.ModelRegistry = SimpleNamespace(get_supported_archs=set, register_model=found.__setitem__)
+sys.modules["vllm"] = vllm
+from struprune_plugin import serving
+
+serving.register()
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert type(model).__name__ in found
+assert type(AutoModel.from_pretrained(sys.argv[1])).__name__ == "StruPruneOPTModel"
+print(AutoTokenizer.from_pretrained(sys.argv[1])("one two").input_ids)
+"""
+
+
+def run_python(script, *words, **environment):
+    command = [sys.executable, "-c", script, *map(str, words)]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_an_engine_needs_transformers_alone(opt, prune_once):
+    """The host cannot be installed beside vLLM, which pins another compressed-tensors."""
+    ids = AutoTokenizer.from_pretrained(opt)("one two").input_ids
+    assert run_python(WITHOUT_HOST, prune_once(opt, "vo")[1]) == str(ids)
+
+
+TOKENIZER = """
+import sys
+from transformers import AutoTokenizer
+
+for options in ({}, {"trust_remote_code": False}):  # stock transformers asks about the model's code first; nobody answers
+    print(AutoTokenizer.from_pretrained(sys.argv[1], **options)("one two").input_ids)
+assert "transformers_modules" not in sys.modules
+"""
+
+
+def test_the_tokenizer_loads_without_trust(opt, prune_once, tmp_path):
+    ids = AutoTokenizer.from_pretrained(opt)("one two").input_ids
+    assert run_python(TOKENIZER, prune_once(opt, "vo")[1], HF_MODULES_CACHE=str(tmp_path)) == str(ids)
+
+
+def test_auto_map_names_what_engines_ask_for(opt, prune_once):
+    config = json.loads((prune_once(opt, "vo")[1] / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": "modeling_struprune.StruPruneOPTConfig",
+        "AutoModel": "modeling_struprune.StruPruneOPTModel",
+        "AutoModelForCausalLM": "modeling_struprune.StruPruneOPTForCausalLM",
+    }
+
+
+@pytest.mark.parametrize("name", ["StruPruneOPTModel", "StruPruneLlamaModel", "StruPruneGPTNeoXForCausalLM"])
+def test_derived_classes_have_no_annotations_that_vllm_would_check(name):
+    """It compares arguments with the annotations of ``__init__``, which are texts in that file."""
+    parameters = inspect.signature(modeling_struprune.derive_class(name).__init__).parameters.values()
+    assert all(parameter.annotation is inspect.Parameter.empty for parameter in parameters)
+
+
+def test_attention_looks_the_engines_kernel_up_where_vllm_reads():
+    """It reads the source of ``forward`` for a lookup in ALL_ATTENTION_FUNCTIONS and one call of what that gives."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(modeling_struprune.StruPruneAttention.forward)))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign | ast.Assign)]
+    lookups = [node.target.id for node in found if "ALL_ATTENTION_FUNCTIONS" in ast.unparse(node.value)]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in lookups]
+    assert len(lookups) == len(calls) == 1
+    assert "scaling" in {keyword.arg for keyword in calls[0].keywords}
+
+
+@pytest.mark.parametrize(("unit", "own"), [("none", False), ("head", False), ("vo", True)])
+def test_layers_whose_values_are_whole_load_with_stock_attention(opt, prune_once, unit, own):
+    model = AutoModelForCausalLM.from_pretrained(prune_once(opt, unit)[1])
+    kinds = {type(layer.self_attn).__name__ for layer in model.model.decoder.layers}
+    assert ("StruPruneOPTAttention" in kinds) == own
+    assert own or kinds == {"OPTAttention"}
+
+
+@pytest.mark.parametrize("kind", ["none", "flags", "logits"])
+def test_attend_one_is_what_the_formula_says(kind):
+    """softmax(q k^T / sqrt(d) + mask) v, with two query heads to a value head and narrow values."""
+    batch, heads, shared, tokens, width, narrow = 2, 4, 2, 5, 8, 3
+    make = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, heads, 1, width, generator=make, dtype=torch.float64)
+    key = torch.randn(batch, shared, tokens, width, generator=make, dtype=torch.float64)
+    value = torch.randn(batch, shared, tokens, narrow, generator=make, dtype=torch.float64)
+    seen = torch.tensor([[True] * 5, [False, False, True, True, True]])[:, None, None]
+    added = torch.zeros(batch, 1, 1, tokens, dtype=torch.float64).masked_fill(~seen, -1e9)
+    mask = {"none": None, "flags": seen, "logits": added}[kind]
+    logits = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / width**0.5
+    weights = torch.softmax(logits if kind == "none" else logits + added, -1)
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2).flatten(-2)
+    got = modeling_struprune.attend_one(query, key, value, mask, width**-0.5)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["opt", "llama"])
+def test_every_layers_configuration_tells_its_head_size(save_family, prune_once, model_type):
+    """vLLM sizes a layer's cache by it, and by hidden_size / heads where there is none."""
+    folder = save_family(model_type)
+    dense = AutoModelForCausalLM.from_pretrained(folder)
+    width = next(m.head_dim for m in dense.modules() if hasattr(m, "q_proj"))
+    config = AutoConfig.from_pretrained(prune_once(folder, "head")[1])
+    assert {layer.head_dim for layer in config.per_layer_config} == {width}

@@ -12,34 +12,13 @@ from compressed_tensors.offload.module import unwrap_offload_forward
 from huggingface_hub.errors import StrictDataclassError
 from loguru import logger
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune as modeling
+from struprune_plugin.export.classes import name_auto_classes
 from struprune_plugin.export.recipe import tidy_recipe
-from struprune_plugin.model.families import FAMILIES, Family, find_family
+from struprune_plugin.model.families import Family, find_family
 from struprune_plugin.model.layers import find_decoder_layers, has_ffn, measure_layer
-
-
-def _list_stock_configs() -> list[type[PreTrainedConfig]]:
-    return [CONFIG_MAPPING[model_type] for family in FAMILIES for model_type in family.model_types]
-
-
-def register_auto_classes() -> None:
-    """Make transformers load pruned checkpoints without a trust flag, and save their modelling file with them."""
-    for stock in _list_stock_configs():
-        config = modeling.derive_class(modeling.PREFIX + stock.__name__)
-        AutoConfig.register(config.model_type, config, exist_ok=True)
-        config.register_for_auto_class("AutoConfig")
-        for auto in (AutoModel, AutoModelForCausalLM):
-            model = modeling.derive_class(modeling.PREFIX + auto._model_mapping[stock].__name__)
-            auto.register(config, model, exist_ok=True)
-            model.register_for_auto_class(auto.__name__)
-
-
-def list_architectures() -> list[str]:
-    """Return the class names of all pruned causal language models, as checkpoints name them."""
-    return [modeling.PREFIX + AutoModelForCausalLM._model_mapping[stock].__name__ for stock in _list_stock_configs()]
 
 
 def describe_layout(family: Family) -> dict[str, Any]:
@@ -77,7 +56,7 @@ def adopt_config(model: PreTrainedModel) -> None:
     old, family = model.config, find_family(model)
     config: Any = _make_pruned_config(old, family)
     layers = [(layer, measure_layer(family, layer)) for _, layer in find_decoder_layers(model)]
-    config.value_head_dim = layers[0][1].head_dim
+    config.value_head_dim = config.layout["head_dim"] = layers[0][1].head_dim
     has_groups = hasattr(config, "num_key_value_heads")  # asked before layers differ, after which no one value is left
     per_layer: dict[int, dict[str, int]] = {}
     for index, (layer, sizes) in enumerate(layers):
@@ -93,6 +72,7 @@ def adopt_config(model: PreTrainedModel) -> None:
         with _keep_offload(model):
             model.__class__ = modeling.derive_class(modeling.PREFIX + name)
     config.architectures = [type(model).__name__]
+    config.auto_map = name_auto_classes(config)
 
 
 def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.convert import adopt_stock, can_hold_heads, make_uniform_config
+from struprune_plugin.export.llama_cpp import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.export.manifest import MANIFEST_NAME, read_manifest
 from struprune_plugin.export.modeling_block_configs import DeciLMConfig, DeciLMForCausalLM
 from struprune_plugin.model.families import check_model_type, find_family
@@ -17,7 +18,7 @@ from struprune_plugin.model.layers import find_decoder_layers, measure_layer
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.units import UnitGroup, find_groups
 
-Form = Literal["uniform-padded", "masked", "block_configs"]
+Form = Literal["uniform-padded", "masked", "block_configs", "gguf"]
 
 
 def load_pruned(folder: Path) -> PreTrainedModel:
@@ -47,11 +48,18 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
     - ``uniform-padded``: all layers padded with zeros to the largest: stock classes load it
     - ``masked``: the dense model's shapes, zeros where units went: stock classes load it
     - ``block_configs``: every layer's own FFN width, attention padded to the dense model's, as Nemotron NAS models
+    - ``gguf``: one file for llama.cpp: every layer's own FFN width and heads, values padded to the width of keys
 
     :param output: an empty folder
     :raises ValueError: the family or the folder cannot take that form
     """
     model = load_pruned(source)
+    if form == "gguf":
+        config = modeling.make_dense_config(model.config)
+        check_gguf(config, source / "tokenizer.json")
+        _pad_values(model)
+        write_gguf(model, config, source, output / FILE_NAME)
+        return
     if form == "masked":
         _restore_units(model, read_manifest(source / MANIFEST_NAME))
     elif form == "uniform-padded":

@@ -43,9 +43,11 @@ def derive_class(name: str) -> Any:
             "validate_architecture": lambda self: None,
             "validate_rope": lambda self: None,
         }
+        if not hasattr(stock, "head_dim"):  # else vLLM divides the hidden size by a layer's own heads
+            members["head_dim"] = property(lambda self: (self.layout or {}).get("head_dim"))
         return strict(type(name, (stock,), {**members, "__module__": __name__}))
 
-    def __init__(self: Any, config: Any) -> None:
+    def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
         dense = make_dense_config(config)
         super(made, self).__init__(dense)
         copy_settings(dense, config)
@@ -84,16 +86,18 @@ def fit_layers(model: Any, dense: Any, config: Any) -> None:
     if not hasattr(model, path.split(".")[0]):  # the model without its head
         path = path.removeprefix(f"{model.base_model_prefix}.")
     for layer, sizes in zip(model.get_submodule(path), config.per_layer_config, strict=True):
-        attention = adopt_attention(layer.get_submodule(layout["attention"]), layout)
-        heads = sizes.num_attention_heads
+        attention = layer.get_submodule(layout["attention"])
+        heads, wide = sizes.num_attention_heads, _read_width(attention)
+        if sizes.value_head_dim != wide or _cuts_by_config(layout):  # else the stock class does, and is faster
+            adopt_attention(attention, layout)
+            attention.value_head_dim = sizes.value_head_dim
         value_heads = heads // getattr(attention, "num_key_value_groups", 1)
-        attention.value_head_dim = sizes.value_head_dim
         for name, count in (("num_heads", heads), ("num_key_value_heads", value_heads)):
             if hasattr(attention, name):
                 setattr(attention, name, count)
         rows = {
-            "query": heads * attention.wide,
-            "key": value_heads * attention.wide,
+            "query": heads * wide,
+            "key": value_heads * wide,
             "value": value_heads * sizes.value_head_dim,
             "ffn": getattr(sizes, layout["width_key"]),
         }
@@ -130,7 +134,7 @@ def _resize(linear: nn.Linear, out_features: int | None = None, in_features: int
 def adopt_attention(attention: Any, layout: dict[str, Any]) -> Any:
     """Let a stock attention module take values of any width; its function stays the same."""
     if not hasattr(attention, "wide"):  # a class of this file may have come twice, by the plugin and with a checkpoint
-        attention.wide = getattr(attention, "head_dim", None) or attention.head_size
+        attention.wide = _read_width(attention)
         attention.value_head_dim = attention.wide
         attention.__class__ = _derive_attention(type(attention))
         prefix = f"{layout['attention']}."
@@ -138,6 +142,16 @@ def adopt_attention(attention: Any, layout: dict[str, Any]) -> Any:
         attention.output = next(n for n, part in layout["columns"].items() if part == "attention").removeprefix(prefix)
         attention.interleaved = layout["interleaved"]
     return attention
+
+
+def _read_width(attention: Any) -> int:
+    """Return the width of a head's queries and keys."""
+    return getattr(attention, "head_dim", None) or attention.head_size
+
+
+def _cuts_by_config(layout: dict[str, Any]) -> bool:
+    """Tell whether stock code cuts a fused projection's rows by the configuration's one head count."""
+    return not layout["interleaved"] and any({"query", "value"} <= {*parts} for parts in layout["rows"].values())
 
 
 def release_attention(attention: Any) -> None:
@@ -170,38 +184,33 @@ class StruPruneAttention:
     interleaved: bool
 
     def forward(
-        self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, Any]:
-        if past_key_values is not None:  # named, because quantisers of the cache look for it in the signature
-            kwargs["past_key_values"] = past_key_values
-        fused = len(self.rows) == 1 and not self.interleaved  # stock code cuts those by the config's head count
-        if self.value_head_dim == self.wide and not fused:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        return self._attend(hidden_states, *args, **kwargs)
-
-    def _attend(
         self: Any,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Any = None,  # named, because quantisers of the cache look for it in the signature
         layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
+        if self.fits_stock():
+            given = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+            given |= {"layer_past": layer_past}
+            kwargs |= {name: value for name, value in given.items() if value is not None}
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
         stock = sys.modules[type(self).__mro__[2].__module__]
         query, key, value = self._project(hidden_states)
         for norm in ("norm", "layernorm"):
             if hasattr(self, f"q_{norm}"):
                 query, key = getattr(self, f"q_{norm}")(query), getattr(self, f"k_{norm}")(key)
         if position_embeddings is not None:
-            width = position_embeddings[0].shape[-1]  # some families rotate the first channels only
-            rotated = stock.apply_rotary_pos_emb(query[..., :width], key[..., :width], *position_embeddings)
-            query = torch.cat([rotated[0], query[..., width:]], -1)
-            key = torch.cat([rotated[1], key[..., width:]], -1)
+            query, key = self._rotate(stock.apply_rotary_pos_emb, query, key, position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         kind = self.config._attn_implementation
+        if kind == "sdpa" and query.shape[2] == 1 and not self.training:
+            output = attend_one(query, key, value, attention_mask, self.scaling)
+            return getattr(self, self.output)(output), None
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(kind, stock.eager_attention_forward)
         if kind != "eager" and self.value_head_dim < self.wide:
             # fused kernels want one width for all three; the cache holds the narrow values
@@ -226,11 +235,30 @@ class StruPruneAttention:
         output = output.reshape(*hidden_states.shape[:-1], -1, value.shape[-1])[..., : self.value_head_dim].flatten(-2)
         return getattr(self, self.output)(output), weights
 
+    def fits_stock(self) -> bool:
+        """Tell whether the stock class' own function gives the output."""
+        fused = len(self.rows) == 1 and not self.interleaved  # stock code cuts those by the config's head count
+        return self.value_head_dim == self.wide and not fused
+
+    def _rotate(
+        self, rotate: Callable, query: torch.Tensor, key: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        width = positions[0].shape[-1]
+        if width == self.wide:
+            return rotate(query, key, *positions)
+        rotated = rotate(
+            query[..., :width], key[..., :width], *positions
+        )  # some families rotate the first channels only
+        return torch.cat([rotated[0], query[..., width:]], -1), torch.cat([rotated[1], key[..., width:]], -1)
+
     def _project(self: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return queries, keys and values, each of shape [batch, heads, tokens, width]."""
-        repeats = getattr(self, "num_key_value_groups", 1)
+        shape = hidden.shape[:-1]
         widths = {"query": self.wide, "key": self.wide, "value": self.value_head_dim}
-        repeated = {"query": repeats, "key": 1, "value": 1}
+        if len(self.rows) == len(widths):
+            made = {part: getattr(self, name)(hidden) for name, (part,) in self.rows.items()}
+            return [made[part].view(*shape, -1, width).transpose(1, 2) for part, width in widths.items()]
+        repeated = {"query": getattr(self, "num_key_value_groups", 1), "key": 1, "value": 1}
         found = {}
         for name, parts in self.rows.items():
             rows = getattr(self, name)(hidden)
@@ -240,5 +268,31 @@ class StruPruneAttention:
             else:
                 shares = [share * rows.shape[-1] // sum(shares) for share in shares]
             for part, piece in zip(parts, rows.split(shares, -1), strict=True):
-                found[part] = piece.reshape(*hidden.shape[:-1], -1, widths[part]).transpose(1, 2)
+                found[part] = piece.reshape(*shape, -1, widths[part]).transpose(1, 2)
         return [found[part] for part in ("query", "key", "value")]
+
+
+def attend_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Return what one new token attends to, shape [batch, 1, heads * width of values].
+
+    Fused kernels would have every value that is cached padded for every token; and here each is read once for all the
+    query heads that share it.
+
+    :param query: of the token, shape [batch, heads, 1, width]
+    :param key: shape [batch, value heads, tokens, width]
+    :param value: shape [batch, value heads, tokens, width of values]
+    :param mask: what may be seen or what is added to the logits, shape [batch, 1, 1, tokens]; None where all may
+    """
+    batch, heads, _, width = query.shape
+    shared = batch * key.shape[1]
+    key, value = key.reshape(shared, -1, width), value.reshape(shared, -1, value.shape[-1])
+    query = query.reshape(shared, -1, width)
+    logits = torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scaling)
+    if mask is not None:
+        mask, logits = mask[:, 0, :, : key.shape[1]], logits.view(batch, heads, -1)
+        hidden = torch.finfo(logits.dtype).min
+        logits = torch.where(mask, logits, hidden) if mask.dtype == torch.bool else logits + mask
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(value.dtype)
+    return torch.bmm(weights.view(shared, -1, weights.shape[-1]), value).view(batch, 1, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from llmcompressor.core import State
@@ -25,6 +26,7 @@ from struprune_plugin.modifiers.job import Job, place_run
 from struprune_plugin.modifiers.session import run_pass
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.passes.allocation import AllocationPass, hold_batches, make_uniform_plan, take_batches
+from struprune_plugin.passes.evidence import EvidenceStore
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.passes.pruning import PruningPass
 from struprune_plugin.passes.resume import keep_allocation, take_allocation
@@ -48,6 +50,11 @@ def plan_early(recipe: StructuredModifier, job: Job, allowed: Callable[[str, int
     return plan if rule is None else None
 
 
+def _can_share(recipe: StructuredModifier) -> bool:
+    """Tell whether what a recipe's allocation pass measures is the same at other sparsities."""
+    return not CRITERIA[recipe.importance].aims
+
+
 @dataclass(frozen=True)
 class Planner:
     """Measures the dense model and makes the plan, on calibration data.
@@ -56,6 +63,7 @@ class Planner:
     :param methods: its methods
     :param options: the caller's, of the host's pipeline
     :param trial_samples: sequences to try plans on
+    :param evidence: what runs of other sparsities have measured, and shall not measure again
     """
 
     recipe: StructuredModifier
@@ -65,6 +73,7 @@ class Planner:
     room: Room
     options: dict[str, Any]
     trial_samples: int = 0
+    evidence: EvidenceStore | None = None
 
     def decide(self, early: Plan | None, allocated: Allocated | None, journal: Journal | None) -> tuple[Plan, Signals]:
         """Return the plan, and what was measured for it, unless an earlier process has made them.
@@ -86,8 +95,9 @@ class Planner:
         return plan, signals
 
     def _measure_signals(self, allocated: Allocated | None) -> Signals:
-        """Measure what the methods ask of the dense model, unless an allocator stage has."""
-        return measure_signals(
+        """Measure what the methods ask of the dense model, unless an allocator stage has, or another run."""
+        measure = partial(
+            measure_signals,
             self.state.model,
             self.state.data.calib,
             self.job.groups,
@@ -96,6 +106,10 @@ class Planner:
             self.recipe.sensitivity_samples,
             allocated.signals if allocated is not None else None,
         )
+        if self.evidence is None:
+            return measure()
+        asked = {**self.recipe.dump_fields(), "samples": self.recipe.sensitivity_samples}
+        return self.evidence.share_signals(asked, measure)
 
     def _plan(self, allocated: Allocated | None, signals: Signals) -> Plan:
         """Return the kept counts that an allocator stage left, or those of an allocation pass of our own."""
@@ -121,7 +135,14 @@ class Planner:
         room = self.room.replace(place_run(recipe, self.state.model, job.groups, loader, together=True))
         settings = recipe.make_allocation_settings(job.num_prunable)
         allocation = AllocationPass(job.groups, job.sizes, settings, recipe.make_methods(), signals, room)
-        run_pass(self.state, allocation, self.options, propagate_error=False, calibration=loader)
+        fields = recipe.dump_fields()
+        held = self.evidence.take_curves(fields) if self.evidence is not None and _can_share(recipe) else None
+        if held is not None:
+            allocation.adopt(held)
+        else:
+            run_pass(self.state, allocation, self.options, propagate_error=False, calibration=loader)
+            if self.evidence is not None and _can_share(recipe):
+                self.evidence.keep_curves(fields, allocation.evidence)
         assert allocation.plan is not None
         if not tried or rule.propose is None:
             return allocation.plan

@@ -121,6 +121,7 @@ class StruPruneModifier(StructuredModifier):
     _calibration: CalibrationRecord | None = PrivateAttr(default=None)
     _driver: PassDriver | None = PrivateAttr(default=None)
     _pass: PruningPass | None = PrivateAttr(default=None)
+    _sensitivity: dict[str, float] = PrivateAttr(default_factory=dict)
     _is_whole: bool = PrivateAttr(default=False)  # every layer is pruned
 
     @model_validator(mode="before")
@@ -194,9 +195,11 @@ class StruPruneModifier(StructuredModifier):
         self._peaks = self._spans.enter_context(room.watch())
         self._started = time.perf_counter()
         methods = self._make_own_methods()
-        planner = Planner(self, job, methods, state, room, self._pipeline_options, self.trial_samples)
+        options = self._pipeline_options
+        planner = Planner(self, job, methods, state, room, options, self.trial_samples, self._evidence)
         allocated = self._stage_before.allocated if self._stage_before is not None else None
         self._plan, signals = planner.decide(self._plan, allocated, self._journal)
+        self._sensitivity = signals.summarize_roots()
         adopt_attention(state.model)
         tokens = TokenDigest(self._take_digest)
         log = None if self._journal is None else LayerLog(self._journal)
@@ -362,4 +365,5 @@ class StruPruneModifier(StructuredModifier):
             stages=self._room.stages,
             tuning=self._pass.tuning,
             groups=records,
+            sensitivity=self._sensitivity,
         )

@@ -13,6 +13,7 @@ from loguru import logger
 from pydantic import PrivateAttr
 from transformers import AutoConfig, PreTrainedModel
 
+from struprune_plugin.checkpoint import check_whole
 from struprune_plugin.export import MANIFEST_NAME, read_manifest, wrap_save, write_manifest
 from struprune_plugin.modifiers.checks import check_vocabulary
 from struprune_plugin.recovery.samples import Sample
@@ -41,7 +42,8 @@ class RecoveryStage(Modifier):
             """Add to the manifest of this run's pruning stage or, without one, of the pruned folder that was loaded."""
             manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
             if manifest is not None:  # none where nothing was ever pruned
-                write_manifest({**read_manifest(manifest), "recovery": record}, folder)
+                told = {name: part for name, part in read_manifest(manifest).items() if name != "evaluation"}
+                write_manifest({**told, "recovery": record}, folder)  # what was measured before is not this model's
 
         wrap_save(state.model, add_record)
         return True
@@ -90,6 +92,11 @@ class RecoveryStage(Modifier):
                 f"teacher: {name!r} must have the model's vocabulary of {model.config.vocab_size} tokens, got "
                 f"{config.vocab_size}. Name the checkpoint that is pruned."
             )
+        try:
+            check_whole(name, config)
+        except ValueError as error:
+            told = str(error).removeprefix("model: ")
+            raise ValueError(f"teacher: {name!r} must be a whole checkpoint, got: {told}") from None
         return name
 
 

@@ -37,9 +37,10 @@ from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import check_apart, prepare_output, write_folder
 from struprune_plugin.manifest import DIGEST_KEY, digest_manifest
 from struprune_plugin.model.families import check_model_type
-from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
+from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.recovery_stage import RecoveryStage
 from struprune_plugin.modifiers.session import PIPELINE_OPTIONS
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.recipe import load_recipe
@@ -90,6 +91,8 @@ def oneshot(
     for modifier in loaded.modifiers:
         if isinstance(modifier, StruPruneModifier):
             modifier.take_pipeline_options({name: kwargs[name] for name in PIPELINE_OPTIONS if name in kwargs})
+        elif isinstance(modifier, RecoveryModifier):
+            modifier.take_tokenizer(kwargs.get("tokenizer") or kwargs.get("processor"))
     _check_arguments(model, loaded, kwargs)
     _check_offload(model, offload_folder, offload_memory)
     model = model if isinstance(model, PreTrainedModel) else os.fspath(model)
@@ -151,7 +154,7 @@ def _make_journal(
             )
     journal = Journal(path)
     for modifier in modifiers:
-        if isinstance(modifier, StructuredModifier):
+        if isinstance(modifier, (StructuredModifier, RecoveryModifier)):
             modifier.take_journal(journal)
     return journal
 
@@ -253,8 +256,13 @@ def list_inputs(
 ) -> list[str | os.PathLike]:
     """Return the paths that a run reads, and its offload folder: what its output must not replace."""
     named = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
-    told = [getattr(modifier, name, None) for modifier in modifiers for name in ("teacher", "replay")]
-    candidates = [model, recipe, offload_folder, *named, *told]
+    told = [
+        getattr(modifier, name, None)
+        for modifier in modifiers
+        for name in ("teacher", "replay", "data", "state_folder")
+    ]
+    listed = [path for value in told for path in (value if isinstance(value, list) else [value])]
+    candidates = [model, recipe, offload_folder, *named, *listed]
     return [path for path in candidates if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
 
 
@@ -268,7 +276,7 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
     left = min([1.0, *(1 - modifier.sparsity for modifier in ours if modifier.sparsity)])
     if kwargs.get("precision") in ("bfloat16", "float16"):
         left /= 2
-    if any(not isinstance(modifier, (StructuredModifier, LoRARecoveryModifier)) for modifier in modifiers):
+    if any(not isinstance(modifier, (StructuredModifier, RecoveryStage)) for modifier in modifiers):
         left /= 4
     folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
     return int(measure_weight_bytes(folder) * left) if folder else 0

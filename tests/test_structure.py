@@ -41,9 +41,12 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
         {"device", "model", "layer", "manifest"},
         {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml", "gguf"},
     ),
-    "recovery": ({"device", "model"}, {"torch", "transformers", "compressed_tensors", "peft", "tqdm", "loguru"}),
+    "recovery": (
+        {"maths", "device", "model", "layer", "passes"},
+        {"torch", "transformers", "compressed_tensors", "peft", "safetensors", "tqdm", "loguru"},
+    ),
     "modifiers": (
-        {*BELOW, "checkpoint"},
+        {*BELOW, "checkpoint", "data"},
         {"torch", "transformers", "compressed_tensors", "llmcompressor", "loguru", "pydantic"},
     ),
     "data": (set(), {"torch", "transformers", "datasets"}),
@@ -162,6 +165,7 @@ def test_modelling_files_are_self_contained(file):
 
 FAMILIES_OF = {  # recipe -> model types that it is for; OPT where it is not here
     "struprune_llama": ["llama", "mistral"],
+    "struprune_llama_recover": ["llama", "mistral"],
     "struprune_llama_uniform": ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"],
     "struprune_qwen": ["qwen2", "qwen3", "qwen3_moe"],
     "struprune_gemma": ["gemma", "gemma2", "gemma3_text"],

@@ -12,7 +12,7 @@ from llmcompressor.recipe import Recipe
 from struprune_plugin.forecast.probe import Costs, Workload, probe_costs
 from struprune_plugin.forecast.sizes import Outline, Shapes, find_pruning, outline_run
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.recovery import LoRARecoveryModifier
+from struprune_plugin.modifiers.recovery_stage import RecoveryStage
 from struprune_plugin.report import format_bytes, format_table
 
 _MOST = 0.9  # sparsity that is looked at for a fit
@@ -65,7 +65,7 @@ def make_plan(shapes: Shapes, name: str, load: Callable[[], Recipe], work: Workl
 def list_engines(modifiers: Sequence[Modifier]) -> list[tuple[str, str]]:
     """Return which engines run what a recipe leaves, and how."""
     _, pruning = find_pruning(modifiers)
-    own = (StructuredModifier, LoRARecoveryModifier)
+    own = (StructuredModifier, RecoveryStage)
     packed = any(not isinstance(modifier, own) for modifier in modifiers)
     needs = " with compressed-tensors" if packed else ""
     if pruning.output == "uniform":

@@ -188,7 +188,7 @@ class LayerCall:
             hidden.device,
         )
 
-    def repeat(self, layer: nn.Module, room: Room, hidden: Tensor | None = None) -> Tensor:
+    def repeat(self, layer: Callable[..., Any], room: Room, hidden: Tensor | None = None) -> Tensor:
         """Run the layer again, on other hidden states where given; return its output on the device."""
         kwargs = {name: _send(value, self.device, room) for name, value in self.kwargs.items()}
         hidden = room.to_device(self.hidden if hidden is None else hidden, self.device)

@@ -183,7 +183,7 @@ class StruPruneModifier(StructuredModifier):
         self._weights_digest = describe_weights(model)
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets"), **self._pipeline_options}
         if self._journal is not None:
-            open_journal(self, self._journal, model, state.data.calib)
+            open_journal(self._journal, model, state.data.calib)
         self._plan = self._plan_early(model, self._job)
         return True
 

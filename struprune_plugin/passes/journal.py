@@ -114,6 +114,19 @@ class Journal:
         logger.warning(f"checkpoint_dir: {tensors} is not whole ({error}) and is made again.")
         return None
 
+    def list_parts(self, start: str) -> list[str]:
+        """Return the names of the parts that begin so, in order; they may not be whole."""
+        return sorted(file.stem for file in self.folder.glob(f"{start}*.json"))
+
+    def locate(self, part: str) -> Path:
+        """Return the file that holds a part's tensors, in the format of safetensors."""
+        return self._tensors(part)
+
+    def remove(self, part: str) -> None:
+        """Let go of a part; its text goes first, so that half a part is none."""
+        self._text(part).unlink(missing_ok=True)
+        self._tensors(part).unlink(missing_ok=True)
+
     def clear(self) -> None:
         """Remove what this object has written, once the run is over."""
         for file in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.json"), *self.folder.glob("*.partial")):

@@ -27,7 +27,8 @@ def list_stages(modifiers: Sequence[Modifier]) -> list[tuple[str, float, str]]:
         elif isinstance(modifier, LoRARecoveryModifier):
             stages += [("teacher", _LATER, "teacher"), ("LoRA recovery", _RECOVERY, "LoRA recovery")]
         elif isinstance(modifier, RecoveryModifier):
-            stages += [("teacher", _LATER, "teacher"), ("recovery", _RECOVERY, "recovery")]
+            stages += [("teacher", _LATER, "teacher")] * bool(modifier.losses.get("kl"))
+            stages += [("recovery", _RECOVERY, "recovery")]
         elif getattr(modifier, "requires_calibration_data", True):
             stages.append((name.removesuffix("Modifier"), _LATER, ""))
     return stages

@@ -43,6 +43,7 @@ _SPELLED: dict[str, Any] = {
     "attention_method": 2,
     "sensitivity": "none",
     "allocation_samples": 16,
+    "trial_samples": 4,
     "rotate_values": False,
     "max_swaps": 0,
     "output": "per_layer",

@@ -201,7 +201,7 @@ INTERNALS = [
         _TF,
     ),
     Internal(
-        "transformers.models.auto.configuration_auto:CONFIG_MAPPING", "export/convert.py", "stock configurations", _TF
+        "transformers.models.auto.configuration_auto:CONFIG_MAPPING", "export/classes.py", "stock configurations", _TF
     ),
     Internal("transformers.utils:cached_file", "checkpoint.py", "files of a hub name", _TF),
     Internal("transformers.utils:logging", "checkpoint.py", "to load without its log", _TF),
@@ -216,5 +216,6 @@ INTERNALS = [
     Internal("lm_eval.tasks:TaskManager", "evaluation.py", "tasks of a folder", _LM, ("include_path",)),
     Internal("lm_eval:simple_evaluate", "evaluation.py", "scores", _LM, ("model", "tasks", "limit")),
     Internal("lm_eval.models.huggingface:HFLM", "evaluation.py", "the same", _LM),
+    Internal("lm_eval.models:huggingface", "evaluation.py", "where its progress bars are made", _LM),
     Internal("lm_eval.api:task", "evaluation.py", "tasks say which they are", _LM),
 ]

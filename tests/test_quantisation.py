@@ -159,7 +159,16 @@ def test_lm_eval_scores(compress, monkeypatch):
 
 def test_eval_counts_the_parameters_that_are_left_not_packed_ones(compressed, tmp_path):
     _, _, out = compressed
-    options = ["--window", "32", "--max-tokens", "256", "--no-dense", "--json", str(tmp_path / "scores.json")]
+    options = [
+        "--window",
+        "32",
+        "--max-tokens",
+        "256",
+        "--no-dense",
+        "--no-keep",
+        "--output",
+        str(tmp_path / "scores.json"),
+    ]
     assert cli.main(["eval", str(out), *options]) == 0
     (scores,) = json.loads((tmp_path / "scores.json").read_text())["scores"].values()
     assert scores["parameters"] == read_manifest(out)["model"]["parameters_after"]

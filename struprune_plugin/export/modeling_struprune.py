@@ -44,7 +44,7 @@ def derive_class(name: str) -> Any:
             "validate_rope": lambda self: None,
         }
         if not hasattr(stock, "head_dim"):  # else vLLM divides the hidden size by a layer's own heads
-            members["head_dim"] = property(lambda self: (self.layout or {}).get("head_dim"))
+            members["head_dim"] = _HeadSize()
         return strict(type(name, (stock,), {**members, "__module__": __name__}))
 
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
@@ -60,6 +60,13 @@ def derive_class(name: str) -> Any:
         if conversions is not None:
             register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
     return made
+
+
+class _HeadSize:
+    """An attribute that the layout tells, of configurations that are not given it; no property, which could not be set."""
+
+    def __get__(self, config: Any, owner: type | None = None) -> int | None:
+        return None if config is None else (config.layout or {}).get("head_dim")
 
 
 def make_dense_config(config: Any) -> Any:

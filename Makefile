@@ -1,11 +1,11 @@
-# Every target makes its own environment in .venv; nothing else needs to be installed by hand.
+# Every target makes its own environment, in .venv or beside it; nothing else needs to be installed by hand.
 PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint serve-test clean
+.PHONY: demo pictures test lint lock audit upgrade-test serve-test clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -15,6 +15,9 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: .venv/installed  ## prune the embedded demo model to 20 % and score it
 	$(BIN)/python -m eval.demo --output out/demo
 
+pictures: .venv/installed  ## the README's: what `report` and `sweep` draw of the embedded demo model
+	$(BIN)/python -m eval.pictures
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -22,6 +25,28 @@ lint: .venv/installed
 
 test: lint  ## lint, types and all tests
 	$(BIN)/python -m pytest
+
+.venv-lock/installed:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install -q uv pip-audit
+	touch $@
+
+lock: .venv/installed .venv-lock/installed  ## what the tests ran with, and the hashes of its files; WHEEL=FILE for a torch of another index
+	PATH=$(CURDIR)/.venv-lock/bin:$$PATH $(BIN)/python -m eval.lock $(if $(WHEEL),--wheel $(WHEEL))
+
+audit: .venv-lock/installed  ## known vulnerabilities of what the lock holds; fails, too, where one package cannot be looked up
+	@.venv-lock/bin/pip-audit --strict --require-hashes --disable-pip -r requirements-lock.txt || { \
+	  echo "make audit: not passed: the lines above name vulnerabilities, or what could not be looked up (no network, or an index without"; \
+	  echo "vulnerability data). A package that was not looked up is not known to be safe."; exit 1; }
+
+# TORCH="torch==2.13.0" keeps one version of torch, e.g. where only that one is at hand.
+upgrade-test:  ## all tests against the newest versions that pyproject.toml allows, in an environment made anew
+	rm -rf .venv-upgrade
+	$(PYTHON) -m venv .venv-upgrade
+	.venv-upgrade/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[dev,plots]' $(TORCH)
+	.venv-upgrade/bin/python -m pip list --format freeze | grep -E '^(torch|transformers|llmcompressor|compressed-tensors|lm[-_]eval|peft|datasets)=='
+	.venv-upgrade/bin/python -m pytest -n 0 -q tests/test_host_internals.py
+	.venv-upgrade/bin/python -m pytest
 
 .venv-vllm/installed: Makefile
 	$(PYTHON) -m venv .venv-vllm
@@ -34,4 +59,4 @@ serve-test: .venv/installed .venv-vllm/installed  ## vLLM serves pruned models: 
 	$(BIN)/python -m eval.serve --output results/serve
 
 clean:
-	rm -rf .venv .venv-vllm out results *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-lock .venv-upgrade .venv-vllm out results *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from llmcompressor.modifiers import Modifier
 from transformers.utils import logging as transformers_logging
 
-from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin import LoRARecoveryModifier, RecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.checkpoint import check_checkpoint
 from struprune_plugin.layer.records import AllocationRecord
 from struprune_plugin.manifest import digest_manifest, read_manifest
@@ -38,7 +38,10 @@ from struprune_plugin.report import format_table, summarize_layers, summarize_ma
 
 _FORM = re.compile(r".+(must|refuses the recipe: ).+")  # in one line: a dot matches no line break
 _SHARES = {"recipes": 0.55, "manifests": 0.35, "configs": 0.1}
-_OURS = {kind.__name__: kind for kind in (StruPruneModifier, SparsityAllocatorModifier, LoRARecoveryModifier)}
+_OURS = {
+    kind.__name__: kind
+    for kind in (StruPruneModifier, SparsityAllocatorModifier, RecoveryModifier, LoRARecoveryModifier)
+}
 _HOSTS = (
     "QuantizationModifier",
     "GPTQModifier",

@@ -1,15 +1,22 @@
 """Kill a real process at random moments of a run, let the same command go on, and compare what comes out.
 
-    python -m eval.kills --kills 20
+    python -m eval.kills --recipe pruned --kills 10
+    python -m eval.kills --recipe quantised --phase saving --kills 5
+    python -m eval.kills --cost ../shared/testbed/opt-lab
 
-One recipe prunes the embedded demo model, the other quantises it afterwards. Every trial starts afresh, is killed (``kill -9``)
-at a moment drawn from the whole length of a run, saving included, and goes on until it ends. Prints a row a trial, and what the
-checkpoint costs.
+One recipe prunes the embedded demo model, the other quantises it afterwards. Every trial starts afresh with ``--checkpoint``, is
+killed (``kill -9``) at a moment drawn from the part of the run that ``--phase`` names, and the same command then goes on to its
+end. ``again`` kills the command that goes on, too, up to five times. Prints a row a trial: what was there at the kill, and
+whether the output has every byte of an uninterrupted run's and nothing else is left. ``--cost`` prints the share of one run's
+seconds that its checkpoint takes, both read in that very run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -18,94 +25,276 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+from struprune_plugin.contents import FILES_NAME
 from struprune_plugin.data import DEMO_MODEL
+from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
 from struprune_plugin.report import format_table
 
 PRUNE = "pruning_stage: {pruning_modifiers: {StruPruneModifier: {sparsity: 0.3}}}\n"
-_FIELDS = "{targets: [Linear], scheme: W8A8, ignore: [lm_head]}"
-QUANTISE = f"quantising_stage: {{quantising_modifiers: {{QuantizationModifier: {_FIELDS}}}}}\n"
-RECIPES = {"pruned": PRUNE, "pruned, then W8A8": PRUNE + QUANTISE}
+QUANTISE = "quantising_stage: {quantising_modifiers: {GPTQModifier: {scheme: W8A8, ignore: [lm_head]}}}\n"
+RECIPES = {"pruned": PRUNE, "quantised": PRUNE + QUANTISE}
+PHASES = ("working", "layers done", "saving", "over")  # of a run, in order; "again" is any of them, several times
+_AGAIN = 5
+_GOOD = "same bytes"
+_POLL = 0.002  # seconds
+_VOLATILE = ("stages", "sha256")  # of a manifest: seconds, and a digest that is of these too
 
 
-def start(recipe: Path, output: Path, checkpoint: Path | None, model: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "struprune_plugin.cli", "prune", model, "--recipe", str(recipe)]
-    command += ["--output", str(output), "--device", "cpu"]
-    if checkpoint is not None:
-        command += ["--checkpoint", str(checkpoint)]
-    environment = {**os.environ, "TQDM_DISABLE": "1"}
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+@dataclass(frozen=True)
+class Command:
+    """One command that prunes, and the places that it writes to, all in a folder of its own.
 
-
-def finish(process: subprocess.Popen[str]) -> None:
-    """Wait for a run to end well.
-
-    :raises RuntimeError: it did not
+    :param work: that folder
+    :param words: of the command line that are the same in every trial
+    :param num_layers: of the model
     """
+
+    work: Path
+    words: list[str]
+    num_layers: int
+
+    @property
+    def output(self) -> Path:
+        return self.work / "out"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.work / "checkpoint"
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "struprune_plugin.cli", "prune", *self.words]
+        command += ["--output", str(self.output), "--checkpoint", str(self.checkpoint)]
+        environment = {**os.environ, "TQDM_DISABLE": "1"}
+        return subprocess.Popen(
+            command,
+            env=environment,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def count_parts(self) -> int:
+        """Return the parts that are done: what was measured before the first layer, and layers."""
+        return max(0, len(list(self.checkpoint.glob("*.json"))) - 1)  # one says which run it is
+
+    def find_phase(self) -> str | None:
+        """Return the phase that a run is in by what it has written; None before it writes anything."""
+        if self.output.exists():
+            return "over"
+        scratch = next(self.work.glob(".out.partial-*"), None)
+        if scratch is None:
+            return None
+        if next((scratch / "new").glob("*"), None) or (scratch / "finished").exists():
+            return "saving"
+        return "layers done" if len(list(self.checkpoint.glob("layer-*.json"))) >= self.num_layers else "working"
+
+
+@dataclass
+class Timing:
+    """When the phases of an uninterrupted run began, in seconds after its start."""
+
+    began: dict[str, float] = field(default_factory=dict)
+
+    def measure(self, phase: str) -> float:
+        """Return how long a phase lasted."""
+        begins = [*(self.began[name] for name in PHASES if name in self.began)]
+        return next((other - self.began[phase] for other in begins if other > self.began[phase]), 0.0)
+
+
+def follow(command: Command, process: subprocess.Popen[str]) -> Timing:
+    """Wait for a run to end well, and say when its phases began.
+
+    :raises RuntimeError: it did not end well
+    """
+    timing, start = Timing(), time.perf_counter()
+    while process.poll() is None:
+        phase = command.find_phase()
+        if phase is not None:
+            timing.began.setdefault(phase, time.perf_counter() - start)
+        time.sleep(_POLL)
+    timing.began.setdefault("over", time.perf_counter() - start)
     _, errors = process.communicate()
     if process.returncode:
         raise RuntimeError(f"a run ended with {process.returncode}: {errors[-2000:]}")
+    return timing
 
 
-def measure(recipe: Path, output: Path, checkpoint: Path | None, model: str) -> float:
-    """Return the seconds of one run from start to end."""
-    began = time.perf_counter()
-    finish(start(recipe, output, checkpoint, model))
-    return time.perf_counter() - began
-
-
-def try_once(recipe: Path, work: Path, moment: float, whole: Path, model: str) -> tuple[int, bool, bool]:
-    """Kill one run; return the parts that were done, whether the output was absent, and whether the bytes are the same."""
-    output, checkpoint = work / "out", work / "checkpoint"
-    for folder in (output, checkpoint):
-        shutil.rmtree(folder, ignore_errors=True)
-    process = start(recipe, output, checkpoint, model)
-    time.sleep(moment)
+def kill_within(command: Command, phase: str, delay: float) -> str:
+    """Start the command, kill it so many seconds after a phase began, and return the phase that it was killed in."""
+    process = command.start()
+    wanted = PHASES.index(phase)
+    while process.poll() is None:
+        found = command.find_phase()
+        if found is not None and PHASES.index(found) >= wanted:
+            break
+        time.sleep(_POLL)
+    time.sleep(delay)
     is_over = process.poll() is not None
     if not is_over:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    clean = is_over or not output.exists() or read_weights(output) == read_weights(whole)
-    parts = len(list(checkpoint.glob("*.json"))) - 1 if checkpoint.exists() else 0
-    if not output.exists():
-        finish(start(recipe, output, checkpoint, model))
-    return max(parts, 0), clean, read_weights(output) == read_weights(whole)
+    return "over" if is_over else command.find_phase() or "nothing written"
 
 
-def read_weights(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.safetensors"))}
+def read_output(folder: Path) -> dict[str, str]:
+    """Return a digest of every file of an output; of its manifest without what no two runs share."""
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        if file.name == MANIFEST_NAME:
+            manifest = {name: value for name, value in read_manifest(file).items() if name not in _VOLATILE}
+            found[file.name] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        elif file.is_file() and file.name != FILES_NAME:  # which holds the digest of the manifest
+            found[file.relative_to(folder).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def try_once(command: Command, phase: str, timing: Timing, whole: dict[str, str], rng: random.Random) -> list[str]:
+    """Kill one run, or several in a row, let the command go on to its end, and return a row of what became of it."""
+    for folder in (command.output, command.checkpoint):
+        shutil.rmtree(folder, ignore_errors=True)
+    killed: list[str] = []
+    for _ in range(_AGAIN if phase == "again" else 1):
+        name = {"any": "working", "again": rng.choice(PHASES[:-1])}.get(phase, phase)
+        length = timing.began["over"] - timing.began["working"] if phase == "any" else timing.measure(name)
+        found = kill_within(command, name, rng.uniform(0, length))
+        killed.append(f"{found}, {command.count_parts()} parts")
+        if command.output.exists():
+            break
+    is_half = command.output.exists() and read_output(command.output) != whole
+    if not command.output.exists():
+        follow(command, command.start())
+    if is_half:
+        return ["; ".join(killed), "HALF AN OUTPUT"]
+    problems = [] if read_output(command.output) == whole else ["OTHER BYTES"]
+    may_stay = {"out", "recipe.yaml", *(["checkpoint"] if found == "over" else [])}
+    kept = ""
+    for path in sorted(command.work.iterdir()):
+        if path.name.startswith("out.finished-") and read_output(path) == whole:
+            kept = ", and what had been finished is kept beside it"
+            shutil.rmtree(path)
+        elif path.name not in may_stay:
+            problems.append(f"{path.name} LEFT")
+    return ["; ".join(killed), ", ".join(problems) or _GOOD + kept]
+
+
+def run_kills(args: argparse.Namespace) -> int:
+    """Run the trials, print a row each; return how many failed."""
+    rng, failures = random.Random(args.seed), 0
+    rows: list[list[str]] = []
+    model = Path(args.model)
+    before = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in model.iterdir() if file.is_file()}
+    with tempfile.TemporaryDirectory() as temporary:
+        recipe = Path(temporary) / "recipe.yaml"
+        recipe.write_text(RECIPES[args.recipe])
+        words = [args.model, "--recipe", str(recipe), "--num-samples", str(args.num_samples), "--device", "cpu"]
+        num_layers = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+        command = Command(Path(temporary), words, num_layers)
+        timing = follow(command, command.start())
+        whole = read_output(command.output)
+        print(", ".join(f"{name} after {seconds:.1f} s" for name, seconds in timing.began.items()), flush=True)
+        while len(rows) < args.kills:
+            row = try_once(command, args.phase, timing, whole, rng)
+            if row[0] == "over, 0 parts" and row[1] == _GOOD:
+                continue  # the run was faster than the one that was timed: nothing was killed
+            failures += not row[1].startswith(_GOOD)
+            rows.append([args.recipe, *row])
+            print(*rows[-1], sep="  ", flush=True)
+    after = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in model.iterdir() if file.is_file()}
+    print(format_table(["recipe", "killed in", "at the end"], rows))
+    print(
+        f"{len(rows) - failures} of {len(rows)} survived; the model is {'untouched' if after == before else 'CHANGED'}"
+    )
+    return failures + (after != before)
+
+
+# -- what a checkpoint costs --------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Seconds inside some functions, however they call each other."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth = 0.0, 0
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, self._depth = time.perf_counter(), self._depth + 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+@contextmanager
+def time_checkpoint() -> Iterator[Stopwatch]:
+    """Give the seconds that a run in this process spends for its checkpoint alone."""
+    from struprune_plugin.modifiers import allocator, planning, pruning
+    from struprune_plugin.passes.journal import Journal
+    from struprune_plugin.passes.resume import LayerLog
+
+    places: list[tuple[Any, str]] = [(module, "open_journal") for module in (allocator, pruning)]
+    places += [(module, name) for module in (allocator, planning) for name in ("keep_allocation", "take_allocation")]
+    places += [(LayerLog, "keep"), (LayerLog, "take"), (Journal, "clear"), (Journal, "__init__")]
+    watch = Stopwatch()
+    with ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(patch.object(owner, name, watch.wrap(getattr(owner, name))))
+        yield watch
+
+
+def measure_cost(args: argparse.Namespace) -> None:
+    """Prune once with a checkpoint, and print its share of the seconds."""
+    from struprune_plugin import StruPruneModifier, oneshot
+    from struprune_plugin.data import DEMO_CALIBRATION, load_tokenizer, make_calibration_dataset
+
+    dataset = make_calibration_dataset(DEMO_CALIBRATION, load_tokenizer(args.cost), args.num_samples, 256)
+    with tempfile.TemporaryDirectory() as temporary, time_checkpoint() as watch:
+        start = time.perf_counter()
+        oneshot(
+            model=args.cost,
+            recipe=StruPruneModifier(sparsity=0.3),
+            dataset=dataset,
+            output_dir=Path(temporary) / "out",
+            checkpoint_dir=Path(temporary) / "checkpoint",
+            num_calibration_samples=args.num_samples,
+            batch_size=8,
+            shuffle_calibration_samples=False,
+        )
+        total = time.perf_counter() - start
+    share = watch.seconds / (total - watch.seconds)
+    print(
+        f"{args.cost}, {args.num_samples} × 256 tokens: {total:.2f} s, of which the checkpoint {watch.seconds:.2f} s: "
+        f"{share:.1%} of a run without one"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, metavar="N", help="trials, shared between the recipes")
+    parser.add_argument("--recipe", choices=RECIPES, default="pruned")
+    parser.add_argument("--phase", choices=["any", *PHASES[:-1], "again"], default="any", help="when to kill")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="trials")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--model", default=str(DEMO_MODEL), help="a model folder")
+    parser.add_argument("--num-samples", type=int, default=32, metavar="N", help="of 256 tokens")
+    parser.add_argument("--cost", metavar="MODEL", help="print what a checkpoint costs on that model; kill nothing")
     args = parser.parse_args()
-    rng, rows, failures = random.Random(args.seed), [], 0
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        for index, (name, text) in enumerate(RECIPES.items()):
-            recipe, whole = work / "recipe.yaml", work / f"whole{index}"
-            recipe.write_text(text)
-            plain = [measure(recipe, work / f"plain{n}-{index}", None, args.model) for n in range(2)]
-            kept = [measure(recipe, whole if n else work / f"kept-{index}", work / "c", args.model) for n in range(2)]
-            print(
-                f"{name}: {min(plain):.1f} s, with a checkpoint {min(kept):.1f} s ({min(kept) / min(plain) - 1:+.1%})"
-            )
-            for _ in range(args.kills // len(RECIPES)):
-                moment = rng.uniform(0, min(kept))
-                parts, clean, same = try_once(recipe, work, moment, whole, args.model)
-                failures += not (clean and same)
-                words = "same bytes" if same else "OTHER BYTES"
-                rows.append([name, f"{moment:.2f}", parts, "absent" if clean else "HALF AN OUTPUT", words])
-                print(*rows[-1], sep="  ", flush=True)
-    print(format_table(["recipe", "killed after, s", "parts done", "output then", "at the end"], rows))
-    print(f"{len(rows) - failures} of {len(rows)} kills survived")
-    return 1 if failures else 0
+    if args.cost:
+        measure_cost(args)
+        return 0
+    return int(bool(run_kills(args)))
 
 
 if __name__ == "__main__":

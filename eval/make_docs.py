@@ -25,14 +25,16 @@ import yaml
 from llmcompressor.modifiers import Modifier
 from pydantic.fields import FieldInfo
 
-from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin import LoRARecoveryModifier, RecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RECIPES, TROUBLES = DOCS / "recipes.md", DOCS / "troubleshooting.md"
 RESULTS, PLOT = DOCS / "results.md", DOCS / "quality.svg"
 BEGIN, END = "<!-- fields: begin (python -m eval.make_docs writes what follows) -->", "<!-- fields: end -->"
-MODIFIERS: tuple[type[Modifier], ...] = (StruPruneModifier, SparsityAllocatorModifier, LoRARecoveryModifier)
+MODIFIERS: tuple[type[Modifier], ...] = (
+    *(StruPruneModifier, SparsityAllocatorModifier, RecoveryModifier, LoRARecoveryModifier),
+)
 
 # Titles of the page and the fields under them; a field that is in none goes under "Other".
 TOPICS: dict[str, tuple[str, ...]] = {
@@ -49,6 +51,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "How much each layer loses": (
         "allocation",
         "allocation_samples",
+        "trial_samples",
         "temperature",
         "search",
         "max_sparsity",
@@ -59,7 +62,12 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "What remains": ("restoration", "target", "damping", "tuning_epochs", "tuning_learning_rate"),
     "ADMM": ("alpha", "beta", "admm_steps", "admm_inner_steps", "admm_learning_rate", "attention_method"),
     "Memory and repetition": ("memory_budget", "measure_memory", "replay"),
-    "Adapters": ("rank", "LoRARecoveryModifier.alpha", "LoRARecoveryModifier.targets", "dropout"),
+    "What is trained": ("method", "memory", "losses", "hidden_distance"),
+    "Adapters": (
+        *("rank", "LoRARecoveryModifier.alpha", "LoRARecoveryModifier.targets", "dropout"),
+        *("RecoveryModifier.alpha", "RecoveryModifier.targets"),
+    ),
+    "Text": ("data", "text_column", "seq_length", "tokens"),
     "Training": (
         "epochs",
         "max_steps",
@@ -71,8 +79,14 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "gradient_checkpointing",
         "max_grad_norm",
         "seed",
+        "micro_batch_size",
+        "clipping",
         "holdout_fraction",
+        "holdout_steps",
+        "patience",
+        "checkpoint_steps",
     ),
+    "Precision and place": ("compute", "state_dtype", "state_folder", "RecoveryModifier.memory_budget"),
     "Distillation": ("distill", "distill_weight", "distill_temperature", "distill_top_k", "teacher"),
 }
 
@@ -88,6 +102,7 @@ WHEN: dict[str, str] = {
     "importance": "to compare; `wanda` scores without eliminating, and so takes less time",
     "sensitivity": "`none` to save its seconds and its memory, or for the paper's variants",
     "rotate_values": "`false` where kept value channels must be the dense model's own",
+    "trial_samples": "0 to save its time; more where calibration text is plentiful",
     "max_swaps": "0 to save its time",
     "allocation": "`uniform` where all layers must shrink alike; `softmax…` and `global_threshold` for the paper's variants",
     "allocation_samples": "raise it where the calibration data are plenty and varied",
@@ -115,6 +130,27 @@ WHEN: dict[str, str] = {
     "SparsityAllocatorModifier.allocation": "as in a pruning stage; `uniform` needs no stage of its own",
     "LoRARecoveryModifier.alpha": "with the rank, where their ratio is to stay",
     "LoRARecoveryModifier.targets": "to train attention or the FFN alone",
+    "RecoveryModifier.alpha": "with the rank, where their ratio is to stay",
+    "RecoveryModifier.targets": "to train attention or the FFN alone",
+    "RecoveryModifier.learning_rate": "lower where the loss jumps",
+    "RecoveryModifier.seed": "to see how much of a difference is chance",
+    "RecoveryModifier.memory_budget": "where the device must hold less than it has free",
+    "method": "`lora` where training text is scarce, or the host's memory; `full` where text is plenty",
+    "memory": "`model` where all of it fits the device: faster",
+    "losses": "`cross_entropy` beside `kl` where the text is what the model will be used on; `hidden` where text is scarce",
+    "hidden_distance": "to compare",
+    "data": "always, but for a short repair: the calibration samples are few",
+    "text_column": "where the text has another name",
+    "seq_length": "as long as what the model will read",
+    "tokens": "with `data`, to bound the time",
+    "micro_batch_size": "lower where a micro-batch does not fit the device, higher where it idles",
+    "clipping": "`global` for the ordinary loop's numbers; with `method: full` a step takes half as long again",
+    "holdout_steps": "lower for a finer curve; each measurement is a pass over the held-out part",
+    "patience": "to stop where text repeats itself and nothing more is learnt",
+    "checkpoint_steps": "lower where steps are slow",
+    "compute": "`bfloat16` for a float32 model on a processor or card that multiplies it faster",
+    "state_dtype": "`bfloat16` where the host's memory is short",
+    "state_folder": "where the host's memory does not hold the moments",
     "dropout": "above 0 where the held-out loss rises while the training loss falls",
     "epochs": "more where the held-out loss still falls at the last one",
     "max_steps": "to bound the time",
@@ -173,6 +209,15 @@ CHOICES: dict[str, dict[str, str]] = {
     "sensitivity": {"fisher": "weigh errors by the Fisher information of the module's output", "none": "all alike"},
     "output": {"per_layer": "every layer its own size", "uniform": "all layers the same size; stock classes load it"},
     "schedule": {"cosine": "half a cosine to zero", "linear": "straight to zero", "constant": "no fall"},
+    "method": {
+        "lora": "low-rank adapters, merged",
+        "full": "all weights of the decoder layers and the norm after them",
+        "norms_and_biases": "their vectors",
+    },
+    "memory": {"layer": "one decoder layer on the device", "model": "all of it, and the graphs of a forward pass"},
+    "hidden_distance": {"cosine": "one minus the cosine", "fisher": "squares weighed by the Fisher information"},
+    "clipping": {"layer": "each layer's gradient by its own norm", "global": "by the norm of all"},
+    "compute": {"model": "the model's dtype; bfloat16 for float16", "float32": "as it says", "bfloat16": "as it says"},
     "distill": {"none": "cross entropy with the text", "kl": "the dense teacher's distribution"},
 }
 RANGES = {  # of fields that a validator checks, not the field itself
@@ -329,6 +374,8 @@ def describe_type(annotation: Any) -> str:
         return " or ".join(describe_type(part) for part in parts if part is not type(None))
     if origin is list:
         return f"list of {describe_type(parts[0])}s"
+    if origin is dict:
+        return f"{describe_type(parts[1])}s by name: {describe_type(parts[0])}"
     return {float: "number", int: "whole number", bool: "`true` or `false`", str: "text"}[annotation]
 
 

@@ -2,6 +2,7 @@
 
     python -m eval.memory --output results/memory                       # as far as this machine's memory goes
     python -m eval.memory --models OPT-125M,OPT-350M --modes "no budget;4 layers" --output results/memory
+    python -m eval.memory --models OPT-125M,OPT-350M --modes "recovery;recovery, 3 layers" --length 512 --output results/memory
 
 Weights are random and made here; nothing is downloaded. A model has the published widths and vocabulary but few decoder
 layers, for the peak does not grow with them. Without an accelerator the peak is an account of what one would hold.
@@ -12,15 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from loguru import logger
 from transformers import AutoModelForCausalLM
 
-from eval.ledger import Ledger
+from eval.ledger import EVAL, Ledger, describe_code
 from eval.methods import DEFAULT
 from eval.paper_sizes import (
     OPT_SIZES,
@@ -32,10 +37,48 @@ from eval.paper_sizes import (
     measure_pruning_memory,
 )
 from eval.paper_tables import MEMORY_MODELS, PAPER_MEMORY
+from struprune_plugin import RecoveryModifier, oneshot
+from struprune_plugin.data import DEMO_MODEL
+from struprune_plugin.model.footprint import read_sizes
+from struprune_plugin.recovery.budget import BACKWARD_COPIES
 from struprune_plugin.report import format_table
 
 # mode -> memory budget in decoder layers; 0 is the least possible
 MODES: dict[str, float | None] = {"no budget": None, "4 layers": 4.0, "1 layer": 1.0, "least": 0.0}
+# modes of a recovery of all weights under one layer -> the budget in layers, beside the activations of a micro-batch
+RECOVERY: dict[str, float | None] = {"recovery": None, "recovery, 3 layers": 3.0}
+
+
+def measure_recovery_memory(name: str, budget_layers: float | None, num_layers: int, length: int) -> dict[str, Any]:
+    """Train random weights of an OPT's shape for one step of two sequences, one at a time; return the peak on the device.
+
+    All weights of the decoder layers, in bfloat16, by their cross entropy; float32 copies and moments lie on the host.
+
+    :param budget_layers: ``memory_budget`` in bytes of one decoder layer, the activations of a micro-batch beside them
+    """
+    torch.manual_seed(0)
+    config = make_opt_config(name, num_hidden_layers=num_layers, dtype="bfloat16")
+    model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    sizes = read_sizes(model, [], torch.Size([1, length]))
+    activations = BACKWARD_COPIES * sizes.activations
+    budget = None if budget_layers is None else round(budget_layers * sizes.layer) + activations
+    modifier = RecoveryModifier(
+        **{"losses": {"cross_entropy": 1.0}, "batch_size": 2, "micro_batch_size": 1, "holdout_fraction": 0.0},
+        **{"memory_budget": budget, "measure_memory": True},
+    )
+    ids = torch.randint(4, config.vocab_size, (2, length))
+    dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    with tempfile.TemporaryDirectory() as scratch:
+        model.config._name_or_path = scratch
+        (Path(scratch) / "config.json").write_text(json.dumps(model.config.to_dict()))
+        options: dict[str, Any] = {"tokenizer": str(DEMO_MODEL), "batch_size": 1, "num_calibration_samples": 2}
+        oneshot(model=model, recipe=modifier, dataset=dataset, shuffle_calibration_samples=False, **options)
+    training = next(stage for stage in modifier.record["stages"] if stage["name"] == "training")
+    return {
+        **{"layer_bytes": sizes.layer, "activation_bytes": activations, "budget_bytes": budget, "tokens": 2 * length},
+        **{"peak_bytes": training["peak_bytes"], "seconds": training["seconds"], "stages": modifier.record["stages"]},
+        "measure": modifier.record["memory_measure"],
+    }
 
 
 def fit_exponent(sizes: list[float], peaks: list[float]) -> float | None:
@@ -146,7 +189,7 @@ def write_report(rows: dict[str, dict[str, Any]], left_out: list[str], length: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(OPT_SIZES))
-    parser.add_argument("--modes", default=";".join(MODES), help="separated by semicolons")
+    parser.add_argument("--modes", default=";".join((*MODES, *RECOVERY)), help="separated by semicolons")
     parser.add_argument("--layers", type=int, default=1, help="decoder layers of every model")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence, one at a time")
     parser.add_argument("--memory", type=float, help="gigabytes of this machine to use; what is free if unset")
@@ -165,12 +208,14 @@ def main() -> None:
             continue
         size = count_sizes(name, make_opt_config(name))
         for mode in args.modes.split(";"):
-            budget = MODES[mode]
-
-            def measure(name: str = name, budget: float | None = budget) -> dict[str, Any]:
-                return measure_pruning_memory(name, DEFAULT.fields, budget, args.layers, length=args.length)
-
-            how = describe_measurement(name, DEFAULT.fields, budget, args.layers, length=args.length)
+            if mode in RECOVERY:
+                part = (name, RECOVERY[mode], max(2, args.layers), args.length)
+                measure: Callable[[], dict[str, Any]] = partial(measure_recovery_memory, *part)
+                how: dict[str, Any] = {"code": describe_code(EVAL / "paper_sizes.py", Path(__file__)), "part": part}
+            else:
+                rest = (name, DEFAULT.fields, MODES[mode], args.layers)
+                measure = partial(measure_pruning_memory, *rest, length=args.length)
+                how = describe_measurement(*rest, length=args.length)
             row = ledger.finish(f"{name} | {mode}", how, measure)
             counted = {"parameters": size.total, "model_bytes": 2 * size.total, "num_layers": args.layers}
             rows[f"{name} | {mode}"] = {**row, **counted}

@@ -1,6 +1,7 @@
 """Time, memory and traffic of pruning a model of any size, on paper: what is counted, what is measured and what is assumed.
 
 python -m eval.scale --profile results/profile/profile.json --output results/scale
+python -m eval.scale --recovery                # what a recovery of 70 billion parameters takes, on the same card
 
 Counted: operations and bytes of every stage, from the sizes alone. Measured: how much longer than these operations at this
 device's own matrix rates a real run takes (``--profile``, written by ``eval.profile`` with one thread on this machine).
@@ -79,6 +80,8 @@ class Rates:
 CARD = Rates(model=400e12, single=30e12, double=30e12, host=25e9, link=200e9, memory=2e12)
 CARD_BYTES = 80e9
 LARGE = Size("405B class", hidden=16384, ffn=53248, layers=126, kv_width=1024, linears=3, other=2 * 128256 * 16384)
+RECOVERED = Size("70B class", hidden=8192, ffn=28672, layers=80, kv_width=1024, linears=3, other=2 * 32000 * 8192)
+HOST_RATE = 200e9  # bytes a second of the host's memory, read and written, two sockets
 OPT_LAB = Size("opt-lab", hidden=256, ffn=1024, layers=8, kv_width=256, linears=2)
 
 
@@ -156,6 +159,77 @@ def count_memory(size: Size, job: Job, ranks: int = 1) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """A recovery of all weights of a pruned model under one layer, towards the dense one's distribution."""
+
+    tokens: float = 100e6
+    batch: int = 64
+    length: int = 2048
+    sparsity: float = 0.3
+    moment_bytes: int = 4  # of each of the two
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch * self.length
+
+
+def count_recovery(size: Size, job: Recovery, rates: Rates) -> dict[str, float]:
+    """Return hours of every part, none of them overlapped.
+
+    A token takes 8 operations a weight (forward, again, and twice that backward), 6 one of the head, and 2 one of the dense
+    model, once. A step moves the weights up twice and float32 gradients down, and AdamW reads and writes gradient, copy and
+    moments on the host; every layer takes 10 bytes a value of its hidden states, and the dense one 4.
+    """
+    left, steps = size.layer * (1 - job.sparsity), job.tokens / job.step_tokens
+    maps = 4 * job.length * size.hidden
+    student = job.tokens * size.layers * (8 * left + 4 * maps) / rates.model
+    head = job.tokens * (6 * size.other / 2 + 4 * size.other / 2) / rates.model
+    teacher = job.tokens * size.layers * (2 * size.layer + maps) / rates.model
+    weights = steps * size.layers * left * (2 * 2 + 4) / rates.host
+    states = job.tokens * size.layers * size.hidden * (10 + 4) / rates.host
+    dense = job.tokens / (64 * job.length) * size.layers * 2 * size.layer / rates.host
+    update = steps * size.layers * left * (4 + 2 * (4 + 2 * job.moment_bytes) + 2) / HOST_RATE
+    parts = {
+        **{"student's layers": student, "heads of both": head, "dense model, once": teacher},
+        **{"traffic: weights, gradients": weights, "traffic: hidden states": states, "traffic: dense weights": dense},
+        "AdamW, on the host": update,
+    }
+    return {name: seconds / 3600 for name, seconds in parts.items()}
+
+
+def count_recovery_memory(size: Size, job: Recovery) -> dict[str, float]:
+    """Return bytes: of the device for two layers, float32 gradients and a sequence on its way, and of the host."""
+    left = size.layer * (1 - job.sparsity)
+    activations = 2.0 * job.length * (14 * size.hidden + 4 * size.ffn * (1 - job.sparsity))
+    hidden = 2.0 * job.step_tokens * size.hidden * (size.layers + 1)
+    weights, states = 2.0 * (size.layers * left + size.other), size.layers * left * (4.0 + 2 * job.moment_bytes)
+    return {
+        "card, two layers and gradients": (2 + 2 + 4) * left + activations,
+        "card, gradients on the host": (2 + 2) * left + activations,
+        "host, weights": weights,
+        "host, float32 copies and moments": states,
+        "host, hidden states of a step": hidden,
+        "disk, the dense model's distributions": job.tokens * (6 * 64 + 2),
+    }
+
+
+def make_recovery_tables(size: Size, job: Recovery) -> str:
+    """Return what a recovery takes, on paper."""
+    hours = count_recovery(size, job, CARD)
+    rows = [[name, f"{value:.1f}"] for name, value in hours.items()]
+    rows.append(["counted, nothing overlapped", f"{sum(hours.values()):.1f}"])
+    cells = [
+        [name, f"{value / 1e9:,.0f}", _judge(name, value)] for name, value in count_recovery_memory(size, job).items()
+    ]
+    head = (
+        f"{size.name}: {size.layers * size.layer / 1e9:.0f} B parameters in {size.layers} layers, {job.sparsity:.0%} removed; "
+        f"{job.tokens / 1e6:.0f} M tokens, {job.batch} × {job.length} a step, all weights, one card"
+    )
+    tables = [format_table(["recovery", "hours"], rows), format_table(["bytes", "GB", "of 80 GB"], cells)]
+    return "\n\n".join([head, *tables])
+
+
 def measure_rates(device: str = "cpu", size: int = 1024) -> Rates:
     """Return the rates of a device: on a CPU float32 for the model's dtype and traffic within one memory, else bfloat16 and
     traffic with the host from pinned memory.
@@ -208,14 +282,20 @@ def _judge(name: str, value: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, help="profile.json of opt-lab, 64 × 256 tokens, one thread")
     parser.add_argument(
-        "--profile", type=Path, required=True, help="profile.json of opt-lab, 64 × 256 tokens, one thread"
+        "--recovery", action="store_true", help="count a recovery instead, for which nothing is measured"
     )
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.recovery:
+        print(make_recovery_tables(RECOVERED, Recovery(sparsity=args.sparsity)))
+        return
+    if args.profile is None:
+        parser.error("--profile: must be given, or --recovery")
 
     torch.set_num_threads(1)
     with count_own_seconds():

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LoRARecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier", "oneshot", "read_manifest"]
+__all__ = [
+    "LoRARecoveryModifier",
+    "RecoveryModifier",
+    "SparsityAllocatorModifier",
+    "StruPruneModifier",
+    "oneshot",
+    "read_manifest",
+]
 
 
 def _is_command_line() -> bool:
@@ -38,6 +45,7 @@ if not TYPE_CHECKING and find_spec("llmcompressor") is None:
 elif TYPE_CHECKING or not _is_command_line():
     from struprune_plugin._register import (
         LoRARecoveryModifier,
+        RecoveryModifier,
         SparsityAllocatorModifier,
         StruPruneModifier,
         oneshot,

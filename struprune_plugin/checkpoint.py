@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,8 +22,10 @@ from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.model.families import check_model_type
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+_FORMS = (
+    "model.safetensors",
+    "pytorch_model.bin",
+)  # in the order in which transformers looks for them, each before its index
 Header = dict[str, list[int]]  # tensor -> shape
 
 
@@ -32,9 +35,9 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
     :raises ValueError: nothing to load there; an unsupported architecture; quantised weights; a weight file that is cut off
         or is none; a tensor that the configuration asks for and that is missing, or of another shape
     """
-    config = _read_config(model, revision, trust_remote_code)
+    config = read_config(model, revision, trust_remote_code)
     check_model_type(config.model_type)
-    if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in _WEIGHTS):
+    if Path(model).is_dir() and not _list_files(Path(model)):
         raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
@@ -45,7 +48,11 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
     return config
 
 
-def _read_config(model: str, revision: str, trust_remote_code: bool = False) -> PretrainedConfig:
+def read_config(model: str, revision: str = "main", trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read the configuration of a folder or of a name of the hub.
+
+    :raises ValueError: there is none that can be read
+    """
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # a broken config.json raises whatever its many readers met
@@ -67,7 +74,7 @@ def check_whole(model: str, config: PretrainedConfig | None = None, revision: st
     :raises ValueError: as the last two of :func:`check_checkpoint`
     """
     headers = read_headers(model, revision)
-    config = _read_config(model, revision) if config is None else config
+    config = read_config(model, revision) if config is None else config
     quantised = getattr(config, "quantization_config", None) is not None
     if headers and not quantised and type(config) in AutoModelForCausalLM._model_mapping:
         _check_tensors(model, config, headers)
@@ -85,9 +92,9 @@ def find_checkpoint(model: str, revision: str = "main") -> Path | None:
 
 
 def read_headers(model: str, revision: str = "main") -> dict[Path, Header]:
-    """Read what the safetensors files that would be loaded hold; nothing where there are none, or none yet.
+    """Read what the weight files that would be loaded hold; nothing where there are none, or none yet.
 
-    :raises ValueError: a file of a local folder is missing, cut off, or no safetensors file
+    :raises ValueError: a file of a local folder is missing, cut off, or holds something else than tensors
     """
     folder = find_checkpoint(model, revision)
     if folder is None:
@@ -95,19 +102,23 @@ def read_headers(model: str, revision: str = "main") -> dict[Path, Header]:
     files = _list_files(folder)
     if not Path(model).is_dir() and not all(file.is_file() for file in files):
         return {}  # the rest will be downloaded
-    return {file: _read_header(file) for file in files}
+    return {file: (_read_header if file.suffix == ".safetensors" else _read_pickled)(file) for file in files}
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers loads from a folder."""
-    index = folder / _INDEX
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if not index.is_file():
-        return []
+    """Return the weight files that transformers loads from a folder."""
+    for name in _FORMS:
+        if (folder / name).is_file():
+            return [folder / name]
+        if (folder / f"{name}.index.json").is_file():
+            return _read_index(folder / f"{name}.index.json")
+    return []
+
+
+def _read_index(index: Path) -> list[Path]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sorted({folder / name for name in names})
+        return sorted({index.parent / name for name in names})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"model: {index} must be an index with a weight_map, got {error!r:.200}. Copy or download it again."
@@ -122,6 +133,19 @@ def _read_header(file: Path) -> Header:
         size = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
         raise ValueError(
             f"model: {file} must be a whole safetensors file, got {size}: {error}. Copy or download it again."
+        ) from None
+
+
+def _read_pickled(file: Path) -> Header:
+    """Read the shapes in a ``.bin`` file as transformers reads it: tensors are taken from it, anything else is refused unread."""
+    try:
+        tensors = torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
+        return {name: list(tensor.shape) for name, tensor in tensors.items()}
+    except Exception as error:  # whatever the compiled reader, or the reader of old files, met
+        size = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
+        raise ValueError(
+            f"model: {file} must be a whole file of tensors and nothing else, got {size}: {shorten_error(error)} Copy or download "
+            "it again, best as safetensors."
         ) from None
 
 

@@ -1,22 +1,39 @@
-"""``struprune``: prune, eval, convert, inspect, verify and recipes from the command line."""
+"""``struprune``: the command line."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
-import logging
 import os
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
+from struprune_plugin import __version__
+from struprune_plugin.arguments import (
+    HelpFormatter,
+    add_calibration,
+    add_changes,
+    add_device,
+    add_dtype,
+    add_recipe,
+    choose_device,
+    positive,
+    read_changes,
+    seed,
+    set_logging,
+)
+from struprune_plugin.commands import add_compare, add_plan, add_report, add_sweep, draw_progress
+from struprune_plugin.console import add_output_options, open_output, show, show_error
+from struprune_plugin.early import check_device, check_model_name, check_place, check_recipe_name, check_text_file
+from struprune_plugin.hub import check_push, push_folder
 from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
 from struprune_plugin.report import (
     format_bytes,
@@ -29,6 +46,7 @@ from struprune_plugin.shipped import describe_recipe, list_recipes
 from struprune_plugin.verify import check_undamaged, find_damage, verify_folder
 
 # Whatever needs torch or the host is imported by the command that needs it: help and early refusals take no seconds.
+_BOOTSTRAP = 100  # draws; above 0 lets lm-eval give standard errors, those of means have a formula and draw nothing
 _FORMS = ("uniform-padded", "masked", "block_configs", "gguf")  # of struprune_plugin.export.forms
 
 
@@ -44,9 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without our tables' signs is no reason to fail
-    args = _make_parser().parse_args(argv)
+    parser = _make_parser()
+    _complete(parser)
+    args = parser.parse_args(argv)
     try:
-        with _raise_on_sigterm():
+        with _raise_on_sigterm(), open_output(args):
             status = args.run(args)
             sys.stdout.flush()
             return status or 0
@@ -59,11 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # so the compiled libraries say that a disk is full, in classes of their own
         if not failed and not isinstance(error, (ValueError, OSError)):
             raise
-        print(f"struprune: error: {' '.join(str(error).split())}", file=sys.stderr)
+        show_error(f"error: {' '.join(str(error).split())}")
         return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # that is no bad input
     except (KeyboardInterrupt, _Terminated) as stop:
-        print(f"\nstruprune: {'interrupted' if isinstance(stop, KeyboardInterrupt) else 'terminated'}", file=sys.stderr)
+        print(file=sys.stderr)  # below a bar, or the terminal's ^C
+        show_error("interrupted" if isinstance(stop, KeyboardInterrupt) else "terminated")
         return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks for completions, where argcomplete is there, and end; nothing happens otherwise."""
+    if "_ARGCOMPLETE" in os.environ:
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
 
 
 class _Terminated(BaseException):
@@ -92,13 +122,20 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), "
         "130 and 143 when stopped by Ctrl-C and SIGTERM, 1 otherwise.",
     )
+    parser.add_argument("--version", action="version", version=f"struprune {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_prune(commands)
+    add_plan(commands)
     _add_eval(commands)
     _add_convert(commands)
     _add_inspect(commands)
+    add_report(commands)
+    add_compare(commands)
+    add_sweep(commands)
     _add_verify(commands)
     _add_recipes(commands)
+    for command in commands.choices.values():
+        add_output_options(command)
     return parser
 
 
@@ -107,46 +144,15 @@ def _add_prune(commands: Any) -> None:
         "prune",
         help="prune a model with a recipe and write a folder that loads",
         description="Prune MODEL as the recipe says, and write a folder that transformers and lm-eval load.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     prune.add_argument("model", metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")
-    prune.add_argument(
-        "--recipe", required=True, metavar="R", help="a recipe file, or a name that `struprune recipes` lists"
-    )
+    add_recipe(prune, required=True)
     prune.add_argument("--output", required=True, metavar="OUT", type=Path, help="folder to write; whole or not at all")
-    data = prune.add_argument_group("calibration text")
-    data.add_argument(
-        "--data",
-        metavar="SRC",
-        help="FILE.jsonl, c4, wikitext2 or a hub data set; the package's own sample where left out",
-    )
-    data.add_argument("--text-column", default="text", metavar="NAME", help="column that holds the text")
-    data.add_argument("--num-samples", type=_positive, default=64, metavar="N", help="sequences")
-    data.add_argument("--seq-length", type=_positive, default=256, metavar="N", help="tokens a sequence")
-    data.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences on the device at a time")
-    change = prune.add_argument_group("changes to the recipe")
-    change.add_argument(
-        "--sparsity", type=float, metavar="R", help="fraction of decoder parameters to remove, in [0, 1)"
-    )
-    change.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="changes",
-        metavar="FIELD=VALUE",
-        help="set a field, e.g. attention_unit=head, or LoRARecoveryModifier.alpha=8 where several modifiers have it; "
-        "may be repeated",
-    )
-    change.add_argument(
-        "--memory-budget",
-        type=_bytes,
-        metavar="BYTES",
-        help="what the device may hold, e.g. 4GB; refused where too little",
-    )
-    prune.add_argument("--seed", type=_seed, default=0, help="seed of every random choice")
-    prune.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model"
-    )
+    add_calibration(prune)
+    add_changes(prune)
+    prune.add_argument("--seed", type=seed, default=0, help="seed of every random choice")
+    add_dtype(prune)
     prune.add_argument(
         "--offload", type=Path, metavar="FOLDER", help="for weights that the memory does not hold, while the run lasts"
     )
@@ -157,8 +163,11 @@ def _add_prune(commands: Any) -> None:
         help="keep finished layers there until the run is over; after a kill the same command goes on there",
     )
     prune.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output, unchanged")
+    prune.add_argument(
+        "--push-to-hub", metavar="USER/NAME", help="upload the output there, too; a new repository is private"
+    )
     prune.add_argument("--verbose", action="store_true", help="show the host's log")
-    _add_device(prune)
+    add_device(prune)
     prune.set_defaults(run=_prune)
 
 
@@ -167,30 +176,35 @@ def _add_eval(commands: Any) -> None:
         "eval",
         help="perplexity and lm-eval tasks of dense, pruned or quantised folders",
         description="Score models: token perplexity in fixed windows, lm-eval tasks, or both. Several models make a table.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     score.add_argument("paths", nargs="+", metavar="PATH", help="model folders or hub names")
     score.add_argument(
         "--text", type=Path, metavar="FILE.jsonl", help="text to score; the package's own where no --tasks are given"
     )
     score.add_argument("--text-column", default="text", metavar="NAME", help="column that holds the text")
-    score.add_argument("--window", type=_positive, default=256, metavar="N", help="context length in tokens")
+    score.add_argument("--window", type=positive, default=256, metavar="N", help="context length in tokens")
     score.add_argument(
-        "--stride", type=_positive, metavar="N", help="tokens from window to window; the window itself if unset"
+        "--stride", type=positive, metavar="N", help="tokens from window to window; the window itself if unset"
     )
-    score.add_argument("--max-tokens", type=_positive, metavar="N", help="score the first N tokens")
-    score.add_argument("--tasks", metavar="a,b", help="lm-eval tasks")
+    score.add_argument("--max-tokens", type=positive, metavar="N", help="score the first N tokens")
+    score.add_argument(
+        "--tasks", metavar="a,b", help="lm-eval tasks by the harness' own names, e.g. arc_easy,hellaswag"
+    )
     score.add_argument("--include-path", metavar="DIR", help="folder with lm-eval task files, e.g. eval/tasks")
     score.add_argument(
         "--no-dense", action="store_true", help="do not add the local model that a folder was pruned from"
     )
-    score.add_argument("--limit", type=_positive, metavar="N", help="examples a task")
-    score.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences at a time")
+    score.add_argument(
+        "--no-keep", action="store_true", help="do not write the figures into the manifest and the card of our outputs"
+    )
+    score.add_argument("--limit", type=positive, metavar="N", help="examples a task")
+    score.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences at a time")
     score.add_argument(
         "--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
     )
-    score.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    _add_device(score)
+    score.add_argument("--output", type=Path, metavar="FILE", help="write the figures here too, as JSON")
+    add_device(score)
     score.set_defaults(run=_eval)
 
 
@@ -219,7 +233,6 @@ def _add_inspect(commands: Any) -> None:
         description="Print the manifest (struprune.json) of a pruned folder.",
     )
     inspect.add_argument("path", metavar="PATH", type=Path, help="a pruned folder")
-    inspect.add_argument("--json", action="store_true", help="the whole manifest as JSON")
     inspect.set_defaults(run=_inspect)
 
 
@@ -243,73 +256,14 @@ def _add_recipes(commands: Any) -> None:
     recipes.set_defaults(run=_recipes)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, below 10^9, got {text!r}")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or len(text) > 10 or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, got {text!r}")
-    return int(text)
-
-
-def _bytes(text: str) -> int:
-    """Read a number of bytes: digits, or digits before kB, MB, GB."""
-    number, unit = text, 1
-    for name, value in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
-        if text.endswith(name):
-            number, unit = text.removesuffix(name), value
-    is_number = number.isascii() and number.replace(".", "", 1).isdigit()
-    if not is_number or not 1 <= float(number) * unit < 2**63:
-        raise argparse.ArgumentTypeError(f"must be a number of bytes, e.g. 500MB or 4GB, got {text!r}")
-    return round(float(number) * unit)
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N")
-
-
-def _choose_device(device: str) -> None:
-    """Let the host and torch see only the device asked for.
-
-    By now an import may have started CUDA, after which it no longer looks at the environment; so start afresh.
-    """
-    import torch
-
-    check_device(device)
-    kind, _, index = device.partition(":")
-    visible = "" if kind == "cpu" else index or None
-    if torch.version.cuda and visible is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != visible:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu.")
-
-
-def _quiet(verbose: bool) -> None:
-    """Leave progress bars, our own words and errors; drop what a user cannot act on."""
-    from loguru import logger
-
-    if verbose:
-        return
-    logger.remove()
-    logger.add(sys.stderr, level="WARNING", format="{level}: {message}", filter=_is_actionable)
-    for name in ("torch.fx._symbolic_trace", "lm_eval"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _is_actionable(record: Any) -> bool:
-    return "No accelerator available" not in record["message"]
-
-
 def _prune(args: argparse.Namespace) -> None:
-    changes = _read_changes(args)
+    changes = read_changes(args)
     check_device(args.device)
     check_recipe_name(args.recipe)
     check_text_file(args.data)
     check_model_name(args.model)
+    if args.push_to_hub is not None:
+        check_push(args.push_to_hub)
     from transformers import set_seed
 
     from struprune_plugin._register import StruPruneModifier, oneshot
@@ -319,11 +273,12 @@ def _prune(args: argparse.Namespace) -> None:
     from struprune_plugin.folder import check_apart, check_output
     from struprune_plugin.recipe import load_recipe
 
-    _choose_device(args.device)
-    _quiet(args.verbose)
+    choose_device(args.device)
+    set_logging(args)
     recipe = load_recipe(args.recipe, changes=changes)
     if args.offload is not None:
         check_apart(args.output, args.offload)
+        check_place("--offload", args.offload)
     kwargs = {"dataset": args.data}
     check_output(
         args.output, args.overwrite, list_inputs(args.model, args.recipe, recipe.modifiers, args.offload, kwargs)
@@ -334,7 +289,7 @@ def _prune(args: argparse.Namespace) -> None:
     dataset = make_calibration_dataset(
         args.data or DEMO_CALIBRATION, tokenizer, args.num_samples, args.seq_length, args.text_column
     )
-    with _make_scratch(args.offload) as scratch:
+    with _make_scratch(args.offload) as scratch, draw_progress(args, recipe):
         oneshot(
             model=args.model,
             recipe=recipe,
@@ -348,11 +303,15 @@ def _prune(args: argparse.Namespace) -> None:
             shuffle_calibration_samples=False,
             precision=args.dtype,
         )
-    if not any(isinstance(modifier, StruPruneModifier) for modifier in recipe.modifiers):
-        print(f"wrote {args.output}")
-        return
-    manifest = read_manifest(args.output)
-    print(summarize_layers(manifest), summarize_manifest(manifest, args.output), f"wrote {args.output}", sep="\n\n")
+    record: dict[str, Any] = {"output": str(args.output), "bytes": measure_weight_bytes(args.output)}
+    parts = [f"wrote {args.output}"]
+    if any(isinstance(modifier, StruPruneModifier) for modifier in recipe.modifiers):
+        record["manifest"] = manifest = read_manifest(args.output)
+        parts = [summarize_layers(manifest), summarize_manifest(manifest, args.output), *parts]
+    if args.push_to_hub is not None:
+        record["hub"] = push_folder(args.output, args.push_to_hub)
+        parts.append(f"pushed to {record['hub']}")
+    show(args, record, "\n\n".join(parts))
 
 
 @contextmanager
@@ -366,51 +325,49 @@ def _make_scratch(parent: Path | None) -> Iterator[str | None]:
         yield folder
 
 
-def _read_changes(args: argparse.Namespace) -> dict[str, Any]:
-    import yaml
+def _read_tasks(args: argparse.Namespace) -> list[str]:
+    """Return the names of lm-eval's tasks.
 
-    given = [("--set", *change.partition("=")) for change in args.changes]
-    changes: dict[str, Any] = {}
-    for option, field, equals, text in given:
-        if not field or not equals:
-            raise ValueError(f"{option}: must be FIELD=VALUE, got {field + equals + text!r}.")
-        try:
-            value = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
-            problem = " ".join(str(error).split())
-            raise ValueError(f"{option}: {field} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
-        _add_change(changes, option, field, value)
-    if args.sparsity is not None:
-        _add_change(changes, "--sparsity", "sparsity", args.sparsity)
-    if args.memory_budget is not None:
-        _add_change(changes, "--memory-budget", "memory_budget", args.memory_budget)
-    return changes
-
-
-def _add_change(changes: dict[str, Any], option: str, field: str, value: object) -> None:
-    if field in changes:
-        raise ValueError(f"{option}: {field} must be set once, got {changes[field]!r} and {value!r}. Give one.")
-    changes[field] = value
+    :raises ValueError: an empty name; no folder of tasks; an option that nothing would use
+    """
+    tasks = [] if args.tasks is None else [name.strip() for name in args.tasks.split(",")]
+    if not all(tasks):
+        raise ValueError(
+            f"--tasks: must be names with commas between them, got {args.tasks!r}. Correct it, or leave it out."
+        )
+    if args.include_path is not None and not Path(args.include_path).is_dir():
+        raise ValueError(
+            f"--include-path: must be a folder with task files, got {args.include_path!r}. Correct the path."
+        )
+    for name in ("include_path", "limit") if not tasks else ("stride", "max_tokens") if args.text is None else ():
+        if getattr(args, name) is not None:
+            needed = "--text" if tasks else "--tasks"
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option}: must be left out without {needed}, got {getattr(args, name)!r}. Give {needed}, too."
+            )
+    return tasks
 
 
 def _eval(args: argparse.Namespace) -> None:
     check_device(args.device)
+    tasks = _read_tasks(args)
     check_text_file(args.text)
+    if args.output:
+        _check_scores_file(args.output)
     for path in args.paths:
         check_model_name(path)
     from struprune_plugin import _register  # noqa: F401
     from struprune_plugin.data import DEMO_TEST, read_texts, tokenize_texts
-    from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
+    from struprune_plugin.evaluation import check_tasks, load_checkpoint, measure_perplexity, run_tasks
     from struprune_plugin.model.layers import count_parameters
 
-    _choose_device(args.device)
-    _quiet(verbose=False)
-    tasks = args.tasks.split(",") if args.tasks else []
+    choose_device(args.device)
+    set_logging(args)
+    if tasks:
+        check_tasks(tasks, args.include_path)
     text = args.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, args.text_column) if text else None
-    if args.json:
-        _check_scores_file(args.json)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
     scores: dict[str, dict[str, Any]] = {}
     for path in args.paths if args.no_dense else _add_dense(args.paths):
         model, tokenizer = load_checkpoint(path, args.dtype)
@@ -421,24 +378,44 @@ def _eval(args: argparse.Namespace) -> None:
             if args.window > positions:
                 raise ValueError(f"--window: must be at most the model's {positions} positions, got {args.window}.")
             score["perplexity"] = measure_perplexity(model, tokens, args.window, args.stride, args.batch_size)
-        if tasks:
-            results = run_tasks(model, tokenizer, tasks, args.include_path, args.batch_size, args.limit)
+            score["tokens"] = len(tokens)
+        for task in tasks:  # one after the other: a progress bar each
+            options: dict[str, Any] = {"bootstrap_iters": _BOOTSTRAP}
+            results = run_tasks(model, tokenizer, [task], args.include_path, args.batch_size, args.limit, **options)
             score.update(
-                {f"{task} {name.split(',')[0]}": v for task, row in results.items() for name, v in row.items()}
+                {f"{name} {metric.split(',')[0]}": v for name, row in results.items() for metric, v in row.items()}
             )
         score["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
-    print(_format_scores(scores))
-    if args.json:
-        settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
-        args.json.write_text(json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n", encoding="utf-8")
+    settings = {"text": str(text) if text else None, "window": args.window, "stride": args.stride or args.window}
+    settings |= {"max_tokens": args.max_tokens, "limit": args.limit, "dtype": args.dtype}
+    record = {"settings": settings, "scores": scores}
+    if not args.no_keep:
+        _keep_scores(scores, settings)
+    show(args, record, _format_scores(scores))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Let what was measured of our outputs go with them, into manifest and card."""
+    from struprune_plugin.results import keep_results, list_results
+
+    for path, score in scores.items():
+        if (Path(path) / MANIFEST_NAME).is_file():
+            base = Path(read_manifest(path)["model"]["base"]).resolve()
+            dense = next((other for name, other in scores.items() if Path(name).resolve() == base), {})
+            if problem := keep_results(Path(path), list_results(score, dense, settings)):
+                show_error(f"results are not kept with the output: {problem}")
 
 
 def _check_scores_file(file: Path) -> None:
     """Refuse to write figures over what holds none.
 
-    :raises ValueError: a folder, or a file that is not an earlier one of ours
+    :raises ValueError: a folder, or a file that is not an earlier one of ours; a place where nothing can be written
     """
     if not file.exists():
+        check_place("--output", file.parent)
         return
     try:
         ours = json.loads(file.read_text(encoding="utf-8")).keys() == {"settings", "scores"}
@@ -446,7 +423,7 @@ def _check_scores_file(file: Path) -> None:
         ours = False
     if not ours:
         raise ValueError(
-            f"--json: must be absent or an earlier file of scores, {file} is neither. Choose another path."
+            f"--output: must be absent or an earlier file of scores, {file} is neither. Choose another path."
         )
 
 
@@ -466,7 +443,7 @@ def _add_dense(paths: list[str]) -> list[str]:
 
 def _format_scores(scores: dict[str, dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(name for score in scores.values() for name in score if "stderr" not in name))
-    columns = [name for name in columns if not name.endswith((" sample_len", " name", " alias"))]
+    columns = [name for name in columns if not name.endswith((" sample_len", " name", " alias")) and name != "tokens"]
     show = {"parameters": "{:,}".format, "bytes": lambda count: format_bytes(count) if count else "on the hub"}
     rows = [
         [path, *(show.get(name, "{:.4g}".format)(score[name]) if name in score else "" for name in columns)]
@@ -480,46 +457,48 @@ def _convert(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.path}: must be a pruned folder, got none. Correct the path.")
     check_undamaged(args.path)
     from struprune_plugin import _register  # noqa: F401
+    from struprune_plugin.card import try_write_card
     from struprune_plugin.checkpoint import check_whole
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.folder import write_folder
 
-    _quiet(verbose=False)
+    set_logging(args)
     if (args.path / "config.json").is_file():
         check_whole(str(args.path))
     with write_folder(args.output, args.overwrite, [args.path], measure_weight_bytes(args.path)) as partial:
         convert_folder(args.path, args.to, partial)
+        base = read_manifest(args.path)["model"]["base"] if (args.path / MANIFEST_NAME).is_file() else ""
+        try_write_card(partial, base)
     how = "; load it with trust_remote_code=True" if any(args.output.glob("*.py")) else ""
-    print(f"wrote {args.output} ({format_bytes(measure_weight_bytes(args.output) or 0)} of weights{how})")
+    size = measure_weight_bytes(args.output)
+    record = {"output": str(args.output), "form": args.to, "bytes": size}
+    show(args, record, f"wrote {args.output} ({format_bytes(size)} of weights{how})")
 
 
 def _inspect(args: argparse.Namespace) -> int:
     manifest = read_manifest(args.path)
     damage = find_damage(args.path) if args.path.is_dir() else []
-    if args.json:
-        print(json.dumps(manifest, indent=1))
-    else:
-        folder = args.path if args.path.is_dir() else args.path.parent
-        print(summarize_layers(manifest), summarize_manifest(manifest, folder), sep="\n\n")
+    folder = args.path if args.path.is_dir() else args.path.parent
+    show(args, manifest, f"{summarize_layers(manifest)}\n\n{summarize_manifest(manifest, folder)}")
     for line in damage:
-        print(f"struprune: damaged: {line}", file=sys.stderr)
+        show_error(f"damaged: {line}")
     return int(bool(damage))
 
 
 def _verify(args: argparse.Namespace) -> int:
     verdict = verify_folder(args.path)
     rows = [[entry.name, f"{entry.num_bytes:,}", entry.state] for entry in verdict.entries]
-    print(format_table(["file", "bytes", "state"], rows), *verdict.notes, sep="\n")
-    for line in verdict.problems:
-        print(f"damaged: {line}")
-    print(f"{args.path} is {'damaged' if verdict.problems else 'whole'}")
+    state = "damaged" if verdict.problems else "whole"
+    lines = [format_table(["file", "bytes", "state"], rows), *verdict.notes]
+    lines += [*(f"damaged: {line}" for line in verdict.problems), f"{args.path} is {state}"]
+    show(args, {"path": str(args.path), "state": state, **asdict(verdict)}, "\n".join(lines))
     return int(bool(verdict.problems))
 
 
-def _recipes(_: argparse.Namespace) -> None:
-    recipes = list_recipes()
+def _recipes(args: argparse.Namespace) -> None:
+    recipes = {name: describe_recipe(file) for name, file in list_recipes().items()}
     width = max(map(len, recipes), default=0)
-    print("\n".join(f"{name.ljust(width)}  {describe_recipe(file)}" for name, file in recipes.items()))
+    show(args, recipes, "\n".join(f"{name.ljust(width)}  {told}" for name, told in recipes.items()))
 
 
 if __name__ == "__main__":

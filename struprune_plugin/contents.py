@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -136,9 +138,38 @@ def write_listing(folder: Path) -> None:
         "files": {name: digest_file(path) for name, path in names.items()},
         _WHOLE: {name: digest_whole_file(path) for name, path in names.items()},
     }
+    _write(folder, listed)
+
+
+def _write(folder: Path, listed: dict[str, dict[str, str]]) -> None:
     partial = folder / (FILES_NAME + ".partial")
     partial.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
     partial.replace(folder / FILES_NAME)
+
+
+def flush(path: Path) -> None:
+    """Let a file's bytes, or the names that a folder holds, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():  # which some network disks cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def update_listing(folder: Path, names: list[str]) -> None:
+    """Take down files of an output that have been written anew; what is told of the others stays, and so does what it proves.
+
+    Nothing happens where an output has no list.
+    """
+    listing = read_listing(folder)
+    if listing is None:
+        return
+    fresh = {
+        "files": listing.quick | {name: digest_file(folder / name) for name in names},
+        _WHOLE: listing.whole | {name: digest_whole_file(folder / name) for name in names},
+    }
+    _write(folder, fresh)
 
 
 def digest_whole_file(path: Path) -> str:

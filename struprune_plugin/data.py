@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,38 @@ def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max
 def _stream_tokens(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[int]:
     for text in texts:
         yield from tokenizer(text, verbose=False)["input_ids"]
+
+
+def pack_windows(
+    sources: Sequence[str | os.PathLike],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    max_tokens: int | None = None,
+    text_column: str = "text",
+) -> Tensor:
+    """Cut sources into windows without padding, those of all sources in turn, so that every stretch of them is as mixed as all.
+
+    :param max_tokens: of all sources together, each an equal share; all that they hold where None
+    :return: shape [windows, length], int64
+    :raises ValueError: as :func:`stream_texts`; a data set of the hub without a limit; no window in a source
+    """
+    share = None if max_tokens is None else max_tokens // len(sources)
+    ranked: list[tuple[float, Tensor]] = []
+    for source in sources:
+        if share is None and not Path(source).exists():
+            raise ValueError(
+                f"tokens: must be given where data come from the hub, got none for "
+                f"{os.fspath(source)!r}, which may not end. Set it."
+            )
+        tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), share)
+        windows = tokens[: len(tokens) // length * length].view(-1, length)
+        if not len(windows):
+            raise ValueError(
+                f"data: {os.fspath(source)!r} must hold a window of {length} tokens, got {len(tokens)} tokens. Lower seq_length, "
+                "or raise tokens."
+            )
+        ranked += [((number + 0.5) / len(windows), window) for number, window in enumerate(windows)]
+    return torch.stack([window for _, window in sorted(ranked, key=lambda pair: pair[0])])
 
 
 def make_calibration_dataset(

@@ -55,6 +55,19 @@ def check_text_file(source: str | os.PathLike | None) -> None:
         raise ValueError(f"text: must be an existing JSON-lines file, got {os.fspath(source)!r}. Correct the path.")
 
 
+def check_place(where: str, folder: Path) -> None:
+    """Refuse a folder that is none, cannot be made, or cannot be written.
+
+    :param where: for messages
+    :raises ValueError: the same
+    """
+    place = next((path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)), folder)
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{where}: must be in a folder that can be written, got {place}, which is none. Choose another path."
+        )
+
+
 def check_device(device: str) -> None:
     """Refuse a word that names no device.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -27,15 +28,19 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from struprune_plugin.card import try_write_card
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.data import HUB_DATASETS, load_tokenizer, make_calibration_dataset
 from struprune_plugin.device.ranks import count_ranks, join_processes, split_range
+from struprune_plugin.early import check_place
 from struprune_plugin.export import MANIFEST_NAME, tidy_recipe
 from struprune_plugin.folder import check_apart, prepare_output, write_folder
+from struprune_plugin.manifest import DIGEST_KEY, digest_manifest
 from struprune_plugin.model.families import check_model_type
-from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
+from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.recovery_stage import RecoveryStage
 from struprune_plugin.modifiers.session import PIPELINE_OPTIONS
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.recipe import load_recipe
@@ -86,6 +91,8 @@ def oneshot(
     for modifier in loaded.modifiers:
         if isinstance(modifier, StruPruneModifier):
             modifier.take_pipeline_options({name: kwargs[name] for name in PIPELINE_OPTIONS if name in kwargs})
+        elif isinstance(modifier, RecoveryModifier):
+            modifier.take_tokenizer(kwargs.get("tokenizer") or kwargs.get("processor"))
     _check_arguments(model, loaded, kwargs)
     _check_offload(model, offload_folder, offload_memory)
     model = model if isinstance(model, PreTrainedModel) else os.fspath(model)
@@ -111,6 +118,7 @@ def oneshot(
                     if is_source_process():
                         tidy_recipe(partial)
                         _carry_manifest(source, partial)
+                        try_write_card(partial, source)
         if journal is not None:
             journal.clear()
         return compressed
@@ -146,7 +154,7 @@ def _make_journal(
             )
     journal = Journal(path)
     for modifier in modifiers:
-        if isinstance(modifier, StructuredModifier):
+        if isinstance(modifier, (StructuredModifier, RecoveryModifier)):
             modifier.take_journal(journal)
     return journal
 
@@ -217,6 +225,8 @@ def _check_offload(model: object, folder: str | os.PathLike | None, memory: int 
         raise ValueError(
             "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
         )
+    if folder is not None:
+        check_place("offload_folder", Path(folder))
 
 
 def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PretrainedConfig:
@@ -246,8 +256,13 @@ def list_inputs(
 ) -> list[str | os.PathLike]:
     """Return the paths that a run reads, and its offload folder: what its output must not replace."""
     named = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
-    told = [getattr(modifier, name, None) for modifier in modifiers for name in ("teacher", "replay")]
-    candidates = [model, recipe, offload_folder, *named, *told]
+    told = [
+        getattr(modifier, name, None)
+        for modifier in modifiers
+        for name in ("teacher", "replay", "data", "state_folder")
+    ]
+    listed = [path for value in told for path in (value if isinstance(value, list) else [value])]
+    candidates = [model, recipe, offload_folder, *named, *listed]
     return [path for path in candidates if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
 
 
@@ -261,7 +276,7 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
     left = min([1.0, *(1 - modifier.sparsity for modifier in ours if modifier.sparsity)])
     if kwargs.get("precision") in ("bfloat16", "float16"):
         left /= 2
-    if any(not isinstance(modifier, (StructuredModifier, LoRARecoveryModifier)) for modifier in modifiers):
+    if any(not isinstance(modifier, (StructuredModifier, RecoveryStage)) for modifier in modifiers):
         left /= 4
     folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
     return int(measure_weight_bytes(folder) * left) if folder else 0
@@ -300,9 +315,19 @@ def _pin_no_memory_without_an_accelerator() -> Iterator[None]:
 
 
 def _carry_manifest(source: str, folder: Path) -> None:
-    """Let the manifest of a pruned folder follow into the folder made from it, which has the same kept units."""
+    """Let the manifest of a pruned folder follow into the folder made from it, which has the same kept units.
+
+    What was measured of the former is not the latter's.
+    """
     manifest = Path(source) / MANIFEST_NAME
-    if source and manifest.is_file() and not (folder / MANIFEST_NAME).exists():
+    if not source or not manifest.is_file() or (folder / MANIFEST_NAME).exists():
+        return
+    content = json.loads(manifest.read_text(encoding="utf-8"))
+    if "evaluation" in content:
+        del content["evaluation"]
+        content[DIGEST_KEY] = digest_manifest(content)
+        (folder / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    else:
         shutil.copyfile(manifest, folder / MANIFEST_NAME)
 
 

@@ -80,12 +80,41 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
     return model.to(device).eval(), tokenizer
 
 
+@torch.no_grad()
+def continue_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], num_tokens: int
+) -> list[str]:
+    """Return what a model writes after each prompt, the likeliest token each time."""
+    texts = []
+    for prompt in tqdm(prompts, desc="samples", leave=False):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+        room = getattr(model.config, "max_position_embeddings", ids.shape[1] + num_tokens) - ids.shape[1]
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(num_tokens, room), **options
+        )
+        texts.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
 @functools.cache
 def _index_tasks(include_path: str | None, include_defaults: bool) -> TaskManager:
     """Return lm-eval's index of tasks, made once: it reads more than 10,000 files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include_path, include_defaults=include_defaults)
+
+
+def check_tasks(tasks: Sequence[str], include_path: str | None = None, include_defaults: bool = True) -> TaskManager:
+    """Return lm-eval's index of tasks; refuse names that it does not hold.
+
+    :raises ValueError: the same
+    """
+    manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()), include_defaults)
+    unknown = [name for name in tasks if name not in manager.all_tasks]
+    if unknown:
+        raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")
+    return manager
 
 
 def run_tasks(
@@ -108,11 +137,8 @@ def run_tasks(
     """
     from lm_eval import simple_evaluate
 
-    manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()), include_defaults)
-    unknown = [name for name in tasks if name not in manager.all_tasks]
-    if unknown:
-        raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")
-    with _hide_bars_over_documents():
+    manager = check_tasks(tasks, include_path, include_defaults)
+    with _hide_bars_over_documents(), _name_bars(tasks):
         results = simple_evaluate(
             model=_make_harness_model(model, tokenizer, batch_size),
             tasks=list(tasks),
@@ -171,3 +197,20 @@ def _hide_bars_over_documents() -> Iterator[None]:
         yield
     finally:
         task.tqdm = drawn
+
+
+@contextmanager
+def _name_bars(tasks: Sequence[str]) -> Iterator[None]:
+    """Let the bar that lm-eval draws over its requests say of which tasks they are."""
+    from lm_eval.models import huggingface
+
+    drawn = huggingface.tqdm
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        return drawn(*args, **{**kwargs, "desc": ", ".join(tasks)})
+
+    huggingface.tqdm = draw
+    try:
+        yield
+    finally:
+        huggingface.tqdm = drawn

@@ -26,7 +26,7 @@ import psutil
 from compressed_tensors.distributed import is_source_process
 from loguru import logger
 
-from struprune_plugin.contents import list_foreign, write_listing
+from struprune_plugin.contents import FILES_NAME, flush, list_foreign, write_listing
 from struprune_plugin.device.ranks import do_once, wait_for_all
 from struprune_plugin.report import format_bytes
 
@@ -204,25 +204,19 @@ def _take_place(scratch: Path, folder: Path, overwrite: bool, inputs: Sequence[s
     (scratch / _NEW).rename(done)  # from here on it is kept, whatever happens
     try:
         write_listing(done)
-        for path in done.rglob("*"):
-            _flush(path)
+        for path in (*done.rglob("*"), done):  # the folder that they replace is about to be removed
+            flush(path)
         if folder.exists():
             check_output(folder, overwrite, inputs)
             if any(folder.iterdir()):
                 folder.rename(old)
         done.rename(folder)
+        flush(folder.parent)
     except (OSError, ValueError) as error:
         told = " ".join(_settle(scratch, folder))
         failure = OSError(f"output_dir: {folder} must be free to take the output, it is not: {error} {told}")
         failure.errno = getattr(error, "errno", None) or errno.EEXIST
         raise failure from None
-
-
-def _flush(path: Path) -> None:
-    """Let a file reach the disk: the folder that it replaces is about to be removed."""
-    if path.is_file():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 # -- what dead runs leave -----------------------------------------------------------------------------------------
@@ -244,6 +238,10 @@ def settle_leftovers(folder: Path) -> None:
         if alive is None:
             logger.warning(f"{scratch} may belong to a run elsewhere that writes {folder}. Remove it if there is none.")
         elif not alive:
+            done = scratch / _DONE
+            if done.is_dir() and not (done / FILES_NAME).is_file():  # it died before it had listed its files
+                with suppress(OSError):
+                    write_listing(done)
             told = _settle(scratch, folder)
             state = "is still there" if scratch.exists() else "is removed"
             logger.warning(" ".join([f"{scratch}, left by a run that died, {state}.", *told]))

@@ -14,6 +14,7 @@ FORMAT_VERSION = 1
 DIGEST_KEY = "sha256"
 _MAX_COUNT = 1 << 63
 _NUMBER = (int, float)
+_MAYBE = (int, float, type(None))
 _MODEL = {"base": str, "type": str, "weights_sha256": str, "parameters_before": int, "parameters_after": int}
 _SETTINGS: dict[str, Any] = {
     **{"attention_unit": str, "importance": str, "restoration": str, "target": str, "prune_ffn": bool},
@@ -38,6 +39,14 @@ _IF_THERE: dict[str, Any] = {
     "versions": {},
     "allocation": {"temperature": _NUMBER},
     "budget": {"rounding": [{"kind": str, "width_multiple": int, "because": [str], "modules": [str]}]},
+    "sensitivity": {},
+    "evaluation": {
+        "perplexity": [{"text": str, "window": int, "stride": int, "value": _NUMBER, "dense": _MAYBE}],
+        "tasks": [
+            {"task": str, "metric": str, "limit": (int, type(None)), "value": _NUMBER, "stderr": _MAYBE}
+            | {"dense": _MAYBE, "dense_stderr": _MAYBE}
+        ],
+    },
     "recovery": {"settings": {"rank": int}, "steps": int, "tokens_seen": int, "seconds": _NUMBER},
 }
 _WORDS = {
@@ -45,6 +54,7 @@ _WORDS = {
     str: "a text",
     bool: "true or false",
     _NUMBER: "a number",
+    _MAYBE: "a number, or null",
     (int, type(None)): "a whole number",
 }
 

@@ -12,7 +12,12 @@ from llmcompressor.modifiers import Modifier, ModifierFactory
 from llmcompressor.recipe import Recipe
 from pydantic import ValidationError
 
-from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.modifiers import (
+    LoRARecoveryModifier,
+    RecoveryModifier,
+    SparsityAllocatorModifier,
+    StruPruneModifier,
+)
 from struprune_plugin.modifiers.unused import check_used
 from struprune_plugin.shipped import describe_recipe, find_recipe, list_recipes
 
@@ -24,6 +29,7 @@ _OURS: dict[str, type[Modifier]] = {
     "StructPruneModifier": StruPruneModifier,
     "SparsityAllocatorModifier": SparsityAllocatorModifier,
     "LoRARecoveryModifier": LoRARecoveryModifier,
+    "RecoveryModifier": RecoveryModifier,
 }
 # what an allocation stage and the pruning stage after it must agree on, so that one change sets it in both
 _AGREED = {"sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "channel_multiple", "memory_budget"}
@@ -137,13 +143,14 @@ def _check_recipe_form(where: str, content: Any) -> None:
         for group, modifiers in groups.items():
             if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
                 raise ValueError(
-                    f"{where}: {_show(stage)}.{_show(group)} must be a mapping of modifiers under a name that ends in '_modifiers', "
-                    f"got {type(modifiers).__name__} (form {form})."
+                    f"{where}: {_show(stage)}.{_show(group)} must be a mapping of modifiers under a name that ends "
+                    f"in '_modifiers', got {type(modifiers).__name__} (form {form})."
                 )
             for name, fields in modifiers.items():
                 if not isinstance(fields, dict) or not all(isinstance(field, str) for field in fields):
                     raise ValueError(
-                        f"{where}: {_show(stage)}.{_show(group)}.{_show(name)} must be a mapping of fields, got {fields!r}. Write {{}} for none."
+                        f"{where}: {_show(stage)}.{_show(group)}.{_show(name)} must be a mapping of fields, "
+                        f"got {fields!r}. Write {{}} for none."
                     )
 
 
@@ -233,7 +240,8 @@ def _find_owners(where: str, field: str, present: list[str]) -> list[str]:
             f"{where}: {field!r} must be a field of one of its modifiers, known are {', '.join(known) or 'none'}."
         )
     kinds = {_OURS[name] for name in owners}
-    if len(kinds) > 1 and not (field in _AGREED and LoRARecoveryModifier not in kinds):
+    agreed = field in _AGREED and (field == "memory_budget" or not kinds & {LoRARecoveryModifier, RecoveryModifier})
+    if len(kinds) > 1 and not agreed:
         forms = " or ".join(f"{name}.{field}" for name in owners)
         raise ValueError(
             f"{where}: {field!r} must say which modifier it is set in, {' and '.join(owners)} have it. Give {forms}."

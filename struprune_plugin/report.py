@@ -121,9 +121,9 @@ def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = Non
         for stage in manifest["stages"]
     ]
     if recovery := manifest.get("recovery"):
-        told = (
-            f"LoRA rank {recovery['settings']['rank']}, {recovery['steps']} steps, {recovery['tokens_seen']:,} tokens"
-        )
+        method = recovery["settings"].get("method", "lora")
+        how = f"LoRA rank {recovery['settings']['rank']}" if method == "lora" else method.replace("_", " ")
+        told = f"{how}, {recovery['steps']} steps, {recovery['tokens_seen']:,} tokens"
         rows.append(["recovery", f"{told}, {recovery['seconds']:.2f} s"])
     if folder is not None:
         rows.insert(2, ["weights on disk", format_bytes(measure_weight_bytes(folder))])

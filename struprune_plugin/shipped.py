@@ -18,6 +18,13 @@ def list_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(place.glob("*.yaml"))} if place else {}
 
 
+def find_default(model_type: str) -> str:
+    """Return the name of the recipe that is the default for a type of models: its family's, and OPT's where it has none."""
+    family = {"mistral": "llama", "granite": "llama", "gpt_neox": "neox"}.get(model_type, model_type)
+    names = [name for name in list_recipes() if name.startswith("struprune_") and name.count("_") == 1]
+    return next((name for name in names if family.startswith(name.removeprefix("struprune_"))), "struprune_opt")
+
+
 def describe_recipe(file: Path) -> str:
     """Return the first sentence of the comment that a recipe begins with."""
     lines = file.read_text(encoding="utf-8").splitlines()

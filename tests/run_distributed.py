@@ -12,14 +12,21 @@ import torch
 from conftest import make_dataset, run_oneshot
 from torch import distributed
 
+from struprune_plugin import RecoveryModifier
+
 NUM_SAMPLES = 16
+
+
+def read_options(fields: dict) -> dict:
+    """Return what every run of a job is given: fields of a pruning, or of a recovery under that key."""
+    options = {"dataset": make_dataset(NUM_SAMPLES), "num_calibration_samples": NUM_SAMPLES, "batch_size": 1}
+    return options | ({"recipe": RecoveryModifier(**fields["recovery"])} if "recovery" in fields else fields)
 
 
 def run_job(model: str, folder: Path, fields: dict) -> None:
     """Prune ``model`` into ``folder``/out; leave ``digest<rank>.txt`` there, or ``error<rank>.txt`` where it was refused."""
     try:
-        options = {"dataset": make_dataset(NUM_SAMPLES), "num_calibration_samples": NUM_SAMPLES, "batch_size": 1}
-        pruned = run_oneshot(model, output_dir=folder / "out", **options, **fields)
+        pruned = run_oneshot(model, output_dir=folder / "out", **read_options(fields))
     except ValueError as error:
         (folder / f"error{distributed.get_rank()}.txt").write_text(str(error))
     else:

@@ -131,3 +131,69 @@ def test_what_is_not_on_this_machine_has_no_folder():
     assert find_checkpoint("nobody/has-this-model") is None
     assert find_checkpoint("/no/such/folder") is None
     assert read_headers("nobody/has-this-model") == {}
+
+
+# -- .bin files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pickled(opt, tmp_path):
+    """A copy whose weights are in a ``.bin`` file."""
+    folder = shutil.copytree(opt, tmp_path / "pickled")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_bin_files_that_are_whole_pass(pickled):
+    check_checkpoint(str(pickled))
+    load_checkpoint(str(pickled))
+    tensors = torch.load(pickled / "pytorch_model.bin", weights_only=True)
+    torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=False)  # as of old torch
+    check_checkpoint(str(pickled))
+
+
+def test_a_tensor_that_a_bin_file_lacks_or_has_in_another_shape_is_named(pickled):
+    file = pickled / "pytorch_model.bin"
+    tensors = torch.load(file, weights_only=True)
+    torch.save({**tensors, LAYER: tensors[LAYER][:, :-1].clone()}, file)
+    refuse(pickled, r"pytorch_model\.bin: model\.decoder\.layers\.1\.fc2\.weight must have the shape \[24, 40\]")
+    del tensors[LAYER]
+    torch.save(tensors, file)
+    refuse(pickled, r"pytorch_model\.bin must hold every tensor .*layers\.1\.fc2\.weight missing")
+
+
+def test_bin_shards_are_all_there(pickled):
+    tensors = torch.load(pickled / "pytorch_model.bin", weights_only=True)
+    names = sorted(tensors)
+    for part, held in enumerate((names[::2], names[1::2])):
+        torch.save({name: tensors[name] for name in held}, pickled / f"part{part}.bin")
+    (pickled / "pytorch_model.bin").unlink()
+    index = {"weight_map": {name: f"part{place % 2}.bin" for place, name in enumerate(names)}}
+    (pickled / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    check_checkpoint(str(pickled))
+    (pickled / "part1.bin").unlink()
+    refuse(pickled, r"part1\.bin must be a whole file of tensors and nothing else, got no file")
+
+
+class Trap:
+    def __reduce__(self):
+        return (open, ("trapped", "w"))
+
+
+@pytest.mark.parametrize("kind", ["cut", "garbage", "trap"])
+def test_a_bin_file_that_is_broken_or_hostile_is_refused_unread(kind, pickled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = pickled / "pytorch_model.bin"
+    if kind == "trap":
+        torch.save({"x": Trap()}, file)
+    else:
+        file.write_bytes(file.read_bytes()[:5000] if kind == "cut" else b"x" * 999)
+    refuse(pickled, r"pytorch_model\.bin must be a whole file of tensors and nothing else, got")
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_a_folder_whose_weights_nobody_loads_holds_none(pickled):
+    (pickled / "pytorch_model.bin").rename(pickled / "training_args.bin")
+    with pytest.raises(ValueError, match="must hold weights"):
+        check_checkpoint(str(pickled))

@@ -52,7 +52,7 @@ def test_inspect_prints_layers_and_json(pruned, capsys):
 
 
 def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys, tmp_path):
-    argv = ["eval", str(pruned), "--max-tokens", "4096", "--json", str(tmp_path / "scores.json")]
+    argv = ["eval", str(pruned), "--max-tokens", "4096", "--output", str(tmp_path / "scores.json")]
     assert cli.main(argv) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
     dense, small = scores[str(DEMO_MODEL)], scores[str(pruned)]
@@ -136,6 +136,31 @@ def test_stock_lm_eval_scores_the_output_without_the_plugin(pruned, tmp_path):
         (["eval", "nowhere"], "must be a model folder or a hub name"),
         (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
         (["eval", str(DEMO_MODEL), "--window", "8", "--stride", "9"], r"stride in \[1, window\]"),
+        (["eval", str(DEMO_MODEL), "--tasks", ","], "--tasks: must be names with commas"),
+        (
+            ["eval", str(DEMO_MODEL), "--tasks", "x", "--include-path", "none"],
+            "--include-path: must be a folder with task files",
+        ),
+        (
+            ["eval", str(DEMO_MODEL), "--limit", "3"],
+            "--limit: must be left out without --tasks, got 3. Give --tasks, too",
+        ),
+        (
+            ["eval", str(DEMO_MODEL), "--tasks", "x", "--stride", "3"],
+            "--stride: must be left out without --text, got 3",
+        ),
+        (
+            ["eval", str(DEMO_MODEL), "--output", f"{RECIPE}/x/y.json"],
+            "--output: must be in a folder that can be written",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--offload", RECIPE],
+            "--offload: must be in a folder that can be written",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--checkpoint", f"{ROOT}/LICENSE/c"],
+            "checkpoint_dir: must be in a folder that can be written",
+        ),
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"\['no_such_task'\] must be known to lm-eval"),
     ],
 )
@@ -148,7 +173,18 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(argv, message, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("argv", [[], ["prune"], ["eval"], ["prune", "m", "--num-samples", "0"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["prune"],
+        ["eval"],
+        ["prune", "m", "--num-samples", "0"],
+        ["nonsense"],
+        ["prune", "m", "--seq-length", "1"],
+        ["prune", "m", "--sparsity", "30%"],
+    ],
+)
 def test_usage_errors_exit_2_with_one_line(argv, capsys):
     with pytest.raises(SystemExit) as raised:
         cli.main(argv)
@@ -158,7 +194,7 @@ def test_usage_errors_exit_2_with_one_line(argv, capsys):
 
 OPTIONS = {
     "prune": "--recipe --output --data --text-column --num-samples --seq-length --sparsity --set --seed --device --overwrite",
-    "eval": "--text --window --stride --max-tokens --tasks --json",
+    "eval": "--text --window --stride --max-tokens --tasks --output --json --quiet",
     "inspect": "PATH --json",
     "recipes": "",
     "convert": "OUT --to uniform-padded masked block_configs --output --overwrite",
@@ -239,11 +275,11 @@ def test_eval_writes_scores_over_nothing_but_scores(tmp_path, capsys):
     file = tmp_path / "notes.json"
     for content in ("mine", "[]", '{"settings": 1}'):
         file.write_text(content)
-        assert cli.main(["eval", str(DEMO_MODEL), "--json", str(file)]) == 2
+        assert cli.main(["eval", str(DEMO_MODEL), "--output", str(file)]) == 2
         assert "must be absent or an earlier file of scores" in capsys.readouterr().err
         assert file.read_text() == content
     file.write_text('{"settings": {}, "scores": {}}')
-    argv = ["eval", str(DEMO_MODEL), "--max-tokens", "512", "--window", "64", "--json", str(file)]
+    argv = ["eval", str(DEMO_MODEL), "--max-tokens", "512", "--window", "64", "--output", str(file)]
     assert cli.main(argv) == cli.main(argv) == 0
     assert cli.main([*argv[:-1], str(tmp_path)]) == 2
 

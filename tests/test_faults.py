@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import re
+import resource
 import signal
 import tempfile
 from pathlib import Path
@@ -12,6 +14,7 @@ from conftest import make_dataset, make_opt, run_oneshot, save_model
 from torch.utils.data import DataLoader, Dataset
 
 from struprune_plugin import StruPruneModifier, cli, oneshot
+from struprune_plugin.passes import journal
 from struprune_plugin.verify import find_damage
 
 RECIPE = """
@@ -31,8 +34,8 @@ STAGES = {  # stage -> what runs in its midst
     "statistics": "struprune_plugin.layer.gather.accumulate_tokens",
     "pruning": "struprune_plugin.layer.prune.slice_group",
     "tuning": "struprune_plugin.layer.prune.tune_layer",
-    "teacher": "struprune_plugin.modifiers.recovery.cache_teacher",
-    "LoRA": "struprune_plugin.modifiers.recovery.AdapterTraining.run",
+    "teacher": "struprune_plugin.modifiers.lora.cache_teacher",
+    "LoRA": "struprune_plugin.modifiers.lora.AdapterTraining.run",
     "quantising": "llmcompressor.modifiers.quantization.QuantizationModifier.on_calibration_end",
     "saving": "struprune_plugin.modifiers.pruning.write_manifest",
     "the last step": "struprune_plugin.folder.write_listing",
@@ -100,6 +103,74 @@ def test_a_run_stopped_at_any_stage_ends_in_one_line_and_leaves_nothing(
     else:
         assert list(results.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_conversion_that_is_stopped_leaves_nothing(name, opt, prune_once, tmp_path, monkeypatch, capfd):
+    _, folder = prune_once(opt, "vo")
+    before = digest(folder)
+    monkeypatch.setattr(
+        "struprune_plugin.export.forms.read_manifest", lambda *_: os.kill(os.getpid(), getattr(signal, name))
+    )
+    status = cli.main(["convert", str(folder), "--to", "masked", "--output", str(tmp_path / "out")])
+    assert status == {"SIGINT": 130, "SIGTERM": 143}[name]
+    assert "Traceback" not in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert digest(folder) == before
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_run_stopped_while_it_keeps_a_layer_goes_on(name, inputs, tmp_path, monkeypatch, capfd):
+    """What was kept before stays, nothing half-written does, and the same command ends well."""
+    argv = [*make_argv(inputs, tmp_path), "--checkpoint", str(tmp_path / "c"), "--set", "tuning_epochs=0"]
+    save, times = journal.save_file, []
+
+    def stop(tensors, path):
+        times.append(path)
+        save(tensors, path)
+        if len(times) == 3:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "save_file", stop)
+        assert cli.main(argv) == {"SIGINT": 130, "SIGTERM": 143}[name]
+    assert "Traceback" not in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+    kept = sorted(path.name for path in (tmp_path / "c").iterdir())
+    parts = [f"{part}.{kind}" for part in ("allocation", "layer-00000") for kind in ("json", "safetensors")]
+    assert kept == [*parts, "struprune_run.json"]
+    assert cli.main(argv) == 0
+    assert find_damage(tmp_path / "out") == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.fixture
+def limit_files():
+    """A function that lets no file of this process grow beyond some bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("part", ["output", "checkpoint"])
+def test_a_disk_that_is_full_for_real(part, inputs, tmp_path, limit_files, capfd):
+    """The message says so in one line, the status is 1, and nothing half-written is left."""
+    argv = [*make_argv(inputs, tmp_path), "--set", "tuning_epochs=0"]
+    if part == "checkpoint":
+        argv += ["--checkpoint", str(tmp_path / "c")]
+    before = digest(inputs)
+    limit_files(50_000 if part == "output" else 2_000)
+    assert cli.main(argv) == 1
+    limit_files(resource.RLIM_INFINITY)
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert re.fullmatch("struprune: error: .*(File too large|os error 27).*", line), line
+    assert digest(inputs) == before
+    if part == "output":
+        assert list(tmp_path.iterdir()) == []
+        return
+    assert "checkpoint_dir: the description of the run must be written to" in line
+    assert list(tmp_path.rglob("*")) == [tmp_path / "c"]
+    assert cli.main(argv) == 0
 
 
 class Broken(Dataset):

@@ -268,6 +268,8 @@ def die_while_writing(out: Path, moment: str, overwrite: bool = False) -> None:
             return rename(self, other)
 
         Path.rename = die
+        if moment == "listing":
+            room.write_listing = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         with write_folder(out, overwrite) as partial:
             (partial / "model.safetensors").write_text("second")
             if moment == "block":
@@ -282,6 +284,16 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path, moment):
     die_while_writing(tmp_path / "out", moment)
     write(tmp_path / "out", "third")
     assert read_names(tmp_path) == ["out"]
+
+
+def test_what_was_finished_and_not_yet_listed_is_kept_and_listed(tmp_path):
+    out = tmp_path / "out"
+    die_while_writing(out, "listing")
+    write(out, "third")
+    finished = find(tmp_path, "finished")
+    assert (finished / "model.safetensors").read_text() == "second"
+    assert list_foreign(finished) == []
+    assert (out / "model.safetensors").read_text() == "third"
 
 
 def test_a_run_killed_between_two_renames_loses_nothing(tmp_path):

@@ -34,16 +34,19 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "model": ({"maths", "device"}, {"torch", "compressed_tensors", "transformers"}),
     "layer": ({"maths", "device", "model"}, {"torch", "compressed_tensors", "llmcompressor", "loguru", "tqdm"}),
     "passes": (
-        {"maths", "device", "model", "layer"},
+        {"maths", "device", "model", "layer", "contents", "early"},
         {"torch", "transformers", "llmcompressor", "loguru", "psutil", "safetensors", "tqdm"},
     ),
     "export": (
         {"device", "model", "layer", "manifest"},
         {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml", "gguf"},
     ),
-    "recovery": ({"device", "model"}, {"torch", "transformers", "compressed_tensors", "peft", "tqdm", "loguru"}),
+    "recovery": (
+        {"maths", "device", "model", "layer", "passes"},
+        {"torch", "transformers", "compressed_tensors", "peft", "safetensors", "tqdm", "loguru"},
+    ),
     "modifiers": (
-        set(BELOW),
+        {*BELOW, "checkpoint", "data"},
         {"torch", "transformers", "compressed_tensors", "llmcompressor", "loguru", "pydantic"},
     ),
     "data": (set(), {"torch", "transformers", "datasets"}),
@@ -53,6 +56,40 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     ),
     "evaluation": ({"checkpoint", "data"}, {"torch", "transformers", "tqdm", "lm_eval"}),
     "report": (set(), set()),
+    "progress": (set(), {"tqdm"}),
+    "console": (set(), {"tqdm"}),
+    "arguments": ({"early", "shipped"}, {"torch", "transformers", "loguru", "yaml"}),
+    "commands": (
+        {
+            "_register",
+            "arguments",
+            "checkpoint",
+            "compare",
+            "console",
+            "data",
+            "early",
+            "evaluation",
+            "forecast",
+            "manifest",
+        }
+        | {"modifiers", "page", "picture", "progress", "recipe", "shipped", "sweep", "verify"},
+        set(),
+    ),
+    "compare": ({"manifest", "report"}, set()),
+    "hub": (set(), {"huggingface_hub"}),
+    "picture": (set(), set()),
+    "card": ({"checkpoint", "manifest", "report"}, {"huggingface_hub", "loguru"}),
+    "page": ({"card", "picture", "report"}, set()),
+    "results": ({"card", "contents", "manifest"}, set()),
+    "forecast": (
+        {*BELOW, "checkpoint", "data", "entrypoint", "report"},
+        {"torch", "transformers", "compressed_tensors", "llmcompressor", "datasets", "psutil"},
+    ),
+    "sweep": (
+        {*BELOW, "checkpoint", "contents", "data", "entrypoint", "evaluation", "folder", "picture", "recipe", "report"}
+        | {"shipped"},
+        {"torch", "transformers", "llmcompressor", "datasets"},
+    ),
     "folder": ({"contents", "device", "report"}, {"compressed_tensors", "psutil", "loguru"}),
     "recipe": ({"modifiers", "shipped"}, {"llmcompressor", "pydantic", "yaml"}),
     "manifest": (set(), set()),  # from here on, what the command line reads before torch is there
@@ -61,14 +98,14 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
     "shipped": (set(), set()),
     "early": ({"shipped"}, set()),
     "entrypoint": (
-        {*BELOW, "checkpoint", "data", "folder", "recipe", "report"},
+        {*BELOW, "card", "checkpoint", "data", "early", "folder", "manifest", "recipe", "report"},
         {"torch", "transformers", "compressed_tensors", "datasets", "llmcompressor"},
     ),
     "serving": ({"export"}, {"vllm"}),
     "cli": (
-        {*BELOW, "_register", "checkpoint", "data", "early", "entrypoint", "evaluation", "folder", "manifest", "recipe"}
-        | {"report", "shipped", "verify"},
-        {"torch", "transformers", "loguru", "yaml"},
+        {*BELOW, "_register", "arguments", "card", "checkpoint", "commands", "console", "data", "early", "entrypoint"}
+        | {"evaluation", "folder", "hub", "manifest", "recipe", "report", "results", "shipped", "verify"},
+        {"torch", "transformers", "loguru", "yaml", "argcomplete"},
     ),
     "__init__": ({"_register", "export"}, set()),
     "_register": ({"_import_host", "entrypoint", "export", "modifiers"}, {"llmcompressor"}),
@@ -128,6 +165,7 @@ def test_modelling_files_are_self_contained(file):
 
 FAMILIES_OF = {  # recipe -> model types that it is for; OPT where it is not here
     "struprune_llama": ["llama", "mistral"],
+    "struprune_llama_recover": ["llama", "mistral"],
     "struprune_llama_uniform": ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"],
     "struprune_qwen": ["qwen2", "qwen3", "qwen3_moe"],
     "struprune_gemma": ["gemma", "gemma2", "gemma3_text"],

@@ -28,6 +28,7 @@ UNUSED = [  # fields, and what makes them count
     ({"as_printed": True}, {"allocation": "block_influence"}),
     ({"max_swaps": 7, "importance": "wanda"}, {"importance": "obs"}),
     ({"allocation_samples": 4, "sensitivity": "none", "allocation": "uniform"}, {"sensitivity": "fisher"}),
+    ({"trial_samples": 3, "allocation": "uniform"}, {"allocation": "error_curve"}),
     ({"channel_multiple": 2, "prune_ffn": False}, {"prune_ffn": True}),
 ]
 

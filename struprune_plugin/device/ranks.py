@@ -69,6 +69,25 @@ def gather_numbers(*values: int) -> list[list[int]]:
     return [part.tolist() for part in parts]
 
 
+def gather_sequences(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return every process' sequences of numbers, in the order of the ranks.
+
+    :param parts: of this process, shape [numbers] each, int64, on the host
+    """
+    if not is_distributed():
+        return list(parts)
+    lengths = gather_numbers(len(parts), sum(map(len, parts)))
+    most, total = (max(row[i] for row in lengths) for i in (0, 1))
+    sizes = gather_numbers(*map(len, parts), *[0] * (most - len(parts)))
+    numbers = torch.cat([*parts, torch.zeros(total - lengths[dist.get_rank()][1], dtype=torch.int64)]).to(
+        _find_device()
+    )
+    wires = [torch.empty_like(numbers) for _ in range(count_ranks())]
+    dist.all_gather(wires, numbers)
+    pairs = zip(wires, sizes, lengths, strict=True)
+    return [part for wire, size, row in pairs for part in wire[: row[1]].cpu().split(size[: row[0]])]
+
+
 def count_before(value: int) -> int:
     """Return the sum of a number over the processes before this one."""
     if not is_distributed():

@@ -68,6 +68,7 @@ class Manifest:
     :param memory_measure: what ``peak_bytes`` of the stages counts
     :param stages: by name
     :param tuning: by layer
+    :param sensitivity: of the model's output to a module's, by group: mean diagonal of the Fisher information; or empty
     """
 
     model: ModelRecord
@@ -80,6 +81,7 @@ class Manifest:
     stages: Mapping[str, StageRecord]
     tuning: Mapping[str, TuningRecord]
     groups: Sequence[GroupRecord]
+    sensitivity: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest as JSON has it."""
@@ -95,6 +97,7 @@ class Manifest:
                 {"name": name, "seconds": round(stage.seconds, 3), "peak_bytes": stage.peak_bytes}
                 for name, stage in self.stages.items()
             ],
+            "sensitivity": dict(self.sensitivity),
             "tuning": {name: asdict(record) for name, record in self.tuning.items()},
             "groups": [record.to_dict() for record in self.groups],
         }

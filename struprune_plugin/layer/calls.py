@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +101,46 @@ def skip_linears(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[None
         yield
 
 
+@contextmanager
+def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Let linears of a layer compute with other weights; their own stay where they are.
+
+    :param weights: (weight, bias) by the linear's name in the layer; the bias counts where the linear has one
+    """
+
+    def answer(linear: nn.Linear, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
+        def forward(inputs: Tensor) -> Tensor:
+            own = None if linear.bias is None else bias.to(inputs)
+            return nn.functional.linear(inputs, weight.to(inputs), own)
+
+        return forward
+
+    with ExitStack() as stack:
+        for name, (weight, bias) in weights.items():
+            linear = find_linear(layer, name)
+            stack.enter_context(patch_attr(linear, "forward", answer(linear, weight, bias)))
+        yield
+
+
+@contextmanager
+def pass_by(layers: Sequence[nn.Module], hidden: Tensor, wraps: bool, room: Room) -> Iterator[None]:
+    """Let decoder layers do nothing, and the last of them give these hidden states.
+
+    :param wraps: whether decoder layers give tuples
+    """
+
+    def pass_on(states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        return (states,) if wraps else states
+
+    def give(states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        return pass_on(room.to_device(hidden, states.device))
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(patch_attr(layer, "forward", give if layer is layers[-1] else pass_on))
+        yield
+
+
 def _first(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
@@ -148,7 +188,7 @@ class LayerCall:
             hidden.device,
         )
 
-    def repeat(self, layer: nn.Module, room: Room, hidden: Tensor | None = None) -> Tensor:
+    def repeat(self, layer: Callable[..., Any], room: Room, hidden: Tensor | None = None) -> Tensor:
         """Run the layer again, on other hidden states where given; return its output on the device."""
         kwargs = {name: _send(value, self.device, room) for name, value in self.kwargs.items()}
         hidden = room.to_device(self.hidden if hidden is None else hidden, self.device)

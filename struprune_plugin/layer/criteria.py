@@ -59,6 +59,7 @@ class Criterion:
     :param gradients: whether it needs :attr:`Signals.saliency`
     :param per_token: whether it moves ADMM's variables, which no two processes share
     :param keeps_budget: whether it works under a memory budget
+    :param aims: whether scores depend on the sparsity that is asked for
     """
 
     rank: Callable[[Ranking, int], Order]
@@ -66,6 +67,7 @@ class Criterion:
     gradients: bool = False
     per_token: bool = False
     keeps_budget: bool = True
+    aims: bool = False
 
 
 def read_dense(layer: nn.Module, group: UnitGroup, room: Room) -> Tensor:
@@ -152,6 +154,6 @@ CRITERIA = {  # name in recipes (method.md section 3)
     "fluctuation": Criterion(_rank_by(_score_fluctuation)),
     "magnitude": Criterion(_rank_by(_score_magnitude)),
     "snip": Criterion(_rank_by(_score_snip), gradients=True, keeps_budget=False),
-    "l0": Criterion(_rank_by(_score_l0), keeps_budget=False),
-    "closed_form": Criterion(_rank_by(_score_closed_form), per_token=True, keeps_budget=False),
+    "l0": Criterion(_rank_by(_score_l0), keeps_budget=False, aims=True),
+    "closed_form": Criterion(_rank_by(_score_closed_form), per_token=True, keeps_budget=False, aims=True),
 }

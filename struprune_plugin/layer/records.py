@@ -37,6 +37,8 @@ class AllocationRecord:
     :param retention: mean of Lemma 1's scores, by group
     :param error: sum of all error curves at the kept counts
     :param sensitivity: what errors were weighed by
+    :param tried: KL divergence of every plan that was tried, in nats a token
+    :param taken: the one of them that was taken
     """
 
     method: str
@@ -48,6 +50,8 @@ class AllocationRecord:
     retention: dict[str, float] | None = None
     error: float | None = None
     sensitivity: str | None = None
+    tried: dict[str, float] | None = None
+    taken: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as the manifest has it, without what is None."""

@@ -18,3 +18,7 @@ class Signals:
 
     roots: Mapping[str, Tensor] = field(default_factory=dict)
     saliency: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def summarize_roots(self) -> dict[str, float]:
+        """Return the mean diagonal of the Fisher information of every consumer's output, by group name."""
+        return {name: float(root.square().sum() / root.shape[-1]) for name, root in self.roots.items()}

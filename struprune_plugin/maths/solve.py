@@ -6,6 +6,7 @@ Every solve works on *damped* moments (:func:`~struprune_plugin.maths.solve.damp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,8 +120,24 @@ def choose_damping(
         cross = torch.add(rest.cross, dense, alpha=damping * scale)
         return measure_error(held, _solve_factorized(factorize_in_place(system, where), cross.T).T)
 
-    errors = [measure(damping) for damping in _DAMPINGS]
-    return _DAMPINGS[find_least(errors, margin=_EVEN * float(held.target_energy))]
+    return _descend(measure, margin=_EVEN * float(held.target_energy))
+
+
+def _descend(measure: Callable[[float], float], margin: float) -> float:
+    """Return the damping of least error, the lowest of those that tie: the best of a few far apart, then its neighbours.
+
+    The error falls and rises once along the dampings, so that some need no measuring.
+    """
+    last = len(_DAMPINGS) - 1
+    errors = {index: measure(_DAMPINGS[index]) for index in range(0, last + 1, 2)}
+
+    def find_best() -> int:
+        known = sorted(errors)
+        return known[find_least([errors[index] for index in known], margin)]
+
+    best = find_best()
+    errors |= {index: measure(_DAMPINGS[index]) for index in (best - 1, best + 1) if 0 <= index <= last}
+    return _DAMPINGS[find_best()]
 
 
 def _restrict_moments(moments: Moments, rows: Tensor) -> Moments:

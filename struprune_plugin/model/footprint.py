@@ -38,6 +38,16 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
         )
 
 
+def count_cache_channels(group: UnitGroup, num_units: int) -> int:
+    """Return the channels that a token's keys and values take in a layer's cache once a group has so many units; 0 for the FFN."""
+    if group.unit.is_ffn:
+        return 0
+    smaller = group.resize(num_units)
+    return smaller.unit.count_heads(smaller, num_units) * (
+        smaller.wiring.part_rows["key"] + smaller.wiring.part_rows["value"]
+    )
+
+
 def _count_activations(model: PreTrainedModel, family: Family, layer: nn.Module, batch: torch.Size) -> int:
     """Return the bytes of one layer's forward pass on a micro-batch."""
     hidden, length = model.config.hidden_size, batch[-1]

@@ -1,7 +1,8 @@
 """The modifiers that recipes name."""
 
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
+from struprune_plugin.modifiers.lora import LoRARecoveryModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
-from struprune_plugin.modifiers.recovery import LoRARecoveryModifier
+from struprune_plugin.modifiers.recovery import RecoveryModifier
 
-__all__ = ["LoRARecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier"]
+__all__ = ["LoRARecoveryModifier", "RecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier"]

@@ -99,7 +99,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         self._placement = place_run(self, state.model, groups, state.data.calib, together=True)
         self._check_stages()
         if self._journal is not None:
-            open_journal(self, self._journal, state.model, state.data.calib)
+            open_journal(self._journal, state.model, state.data.calib)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from struprune_plugin.maths.allocation import MAX_SPARSITY
 from struprune_plugin.maths.solve import DAMPING
 from struprune_plugin.model.units import UnitGroup, find_groups
 from struprune_plugin.modifiers.patterns import check_patterns
+from struprune_plugin.passes.evidence import EvidenceStore
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.passes.rules import RULES, AllocationSettings
 
@@ -139,10 +140,15 @@ class StructuredModifier(Modifier):
         return self
 
     _journal: Journal | None = PrivateAttr(default=None)
+    _evidence: EvidenceStore | None = PrivateAttr(default=None)
 
     def take_journal(self, journal: Journal) -> None:
         """Take in where finished parts are kept, so that a killed run goes on there."""
         self._journal = journal
+
+    def take_evidence(self, store: EvidenceStore) -> None:
+        """Take in where runs of other sparsities keep what they measure of the dense model."""
+        self._evidence = store
 
     def find_groups(self, model: nn.Module) -> list[UnitGroup]:
         """Return the groups that the recipe chooses."""

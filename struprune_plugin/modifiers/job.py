@@ -167,8 +167,8 @@ def _count_calibration(
     return counts.num_sequences, counts.num_tokens
 
 
-def open_journal(modifier: StructuredModifier, journal: Journal, model: PreTrainedModel, loader: Any) -> None:
-    """Begin, or go on with, the run that a modifier is part of.
+def open_journal(journal: Journal, model: PreTrainedModel, loader: Any) -> None:
+    """Begin, or go on with, the run that a recipe describes.
 
     :raises ValueError: the journal is another run's; samples come in another order every time; several processes
     """

@@ -51,6 +51,7 @@ from struprune_plugin.modifiers.planning import Planner, plan_early
 from struprune_plugin.modifiers.replay import Replay, read_replay
 from struprune_plugin.modifiers.session import PassDriver, enter_room
 from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, check_single_stage, find_allocator
+from struprune_plugin.modifiers.unused import list_given
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.passes.pruning import PruningPass
 from struprune_plugin.passes.resume import LayerLog
@@ -79,6 +80,9 @@ class StruPruneModifier(StructuredModifier):
         ``local`` (the module's own output on the pruned path's inputs)
     :param output: ``per_layer`` (every layer its own size; our modelling file travels with the checkpoint) or ``uniform``
         (all layers the same size, so that allocation is uniform; stock classes load it)
+    :param trial_samples: calibration sequences, the last of them, on which ``error_curve``'s plan is tried against plans nearer to
+        uniform allocation, by the KL divergence of the model's own output; the best is taken. At most a quarter; 0 takes the
+        curves' plan as it is
     :param max_swaps: after the elimination, exchange at most so many kept units of a module for removed ones, while the
         re-solved error falls; with ``obs``, for units of one column that were not rotated
     :param tuning_epochs: passes over the calibration data in which every layer, once pruned, is tuned towards the dense
@@ -98,6 +102,7 @@ class StruPruneModifier(StructuredModifier):
     target: Literal[tuple(TARGETS)] = "residual"  # type: ignore[valid-type]
     output: Literal["per_layer", "uniform"] = "per_layer"
     replay: str | None = None
+    trial_samples: int = Field(default=4, ge=0)
     max_swaps: int = Field(default=100, ge=0)
     tuning_epochs: int = Field(default=0, ge=0)
     tuning_learning_rate: float = Field(default=0.02, gt=0, allow_inf_nan=False)
@@ -116,6 +121,7 @@ class StruPruneModifier(StructuredModifier):
     _calibration: CalibrationRecord | None = PrivateAttr(default=None)
     _driver: PassDriver | None = PrivateAttr(default=None)
     _pass: PruningPass | None = PrivateAttr(default=None)
+    _sensitivity: dict[str, float] = PrivateAttr(default_factory=dict)
     _is_whole: bool = PrivateAttr(default=False)  # every layer is pruned
 
     @model_validator(mode="before")
@@ -166,6 +172,8 @@ class StruPruneModifier(StructuredModifier):
         model = state.model
         if self.tuning_epochs:
             check_one_process("tuning_epochs above 0", "Leave it at 0, or tune in a run of one process.")
+        if self.trial_samples and "trial_samples" in list_given(self):
+            check_one_process("trial_samples above 0", "Leave it out: several processes take the plan untried.")
         groups = self._find_own_groups(model)
         check_single_stage()
         if self.output == "uniform":
@@ -175,7 +183,7 @@ class StruPruneModifier(StructuredModifier):
         self._weights_digest = describe_weights(model)
         self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets"), **self._pipeline_options}
         if self._journal is not None:
-            open_journal(self, self._journal, model, state.data.calib)
+            open_journal(self._journal, model, state.data.calib)
         self._plan = self._plan_early(model, self._job)
         return True
 
@@ -187,9 +195,11 @@ class StruPruneModifier(StructuredModifier):
         self._peaks = self._spans.enter_context(room.watch())
         self._started = time.perf_counter()
         methods = self._make_own_methods()
-        planner = Planner(self, job, methods, state, room, self._pipeline_options)
+        options = self._pipeline_options
+        planner = Planner(self, job, methods, state, room, options, self.trial_samples, self._evidence)
         allocated = self._stage_before.allocated if self._stage_before is not None else None
         self._plan, signals = planner.decide(self._plan, allocated, self._journal)
+        self._sensitivity = signals.summarize_roots()
         adopt_attention(state.model)
         tokens = TokenDigest(self._take_digest)
         log = None if self._journal is None else LayerLog(self._journal)
@@ -355,4 +365,5 @@ class StruPruneModifier(StructuredModifier):
             stages=self._room.stages,
             tuning=self._pass.tuning,
             groups=records,
+            sensitivity=self._sensitivity,
         )

@@ -57,6 +57,10 @@ def _takes_samples(modifier: StructuredModifier) -> bool:
     return (own_pass and RULES[modifier.allocation].few_samples) or modifier.sensitivity_samples is not None
 
 
+def _tries(modifier: StructuredModifier) -> bool:
+    return modifier.allocation in RULES and RULES[modifier.allocation].propose is not None
+
+
 def _swaps(modifier: StructuredModifier) -> bool:
     return CRITERIA[modifier.importance].eliminates and (modifier.prune_ffn or modifier.attention_unit == "vo")
 
@@ -73,6 +77,7 @@ _USES: dict[str, Use] = {
         "one of the softmax rules or importance: closed_form",
     ),
     "allocation_samples": Use(_takes_samples, "sensitivity: fisher with importance: obs, or allocation: error_curve"),
+    "trial_samples": Use(_tries, "allocation: error_curve", off=0),
     "max_swaps": Use(_swaps, "importance: obs with FFN channels or value channels to prune", off=0),
     "tuning_learning_rate": Use(lambda m: m.tuning_epochs > 0, "tuning_epochs above 0"),
     "alpha": Use(_runs_admm, _ADMM),
@@ -82,6 +87,7 @@ _USES: dict[str, Use] = {
     "admm_learning_rate": Use(_runs_admm_on_attention, f"{_ADMM}, with attention to prune"),
     "attention_method": Use(_runs_admm_on_attention, f"{_ADMM}, with attention to prune"),
 }
+_PLANNED = {"trial_samples": Use(lambda _: False, "allocation here, without a SparsityAllocatorModifier stage", off=0)}
 _ON_ATTENTION = ("admm_inner_steps", "admm_learning_rate", "attention_method")  # of ADMM's sub-steps
 
 
@@ -96,7 +102,7 @@ def check_used(modifiers: Sequence[Modifier]) -> None:
         if isinstance(modifier, StructuredModifier) and not getattr(
             modifier, "replay", None
         ):  # which repeats all fields
-            for name, use in _USES.items():
+            for name, use in (_USES | (_PLANNED if planned else {})).items():
                 if not (planned and name in PLAN_FIELDS):  # these are compared with the stage before, which rules
                     _refuse(modifier, name, use)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class AllocationPass:
     :param groups: of all layers
     :param sizes: theirs, for the budget
     :ivar plan: once the pass is over
+    :ivar evidence: of every group, by name
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class AllocationPass:
         self._settings, self._rule = settings, RULES[settings.name]
         self._methods, self._signals, self._room = methods, signals, room
         self._observer = LayerObserver(TARGETS["local"], room, all_groups=True)
-        self._evidence: dict[str, Evidence] = {}
+        self.evidence: dict[str, Evidence] = {}
         self._influence = torch.zeros(2, dtype=torch.float64)  # of the layer at hand: sum and tokens
         self._model: PreTrainedModel | None = None
 
@@ -83,19 +84,24 @@ class AllocationPass:
     def end_layer(self, name: str, layer: nn.Module) -> None:
         total, tokens = sum_over_ranks(self._influence).tolist()
         for group in self._groups_of(name):
-            self._evidence[group.name] = self._measure_group(layer, group, total / max(tokens, 1))
+            self.evidence[group.name] = self._measure_group(layer, group, total / max(tokens, 1))
         self._influence.zero_()
         self._observer.finish_layer()
 
     def finish(self) -> None:
         self._observer.close()
-        missing = [group.name for group in self._groups if group.name not in self._evidence]
+        missing = [group.name for group in self._groups if group.name not in self.evidence]
         assert not missing, f"no calibration data reached {missing}"
         share = find_group_sparsity(self._sizes, self._settings.num_prunable, self._settings.sparsity)
-        self.plan = self._rule.decide(self._sizes, self._evidence, share, self._settings)
+        self.plan = self._rule.decide(self._sizes, self.evidence, share, self._settings)
 
     def abort(self) -> None:
         self._observer.close()
+
+    def adopt(self, evidence: Mapping[str, Evidence]) -> None:
+        """Take what an earlier pass measured in place of measuring it, and make the plan."""
+        self.evidence = dict(evidence)
+        self.finish()
 
     def _groups_of(self, layer_name: str) -> list[UnitGroup]:
         return [group for group in self._groups if group.layer_name == layer_name]
@@ -120,37 +126,42 @@ class AllocationPass:
             weighed = weigh_moments(group, damped, dense, self._signals, self._room)
             ranked = weighed if self._methods.criterion.eliminates else damped
             args = (layer, group, moments, ranked, self._observer, self._methods, self._signals, self._room)
-            curve, scores = self._measure_curve(Ranking(*args), weighed, dense)
+            curve, scores, order, basis = self._measure_curve(Ranking(*args), weighed, dense)
             assert self._model is not None
             importance = self._rule.weigh(Subject(self._model, layer, group, scores, influence), self._settings)
-            return Evidence(importance, self._room.to_host(curve), self._room.to_host(scores))
+            host = self._room.to_host
+            return Evidence(importance, host(curve), host(scores), host(order), None if basis is None else host(basis))
 
         with self._room.stage("curves"), self._room.solving():
             return decide_once(measure, _pack, _unpack, torch.device("cpu"))
 
-    def _measure_curve(self, ranking: Ranking, weighed: Any, dense: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a group's error for every number of kept units, and the score of every unit."""
-        group, methods = ranking.group, self._methods
+    def _measure_curve(
+        self, ranking: Ranking, weighed: Any, dense: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return a group's error for every number of kept units, the score of every unit, their order, and their basis."""
+        group, methods, basis = ranking.group, self._methods, None
         if methods.rotates(group):
             rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
-            weighed = rotate_moments(weighed, rotation.basis, group.columns_per_unit)
+            basis = rotation.basis
+            weighed = rotate_moments(weighed, basis, group.columns_per_unit)
             order, scores = order_directions(rotation)
         else:
             order, scores = methods.criterion.rank(ranking, group.num_units)
         if methods.restoration.solves:  # ADMM too starts from and closes with the least-squares solve
-            return measure_restored_curve(weighed, order, group.columns_per_unit, group.name), scores
+            return measure_restored_curve(weighed, order, group.columns_per_unit, group.name), scores, order, basis
         root = self._signals.roots.get(group.name)
         moved = dense if root is None else self._room.place(root, dense) @ dense
-        return measure_deletion_curve(weighed, moved, order, group.columns_per_unit), scores
+        return measure_deletion_curve(weighed, moved, order, group.columns_per_unit), scores, order, basis
 
 
 def _pack(evidence: Evidence) -> Parcel:
-    return {"importance": evidence.importance}, [evidence.curve, evidence.scores]
+    basis = [] if evidence.basis is None else [evidence.basis]
+    return {"importance": evidence.importance}, [evidence.curve, evidence.scores, evidence.order, *basis]
 
 
 def _unpack(parcel: Parcel) -> Evidence:
-    record, (curve, scores) = parcel
-    return Evidence(record["importance"], curve, scores)
+    record, tensors = parcel
+    return Evidence(record["importance"], *tensors)
 
 
 def take_batches(
@@ -172,6 +183,23 @@ def take_batches(
         if taken < len(held) or (sequences >= samples / ranks and tokens >= needed):
             break
     return [batch for batch in batches if len(batch["input_ids"])]
+
+
+def hold_batches(
+    loader: Iterable[dict[str, Tensor]], samples: int
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return (the batches without their last sequences, those), at most a quarter of all."""
+    batches = list(loader)
+    total = sum(len(batch["input_ids"]) for batch in batches)
+    left = total - min(samples, total // 4)
+    rest: list[dict[str, Tensor]] = []
+    held: list[dict[str, Tensor]] = []
+    for batch in batches:
+        here = min(max(left, 0), len(batch["input_ids"]))
+        left -= len(batch["input_ids"])
+        for part, store in ((slice(here), rest), (slice(here, None), held)):
+            store.append({name: tensor[part] for name, tensor in batch.items()})
+    return [batch for batch in rest if len(batch["input_ids"])], [batch for batch in held if len(batch["input_ids"])]
 
 
 def make_uniform_plan(

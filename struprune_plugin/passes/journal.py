@@ -1,14 +1,13 @@
 """What a run has finished, in a folder, so that a killed one goes on where it was.
 
 Every part is two files: its tensors, and a small JSON text that holds its record and the digest of the tensors. The text is
-written last, and both reach the disk before they get their names: a part without it, or with another digest, is not there.
+written last, and either reaches the disk before it gets its name: a part without its text, or with another digest, is not there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,9 @@ from typing import Any
 from loguru import logger
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from struprune_plugin.contents import flush
+from struprune_plugin.early import check_place
 
 _RUN = "struprune_run.json"
 _PACKAGE = Path(__file__).parents[1]
@@ -39,12 +41,14 @@ class Journal:
                 f"checkpoint_dir: must be empty, absent or the checkpoint of an earlier run, {self.folder} is none of these. "
                 "Choose another path."
             )
+        check_place("checkpoint_dir", self.folder)
 
     def open(self, identity: Mapping[str, Any]) -> None:
         """Begin, or go on with, the run that an identity describes.
 
         :param identity: by topic (recipe, model, data, versions, code), JSON
         :raises ValueError: the folder holds the parts of another run; the message says what differs
+        :raises OSError: the disk refuses
         """
         if self._is_open:
             return
@@ -64,9 +68,10 @@ class Journal:
                 )
             logger.info(f"{self.folder}: going on after {len(list(self.folder.glob('*.safetensors')))} finished parts")
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self._replace(file) as partial:
-                partial.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+            with self._tell_of_refusals("the description of the run"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with self._replace(file) as partial:
+                    partial.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
         self._is_open = True
 
     def write(self, part: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -74,12 +79,18 @@ class Journal:
 
         :raises OSError: the disk refuses; parts before this one stay
         """
-        try:
+        with self._tell_of_refusals(part):
             with self._replace(self._tensors(part)) as partial:
                 save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial)
                 text = json.dumps({"sha256": _digest(partial), "record": record}) + "\n"
             with self._replace(self._text(part)) as partial:
                 partial.write_text(text, encoding="utf-8")
+
+    @contextmanager
+    def _tell_of_refusals(self, part: str) -> Iterator[None]:
+        """Say of whatever the disk refuses what it was."""
+        try:
+            yield
         except Exception as error:  # safetensors has errors of its own for a full disk
             failure = OSError(
                 f"checkpoint_dir: {part} must be written to {self.folder}, got: {error}. Make room; the same command then goes "
@@ -103,6 +114,19 @@ class Journal:
         logger.warning(f"checkpoint_dir: {tensors} is not whole ({error}) and is made again.")
         return None
 
+    def list_parts(self, start: str) -> list[str]:
+        """Return the names of the parts that begin so, in order; they may not be whole."""
+        return sorted(file.stem for file in self.folder.glob(f"{start}*.json"))
+
+    def locate(self, part: str) -> Path:
+        """Return the file that holds a part's tensors, in the format of safetensors."""
+        return self._tensors(part)
+
+    def remove(self, part: str) -> None:
+        """Let go of a part; its text goes first, so that half a part is none."""
+        self._text(part).unlink(missing_ok=True)
+        self._tensors(part).unlink(missing_ok=True)
+
     def clear(self) -> None:
         """Remove what this object has written, once the run is over."""
         for file in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.json"), *self.folder.glob("*.partial")):
@@ -122,13 +146,9 @@ class Journal:
         partial = file.with_name(file.name + ".partial")
         try:
             yield partial
-            for path in (partial, self.folder):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            flush(partial)
             partial.replace(file)
+            flush(self.folder)  # which holds the name
         finally:
             partial.unlink(missing_ok=True)
 

@@ -59,11 +59,15 @@ class Evidence:
     :param importance: as the rule weighs it
     :param curve: error with k = 0 ... num_units units kept, on the host
     :param scores: of every unit, on the host
+    :param order: in which units go, the first to go first, on the host, shape [num_units], int64
+    :param basis: that heads' units are rotated to first, on the host; None where they are not
     """
 
     importance: float
     curve: Tensor
     scores: Tensor
+    order: Tensor
+    basis: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Subject:
 
 Sizes = Sequence[GroupSize]
 Decide = Callable[[Sizes, Mapping[str, Evidence], float, AllocationSettings], Plan]
+Propose = Callable[[Sizes, Plan, float], Mapping[str, Sequence[int]]]
 Weigh = Callable[[Subject, AllocationSettings], float]
 
 
@@ -102,6 +107,7 @@ class Rule:
     :param few_samples: whether ``allocation_samples`` sequences are enough for it
     :param weighs_errors: whether it compares errors of different modules, so that a sensitivity is needed
     :param compares_layers: whether it asks for :attr:`Subject.influence`
+    :param propose: kept units of plans to try beside the rule's own, by what they are called; None where it is taken untried
     """
 
     decide: Decide
@@ -112,6 +118,7 @@ class Rule:
     few_samples: bool = False
     weighs_errors: bool = False
     compares_layers: bool = False
+    propose: Propose | None = None
 
 
 def _decide_by_curves(
@@ -125,6 +132,18 @@ def _decide_by_curves(
     loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
     record = AllocationRecord(settings.name, error=loss, sensitivity=settings.sensitivity)
     return Plan({size.name: count for size, count in zip(sizes, kept, strict=True)}, record)
+
+
+def _propose_towards_uniform(sizes: Sizes, plan: Plan, share: float) -> dict[str, list[int]]:
+    """Return plans on the way from a rule's own to uniform allocation, and that.
+
+    Curves believe errors of any size; where they are wrong, they are so where a module is to lose much more than others.
+    """
+    own = [1 - plan.kept[size.name] / size.num_units for size in sizes]
+    return {
+        name: round_kept_counts(sizes, [(1 - part) * sparsity + part * share for sparsity in own])
+        for name, part in (("a quarter uniform", 0.25), ("half uniform", 0.5), ("uniform", 1.0))
+    }
 
 
 def _decide_by_threshold(
@@ -196,7 +215,9 @@ def _weigh_by_influence(subject: Subject, settings: AllocationSettings) -> float
 
 
 RULES = {  # name in recipes (method.md section 5)
-    "error_curve": Rule(_decide_by_curves, clips=True, few_samples=True, weighs_errors=True),
+    "error_curve": Rule(
+        _decide_by_curves, clips=True, few_samples=True, weighs_errors=True, propose=_propose_towards_uniform
+    ),
     "softmax": Rule(partial(_decide_by_softmax, allocate_softmax), clips=True, searches=True),
     "softmax_inverse": Rule(
         partial(_decide_by_softmax, allocate_softmax_inverse), _weigh_by_norms, clips=True, searches=True

@@ -147,7 +147,7 @@ def _find_gradient_below_head(
         for start in range(0, len(sequence), size):
             span = slice(start, start + size)
             logits = head(sequence[span]).detach().float().requires_grad_()
-            log_probs = torch.log_softmax(_shape_logits(model, logits), dim=-1)
+            log_probs = torch.log_softmax(shape_logits(model, logits), dim=-1)
             if not log_probs[counted[span]].isfinite().all():
                 return None
             labels = draw_labels(log_probs.detach(), draws[span])
@@ -173,7 +173,7 @@ def draw_labels(log_probs: Tensor, draws: Tensor) -> Tensor:
     return torch.cat(labels).clamp(max=log_probs.shape[-1] - 1)
 
 
-def _shape_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
+def shape_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
     """Scale and cap what the head gives, as the model's own forward pass does."""
     family = find_family(model)
     if family.logit_scale:

@@ -20,11 +20,12 @@ from struprune_plugin.model.families import find_family
 from struprune_plugin.model.layers import find_decoder_layers, list_linears
 
 
-def match_linears(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
+def match_linears(model: nn.Module, targets: Sequence[str] | None, who: str = "LoRARecoveryModifier") -> list[str]:
     """Return the full names of the decoder layers' linears that targets name, all where None.
 
     :param targets: full names, names within a decoder layer (``self_attn.q_proj``), last parts of them (``q_proj``), or
         ``re:<pattern>`` on full names
+    :param who: asks, for the message
     :raises ValueError: a target matches nothing
     """
     family = find_family(model)
@@ -39,7 +40,7 @@ def match_linears(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
         if not found:
             leaves = ", ".join(dict.fromkeys(name.split(".")[-1] for name in names))
             raise ValueError(
-                f"LoRARecoveryModifier: targets must match linears of the decoder layers, got {target!r} that matches none "
+                f"{who}: targets must match linears of the decoder layers, got {target!r} that matches none "
                 f"({len(names)} candidates, the first is {names[0]!r}). Use {leaves}, or re:<pattern> on full names."
             )
     return [name for name in names if any(name in found for found in matches.values())]

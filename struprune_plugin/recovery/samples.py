@@ -21,6 +21,11 @@ class TeacherTargets:
     log_probs: Tensor
     indices: Tensor | None
 
+    def flatten(self) -> TeacherTargets:
+        """Return the same of all tokens, one after the other, without the axes before."""
+        indices = None if self.indices is None else self.indices.flatten(0, -2)
+        return TeacherTargets(self.log_probs.flatten(0, -2), indices)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -38,15 +43,15 @@ class Sample:
         return len(self.tokens) - 1
 
 
-def read_samples(loader: Iterable | None) -> tuple[list[Sample], int]:
+def read_samples(loader: Iterable | None, who: str = "LoRARecoveryModifier") -> tuple[list[Sample], int]:
     """Return the calibration sequences in the loader's order, padding removed, and the largest batch among them.
 
+    :param who: asks, for the message
     :raises ValueError: no data, or no sequence of two tokens
     """
     if loader is None:
         raise ValueError(
-            "dataset: calibration text must be given, got none. LoRARecoveryModifier trains on it; pass dataset=… to "
-            "oneshot."
+            f"dataset: calibration text must be given, got none. {who} trains on it; pass dataset=… to oneshot."
         )
     samples, largest = [], 0
     for batch in loader:

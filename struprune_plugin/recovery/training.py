@@ -23,7 +23,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Fields of the recipe, see :class:`~struprune_plugin.modifiers.recovery.LoRARecoveryModifier`.
+    """Fields of the recipe, see :class:`~struprune_plugin.modifiers.lora.LoRARecoveryModifier`.
 
     :param micro_size: samples on the device at a time
     :param distill_weight: None without a teacher

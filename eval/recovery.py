@@ -1,0 +1,329 @@
+"""Recovery of a pruned model: perplexity against tokens trained, and what a step under one layer costs.
+
+    python -m eval.recovery --model MODEL --data DATA --tokens 400000 --output results/recovery
+    python -m eval.recovery --model MODEL --data DATA --only steps --output results/recovery
+
+DATA holds books_train.jsonl and wikitext2_valid.jsonl, in equal parts the training text, the text to calibrate on, and the texts to
+score. MODEL is pruned once by the default, and recovered anew for every row. Finished rows are read back, not computed again.
+Writes recovery.md and recovery.json; with one thread on a CPU, seconds are the process' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from loguru import logger
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model, identify_text
+from eval.measure import count_live_bytes, count_own_seconds, time_side_by_side
+from struprune_plugin import LoRARecoveryModifier, RecoveryModifier, StruPruneModifier, oneshot
+from struprune_plugin.data import make_calibration_dataset, pack_windows, read_texts, tokenize_texts
+from struprune_plugin.device.room import Room, open_room
+from struprune_plugin.maths.adam import AdamRates
+from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.modifiers.recovery import list_trained
+from struprune_plugin.recovery.layered import LayeredModel
+from struprune_plugin.recovery.samples import Sample
+from struprune_plugin.recovery.states import TrainedStates
+from struprune_plugin.recovery.step import Objective, Stepper, StepSettings
+from struprune_plugin.report import format_bytes, format_table
+
+TEXTS = {"wikitext2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
+TRAINING = ("books_train.jsonl", "wikitext2_valid.jsonl")
+ROWS: dict[str, dict[str, Any]] = {
+    "LoRA, cross entropy": {"method": "lora", "losses": {"cross_entropy": 1.0}},
+    "LoRA, KL": {"method": "lora", "losses": {"kl": 1.0}},
+    "full, KL": {"method": "full", "losses": {"kl": 1.0}},
+    "full, KL + hidden": {"method": "full", "losses": {"kl": 1.0, "hidden": 1.0}},
+}
+FORMER = "LoRARecoveryModifier, KL"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the rows share; see the command line."""
+
+    model: str
+    data: Path
+    calibration: Path
+    output: Path
+    sparsity: float
+    window: int
+    num_samples: int
+    tokens: int
+    max_tokens: int
+    batch_size: int
+    compute: str
+    points: int
+
+    @property
+    def sources(self) -> list[str]:
+        return [str(self.data / name) for name in TRAINING]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of one pass over the training part, a twentieth held out."""
+        windows = sum(self.tokens // len(TRAINING) // self.window for _ in TRAINING)
+        return math.ceil((windows - max(1, round(0.05 * windows))) / self.batch_size)
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything that a row depends on beside its own fields."""
+        texts = [*(str(self.data / name) for name in TEXTS.values()), *self.sources, str(self.calibration)]
+        told = {name: getattr(self, name) for name in ("sparsity", "window", "num_samples", "tokens", "max_tokens")}
+        told |= {"batch_size": self.batch_size, "compute": self.compute, "points": self.points}
+        return {
+            "code": describe_code(Path(__file__), EVAL / "ledger.py"),
+            "model": identify_model(self.model),
+            "texts": [identify_text(text) for text in texts],
+            **told,
+        }
+
+
+def prune(work: Work) -> Path:
+    """Return the folder of the pruned model, made where it is not there."""
+    folder = work.output / f"pruned-{digest_text(json.dumps(work.describe(), sort_keys=True))}"
+    if not folder.is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(work.model)
+        dataset = make_calibration_dataset(work.calibration, tokenizer, work.num_samples, work.window)
+        _run(work, work.model, StruPruneModifier(sparsity=work.sparsity), dataset, folder)
+    return folder
+
+
+def _run(work: Work, model: str, modifier: Any, dataset: Dataset | None, folder: Path | None = None) -> PreTrainedModel:
+    given = (
+        {"dataset": dataset, "batch_size": 8, "num_calibration_samples": len(dataset)} if dataset is not None else {}
+    )
+    return oneshot(
+        model=model,
+        recipe=modifier,
+        output_dir=folder,
+        tokenizer=work.model,
+        shuffle_calibration_samples=False,
+        **given,
+    )
+
+
+def read_watched(work: Work) -> dict[str, list[Sample]]:
+    """Return the windows of the texts to score."""
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    found = {}
+    for name, file in TEXTS.items():
+        tokens = tokenize_texts(tokenizer, read_texts(work.data / file), work.max_tokens)
+        found[name] = [Sample(row) for row in tokens[: len(tokens) // work.window * work.window].view(-1, work.window)]
+    return found
+
+
+def recover(work: Work, fields: dict[str, Any]) -> dict[str, Any]:
+    """Recover the pruned model by one row; return the curve of perplexities against tokens and seconds of the steps."""
+    modifier = RecoveryModifier(
+        **fields,
+        teacher=None if set(fields["losses"]) == {"cross_entropy"} else work.model,
+        data=work.sources,
+        tokens=work.tokens,
+        seq_length=work.window,
+        batch_size=work.batch_size,
+        micro_batch_size=work.batch_size,
+        holdout_steps=max(1, work.num_steps // work.points),
+        compute=work.compute,
+    )
+    modifier.watch(read_watched(work))
+    _run(work, str(prune(work)), modifier, None)
+    record = modifier.record
+    seconds = [0.0, *record["train"]["seconds"]]
+    curve = [
+        {
+            "tokens": row["tokens_seen"],
+            "seconds": seconds[row["step"]],
+            **{name: math.exp(row[name]) for name in TEXTS},
+            "holdout": row["loss"],
+        }
+        for row in record["holdout"]
+    ]
+    best = next(i for i, row in enumerate(record["holdout"]) if row["step"] == record["best_step"])
+    told = {"steps": record["steps"], "best": best, "curve": curve, "stage_seconds": record["seconds"]}
+    return {**told, "perplexity": {name: curve[best][name] for name in TEXTS}}
+
+
+def recover_formerly(work: Work) -> dict[str, Any]:
+    """The same text by the LoRA stage that holds the whole model; its perplexities at the end, and its seconds."""
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    rows = pack_windows(work.sources, tokenizer, work.window, work.tokens)
+    dataset = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()})
+    fields = {"distill": "kl", "teacher": work.model, "learning_rate": 1e-3, "epochs": 1, "holdout_fraction": 0.05}
+    modifier = LoRARecoveryModifier(**fields, batch_size=work.batch_size)
+    model = _run(work, str(prune(work)), modifier, dataset)
+    record, losses = modifier.record, {}
+    for name, samples in read_watched(work).items():
+        losses[name] = math.exp(_measure_cross_entropy(model, samples))
+    told = {"steps": record["steps"], "tokens": record["tokens_seen"], "stage_seconds": record["seconds"]}
+    return {**told, "seconds": record["train"]["seconds"][-1], "perplexity": losses}
+
+
+@torch.no_grad()
+def _measure_cross_entropy(model: PreTrainedModel, samples: list[Sample]) -> float:
+    total = sum(find_loss(model, sample.tokens[None]).item() for sample in samples)
+    return total / sum(sample.num_targets for sample in samples)
+
+
+def find_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of sequences, summed over predicted tokens, by one pass over the whole model."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+# -- seconds and bytes of a step ------------------------------------------------------------------------------------
+
+
+def measure_steps(work: Work, repeats: int) -> dict[str, Any]:
+    """Return seconds and peak bytes of one full fine-tuning step on the pruned model: under one layer, with the whole model on
+    the device, and by the ordinary loop (autograd over the model, torch's AdamW)."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(prune(work)).float().eval().requires_grad_(False)
+    samples = read_watched(work)["books"][: work.batch_size]
+    runs: dict[str, Callable[[], object]] = {}
+    peaks: dict[str, int] = {}
+    for name, resident in (("under one layer", False), ("RecoveryModifier, memory: model", True)):
+        runs[name] = _make_step(model, samples, Room(), resident)
+    with open_room(count_on_cpu=True) as room, room.watch() as peak:
+        _make_step(model, samples, room, resident=False)()
+    peaks["under one layer"] = peak[0]
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    with _train_all(model):
+        peaks["ordinary loop"] = weights + count_live_bytes(_make_plain_step(model, samples))
+        model.zero_grad()
+        runs["ordinary loop"] = _make_plain_step(model, samples)
+        seconds = time_side_by_side(runs, repeats)
+    layer = max(sum(p.numel() * 4 for p in layer.parameters()) for _, layer in find_decoder_layers(model))
+    return {"seconds": seconds, "peak_bytes": peaks, "layer_bytes": layer, "model_bytes": weights}
+
+
+class _train_all:  # used as a function
+    """Let all weights of a model collect gradients while the block lasts."""
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._model.requires_grad_(True)
+
+    def __exit__(self, *_: object) -> None:
+        self._model.requires_grad_(False)
+        self._model.zero_grad()
+
+
+def _make_step(model: PreTrainedModel, samples: list[Sample], room: Room, resident: bool) -> Callable[[], object]:
+    layered = LayeredModel(model, room, CPU, torch.float32, ahead=False, vocabulary=1024)
+    with room.on_host():
+        states = TrainedStates(list_trained(layered, "full"), AdamRates())
+    settings = StepSettings(max_norm=1.0, resident=resident, sums_on_host=not resident)
+    stepper = Stepper(layered, states, Objective(cross_entropy=1.0), settings)
+    count = sum(sample.num_targets for sample in samples)
+    return lambda: stepper.take([layered.start([sample]) for sample in samples], count, 1, 1e-9)
+
+
+def _make_plain_step(model: PreTrainedModel, samples: list[Sample]) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    count = sum(sample.num_targets for sample in samples)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for sample in samples:
+            (find_loss(model, sample.tokens[None]) / count).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+# -- report ---------------------------------------------------------------------------------------------------------
+
+
+def format_curves(rows: dict[str, dict[str, Any]], former: dict[str, Any] | None) -> str:
+    """Return the table of perplexities at every measurement, and that of rows against the former stage at equal seconds."""
+    lines = []
+    for name, row in rows.items():
+        for index, point in enumerate(row["curve"]):
+            mark = "kept" if index == row["best"] else ""
+            cells = [f"{point['tokens']:,}", *(f"{point[text]:.2f}" for text in TEXTS), f"{point['holdout']:.4f}"]
+            lines.append([name if index == 0 else "", *cells, f"{point['seconds']:.0f}", mark])
+    text = format_table(["row", "tokens trained", *TEXTS, "held-out loss", "seconds", ""], lines)
+    if former is None:
+        return text
+    lines = [[FORMER, *(f"{former['perplexity'][n]:.2f}" for n in TEXTS), f"{former['seconds']:.0f}", former["tokens"]]]
+    for name, row in rows.items():
+        point = [point for point in row["curve"] if point["seconds"] <= former["seconds"]][-1]
+        lines.append([name, *(f"{point[n]:.2f}" for n in TEXTS), f"{point['seconds']:.0f}", point["tokens"]])
+    equal = format_table(["at equal seconds of training", *TEXTS, "seconds", "tokens"], lines)
+    return f"{text}\n\n{equal}"
+
+
+def format_steps(told: dict[str, Any]) -> str:
+    """Return the table of what a step costs."""
+    plain = told["seconds"]["ordinary loop"]
+    lines = []
+    for name, seconds in told["seconds"].items():
+        peak = told["peak_bytes"].get(name)
+        cells = ["", ""] if peak is None else [format_bytes(peak), f"{peak / told['layer_bytes']:.1f}"]
+        lines.append([name, f"{seconds:.3f}", f"{seconds / plain:.2f} ×", *cells])
+    header = ["one step", "seconds", "to the ordinary", "peak on the device", "in layers (float32)"]
+    return format_table(header, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
+    parser.add_argument("--calibration", type=Path, help="DATA/books_calibration.jsonl if unset")
+    parser.add_argument("--sparsity", type=float, default=0.3)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--num-samples", type=int, default=64, help="windows of calibration")
+    parser.add_argument("--tokens", type=int, default=400_000, help="of training text")
+    parser.add_argument("--max-tokens", type=int, default=60_000, help="of each text to score")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows a step")
+    parser.add_argument("--points", type=int, default=4, help="measurements of every row")
+    parser.add_argument("--compute", default="model", choices=("model", "float32", "bfloat16"))
+    parser.add_argument("--only", default="curves,former,steps", help="parts of the report")
+    parser.add_argument("--rows", default=";".join(ROWS), help="separated by semicolons")
+    parser.add_argument("--repeats", type=int, default=5, help="of a step that is timed")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the files")
+    args = vars(parser.parse_args())
+    only, names, repeats = args.pop("only").split(","), args.pop("rows").split(";"), args.pop("repeats")
+    args["calibration"] = args["calibration"] or args["data"] / "books_calibration.jsonl"
+    work = Work(**args)
+    logger.remove()
+    warnings.filterwarnings("ignore")
+    ledger = Ledger(work.output / "recovery-rows.json", {"model": Path(work.model).name, "sparsity": work.sparsity})
+    began, told = work.describe(), {}
+    with count_own_seconds():
+        if "curves" in only:
+            hows = {name: {**began, "fields": ROWS[name]} for name in names}
+            told["curves"] = {n: ledger.finish(n, how, partial(recover, work, ROWS[n])) for n, how in hows.items()}
+        if "former" in only:
+            told["former"] = ledger.finish(FORMER, began, lambda: recover_formerly(work))
+        if "steps" in only:
+            told["steps"] = ledger.finish("steps", {**began, "repeats": repeats}, lambda: measure_steps(work, repeats))
+    parts = [format_curves(told["curves"], told.get("former"))] if "curves" in told else []
+    parts += [format_steps(told["steps"])] if "steps" in told else []
+    text = (
+        f"# Recovery of {Path(work.model).name}, {work.sparsity:.0%} removed\n\n```\n" + "\n\n".join(parts) + "\n```\n"
+    )
+    work.output.mkdir(parents=True, exist_ok=True)
+    (work.output / "recovery.md").write_text(text, encoding="utf-8")
+    (work.output / "recovery.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

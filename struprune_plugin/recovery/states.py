@@ -1,0 +1,102 @@
+"""What is trained: the values that are moved, their moments, and where these lie."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from struprune_plugin.maths.adam import AdamRates, round_randomly, update_adamw
+
+
+class TrainedStates:
+    """Every trained parameter with its moments, beside the model's weights or in files.
+
+    A parameter in 16 bits has a copy in float32 that is moved in its place, and is rounded from it after every step.
+
+    :param parameters: by name; the model's own
+    :param dtype: of the moments: float32 (float64 where the parameter is), or bfloat16, rounded at random
+    :param folder: where copies and moments lie as files; in memory where None
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        rates: AdamRates,
+        dtype: torch.dtype = torch.float32,
+        folder: Path | None = None,
+        seed: int = 0,
+    ):
+        self.parameters, self._rates, self._folder, self._seed = dict(parameters), rates, folder, seed
+        self._masters: dict[str, Tensor] = {}
+        self._moments: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            value = parameter.detach()
+            exact = value.dtype.itemsize >= 4
+            wide = dtype if dtype == torch.bfloat16 else value.dtype if exact else torch.float32
+            self._masters[name] = value if exact else self._hold(f"{name}.master", value, torch.float32)
+            zeros = value.new_zeros(()).expand(value.shape)
+            self._moments[name] = (
+                self._hold(f"{name}.first", zeros, wide),
+                self._hold(f"{name}.second", zeros, wide),
+            )
+
+    def _hold(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy of a tensor, in a file where there is a folder."""
+        if self._folder is None:
+            return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        held = torch.from_file(str(self._folder / f"{name}.bin"), shared=True, size=value.numel(), dtype=dtype)
+        return held.view(value.shape).copy_(value)
+
+    @torch.no_grad()
+    def update(self, name: str, gradient: Tensor, step: int, rate: float) -> None:
+        """Move one parameter.
+
+        :param gradient: of the parameter's shape, where the parameter is
+        :param step: from 1
+        """
+        master, moments = self._masters[name], self._moments[name]
+        wide = [moment.to(master.dtype) for moment in moments]
+        update_adamw(master, gradient.to(master.dtype), wide[0], wide[1], step, rate, self._rates)
+        if moments[0].dtype != master.dtype:
+            generator = torch.Generator(master.device).manual_seed(self._draw(name, step))
+            for moment, value in zip(moments, wide, strict=True):
+                moment.copy_(round_randomly(value, generator))
+        parameter = self.parameters[name]
+        if parameter.dtype != master.dtype:
+            parameter.copy_(master)
+
+    def _draw(self, name: str, step: int) -> int:
+        """Return a seed of a parameter's own at every step, whichever process asks."""
+        return int.from_bytes(hashlib.sha256(f"{self._seed} {name} {step}".encode()).digest()[:7])
+
+    # -- kept and taken back --------------------------------------------------------------------------------------
+
+    def list_values(self) -> dict[str, Tensor]:
+        """Return the values that are moved, by name."""
+        return {f"{name}.value": value for name, value in self._masters.items()}
+
+    def list_tensors(self) -> dict[str, Tensor]:
+        """Return all that a run needs to go on."""
+        held = self.list_values()
+        for name, (first, second) in self._moments.items():
+            held |= {f"{name}.first": first, f"{name}.second": second}
+        return held
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take in what :meth:`list_values` or :meth:`list_tensors` gave, to the bit."""
+        for name, parameter in self.parameters.items():
+            self._masters[name].copy_(tensors[f"{name}.value"])
+            parameter.copy_(self._masters[name])
+            for part, moment in zip(("first", "second"), self._moments[name], strict=True):
+                if f"{name}.{part}" in tensors:
+                    moment.copy_(tensors[f"{name}.{part}"])
+
+    def is_finite(self) -> bool:
+        """Tell whether all values are."""
+        return all(bool(value.isfinite().all()) for value in self._masters.values())

@@ -248,17 +248,15 @@ def test_uniform_output_may_be_pruned_again(save_family, tmp_path):
 def test_a_model_loaded_with_the_code_of_its_folder_is_pruned_again(save_family, prune_once):
     """Its attention class is another copy of ours; it must not be adopted twice."""
     model = load(prune_once(save_family("llama"), "vo")[1])
-    pruned = [
-        a for layer in model.model.layers if hasattr(a := layer.self_attn, "value_head_dim")
-    ]  # others are stock ones
-    before = [attention.value_head_dim for attention in pruned]
+    narrow = [layer.self_attn for layer in model.model.layers if isinstance(layer.self_attn, StruPruneAttention)]
+    before = [attention.value_head_dim for attention in narrow]
     assert before
-    for attention in pruned:  # as that class would look: the same attributes, another identity
+    for attention in narrow:  # as that class would look: the same attributes, another identity
         twin = type("StruPruneTwin", (type(attention),), {})
         twin.__bases__ = tuple(base for base in type(attention).__mro__[1:3])
         attention.__class__ = twin
     adopt_attention(model)
-    assert [attention.value_head_dim for attention in pruned] == before
+    assert [attention.value_head_dim for attention in narrow] == before
 
 
 @pytest.mark.parametrize("form", ["uniform-padded", "masked", "block_configs"])

@@ -39,7 +39,7 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
     """
     if find_spec("gguf") is None:
         raise ValueError(
-            "gguf: the package gguf must be installed, it is not. Run pip install 'struprune-plugin[gguf]'."
+            "gguf: the package gguf must be installed, got none. Run pip install 'struprune-plugin[gguf]'."
         )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, wanted, got in (
@@ -118,7 +118,7 @@ def _write_sizes(writer: Any, config: Any, sizes: list[LayerSizes]) -> None:
 
 def _read_tokenizer(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"gguf: {path} must be there, it is not. Copy the tokenizer into the folder.")
+        raise ValueError(f"gguf: {path} must be there, got none. Copy the tokenizer into the folder.")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

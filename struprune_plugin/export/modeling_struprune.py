@@ -29,13 +29,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _HeadDim:
-    """The width of a head by a configuration's layout, until one is set."""
-
-    def __get__(self, config, _owner=None):
-        return None if config is None else (config.layout or {}).get("head_dim")
-
-
 @cache
 def derive_class(name: str) -> Any:
     """Make the class of that name from the stock class without the prefix: a configuration or a model."""
@@ -51,7 +44,7 @@ def derive_class(name: str) -> Any:
             "validate_rope": lambda self: None,
         }
         if not hasattr(stock, "head_dim"):  # else vLLM divides the hidden size by a layer's own heads
-            members["head_dim"] = _HeadDim()
+            members["head_dim"] = _HeadSize()
         return strict(type(name, (stock,), {**members, "__module__": __name__}))
 
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
@@ -67,6 +60,13 @@ def derive_class(name: str) -> Any:
         if conversions is not None:
             register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
     return made
+
+
+class _HeadSize:
+    """An attribute that the layout tells, of configurations that are not given it; no property, which could not be set."""
+
+    def __get__(self, config: Any, owner: type | None = None) -> int | None:
+        return None if config is None else (config.layout or {}).get("head_dim")
 
 
 def make_dense_config(config: Any) -> Any:

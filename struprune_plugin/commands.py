@@ -24,6 +24,7 @@ from struprune_plugin.arguments import (
     set_logging,
 )
 from struprune_plugin.console import show
+from struprune_plugin.contents import write_whole
 from struprune_plugin.early import check_device, check_model_name, check_recipe_name, check_text_file
 from struprune_plugin.manifest import read_manifest
 from struprune_plugin.shipped import find_default
@@ -162,16 +163,6 @@ def check_new_file(file: Path, overwrite: bool) -> None:
         raise ValueError(
             f"--output: {file.parent} must be an existing folder, got none. Make it, or choose another path."
         )
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def add_compare(commands: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -142,9 +143,26 @@ def write_listing(folder: Path) -> None:
 
 
 def _write(folder: Path, listed: dict[str, dict[str, str]]) -> None:
-    partial = folder / (FILES_NAME + ".partial")
-    partial.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / FILES_NAME)
+    write_whole(folder / FILES_NAME, json.dumps(listed, indent=1) + "\n")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with replace_file(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replace_file(file: Path) -> Iterator[Path]:
+    """Give a file beside another, which takes its name once what the block wrote has reached the disk."""
+    partial = file.with_name(file.name + ".partial")
+    try:
+        yield partial
+        flush(partial)
+        partial.replace(file)
+        flush(file.parent)  # which holds the name
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from struprune_plugin.card import CARD_NAME, write_card
-from struprune_plugin.contents import list_entries, update_listing
+from struprune_plugin.contents import list_entries, update_listing, write_whole
 from struprune_plugin.manifest import DIGEST_KEY, MANIFEST_NAME, digest_manifest, read_manifest
 
 
@@ -32,9 +32,7 @@ def keep_results(folder: Path, found: Mapping[str, list[dict[str, Any]]]) -> str
     manifest["evaluation"] = held
     manifest[DIGEST_KEY] = digest_manifest(manifest)
     try:
-        partial = folder / f"{MANIFEST_NAME}.partial"
-        partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        partial.replace(folder / MANIFEST_NAME)
+        write_whole(folder / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
         written = [MANIFEST_NAME]
         if entries.get(CARD_NAME, "missing") in ("as written", "missing"):  # one that somebody has edited stays
             write_card(folder)

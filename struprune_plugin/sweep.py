@@ -19,7 +19,7 @@ from llmcompressor.recipe import Recipe
 from transformers import PreTrainedModel, set_seed
 
 from struprune_plugin.checkpoint import check_checkpoint, find_checkpoint
-from struprune_plugin.contents import digest_file
+from struprune_plugin.contents import digest_file, write_whole
 from struprune_plugin.data import load_tokenizer, make_calibration_dataset, read_texts, tokenize_texts
 from struprune_plugin.entrypoint import oneshot
 from struprune_plugin.evaluation import check_tasks, load_checkpoint, measure_perplexity, run_tasks
@@ -277,9 +277,7 @@ def _open(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(folder: Path, record: Mapping[str, Any]) -> None:
-    partial = folder / f".{FILE_NAME}.partial"
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / FILE_NAME)
+    write_whole(folder / FILE_NAME, json.dumps(record, indent=1) + "\n")
 
 
 # -- choosing -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
         {"torch", "transformers", "llmcompressor", "loguru", "psutil", "safetensors", "tqdm"},
     ),
     "export": (
-        {"device", "model", "layer", "manifest"},
+        {"device", "model", "layer", "contents", "manifest"},
         {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml", "gguf"},
     ),
     "recovery": (
@@ -66,6 +66,7 @@ MAY_IMPORT = {  # room -> (rooms, third parties) that it may import
             "checkpoint",
             "compare",
             "console",
+            "contents",
             "data",
             "early",
             "evaluation",

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from struprune_plugin.contents import write_whole
 from struprune_plugin.device.room import StageRecord
 from struprune_plugin.layer.records import AllocationRecord, CalibrationRecord, GroupRecord
 from struprune_plugin.layer.tuning import TuningRecord
@@ -115,8 +116,7 @@ def describe_versions() -> dict[str, str]:
 def write_manifest(manifest: dict[str, Any], folder: str | Path) -> Path:
     """Write the manifest into an output folder, whole or not at all, with the digest of what it says."""
     path = Path(folder) / MANIFEST_NAME
-    partial = path.with_suffix(".partial")
     content = {"format_version": FORMAT_VERSION, "versions": describe_versions(), **manifest}
     content[DIGEST_KEY] = digest_manifest(content)
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return partial.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+    return path

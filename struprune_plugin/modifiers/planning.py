@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -127,27 +128,27 @@ class Planner:
     def _allocate(self, signals: Signals) -> Plan:
         """Make the plan in an allocation pass over the dense model, and try it against others in one more."""
         recipe, job, loader = self.recipe, self.job, self.state.data.calib
-        rule, tried = RULES[recipe.allocation], list[dict[str, Tensor]]()
+        rule, held = RULES[recipe.allocation], list[dict[str, Tensor]]()
         if rule.few_samples:
             if rule.propose is not None and count_ranks() == 1:
-                loader, tried = hold_batches(loader, self.trial_samples)
+                loader, held = hold_batches(loader, self.trial_samples)
             loader = take_batches(loader, job.groups, recipe.allocation_samples)
         room = self.room.replace(place_run(recipe, self.state.model, job.groups, loader, together=True))
         settings = recipe.make_allocation_settings(job.num_prunable)
         allocation = AllocationPass(job.groups, job.sizes, settings, recipe.make_methods(), signals, room)
         fields = recipe.dump_fields()
-        held = self.evidence.take_curves(fields) if self.evidence is not None and _can_share(recipe) else None
-        if held is not None:
-            allocation.adopt(held)
+        known = self.evidence.take_curves(fields) if self.evidence is not None and _can_share(recipe) else None
+        if known is not None:
+            allocation.adopt(known)
         else:
             run_pass(self.state, allocation, self.options, propagate_error=False, calibration=loader)
             if self.evidence is not None and _can_share(recipe):
                 self.evidence.keep_curves(fields, allocation.evidence)
         assert allocation.plan is not None
-        if not tried or rule.propose is None:
+        if not held or rule.propose is None:
             return allocation.plan
         proposed = {self.recipe.allocation: allocation.plan.kept, **self._propose(rule.propose, allocation.plan)}
-        return self._try(proposed, allocation, loader, tried, room)
+        return self._try(proposed, allocation, loader, held, room)
 
     def _propose(self, propose: Propose, plan: Plan) -> dict[str, Mapping[str, int]]:
         """Return a rule's other plans that meet the budget and fit the widths that were asked for."""
@@ -166,7 +167,7 @@ class Planner:
         proposed: Mapping[str, Mapping[str, int]],
         allocation: AllocationPass,
         loader: Sequence[dict[str, Tensor]],
-        tried: Sequence[dict[str, Tensor]],
+        held: Sequence[dict[str, Tensor]],
         room: Room,
     ) -> Plan:
         """Return the plan that moves the model's output least on the batches held out; the first of those that tie.
@@ -179,14 +180,15 @@ class Planner:
             return own
         args = (list(proposed.values()), allocation.evidence, self.recipe.make_methods(), room, len(loader))
         trials = TrialPass(self.job.groups, *args)
-        run_pass(self.state, trials, self.options, propagate_error=False, calibration=[*loader, *tried])
+        run_pass(self.state, trials, self.options, propagate_error=False, calibration=[*loader, *held])
         with room.stage("trials"):
-            measured = trials.measure()
-        names = list(proposed)
-        taken = names[find_least(measured)]
-        logger.info(f"plans tried, KL divergence: {dict(zip(names, measured, strict=True))}; taken: {taken}")
-        record = replace(own.record, tried=dict(zip(names, measured, strict=True)), taken=taken)
-        return replace(own, kept=proposed[taken], record=record)
+            measured = dict(zip(proposed, trials.measure(), strict=True))
+        tried = {name: divergence for name, divergence in measured.items() if math.isfinite(divergence)}
+        if not tried:
+            return own
+        taken = list(tried)[find_least(list(tried.values()))]
+        logger.info(f"plans tried, KL divergence: {tried}; taken: {taken}")
+        return replace(own, kept=proposed[taken], record=replace(own.record, tried=tried, taken=taken))
 
     def _rehearse(self, signals: Signals, plan: Plan) -> float:
         """Prune after a plan, a layer at a time, giving each layer its weights back once the next has seen its outputs;

@@ -32,7 +32,7 @@ from struprune_plugin.maths.rounding import (
 )
 from struprune_plugin.maths.solve import damp_moments
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.passes.rules import RULES, AllocationSettings, Evidence, Subject
 
 
@@ -73,7 +73,7 @@ class AllocationPass:
 
     def before_layer(self, name: str, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         with self._room.stage("statistics"):
-            self._observer.before_layer(layer, self._groups_of(name), args, kwargs)
+            self._observer.before_layer(layer, select_groups(self._groups, name), args, kwargs)
 
     def after_layer(self, output: Any) -> None:
         with self._room.stage("statistics"):
@@ -83,7 +83,7 @@ class AllocationPass:
 
     def end_layer(self, name: str, layer: nn.Module) -> None:
         total, tokens = sum_over_ranks(self._influence).tolist()
-        for group in self._groups_of(name):
+        for group in select_groups(self._groups, name):
             self.evidence[group.name] = self._measure_group(layer, group, total / max(tokens, 1))
         self._influence.zero_()
         self._observer.finish_layer()
@@ -102,9 +102,6 @@ class AllocationPass:
         """Take what an earlier pass measured in place of measuring it, and make the plan."""
         self.evidence = dict(evidence)
         self.finish()
-
-    def _groups_of(self, layer_name: str) -> list[UnitGroup]:
-        return [group for group in self._groups if group.layer_name == layer_name]
 
     def _compare(self, call: LayerCall, output: Tensor) -> None:
         """Add one batch to the influence of a layer."""

@@ -18,7 +18,7 @@ _OWN = (  # fields of a recipe that neither sensitivity nor curves depend on
     *("sparsity", "max_sparsity", "temperature", "search", "as_printed", "channel_multiple"),
     *("target", "output", "replay", "max_swaps", "tuning_epochs", "tuning_learning_rate", "measure_memory"),
 )
-_NO_CURVES = ("allocation", "rho", "gamma")  # what the sensitivity does not depend on, besides
+_NO_CURVES = ("allocation", "rho", "gamma", "trial_samples")  # what the sensitivity does not depend on, besides
 
 
 class EvidenceStore:

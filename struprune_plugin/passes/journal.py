@@ -17,7 +17,7 @@ from loguru import logger
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from struprune_plugin.contents import flush
+from struprune_plugin.contents import replace_file
 from struprune_plugin.early import check_place
 
 _RUN = "struprune_run.json"
@@ -70,7 +70,7 @@ class Journal:
         else:
             with self._tell_of_refusals("the description of the run"):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with self._replace(file) as partial:
+                with replace_file(file) as partial:
                     partial.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
         self._is_open = True
 
@@ -80,10 +80,10 @@ class Journal:
         :raises OSError: the disk refuses; parts before this one stay
         """
         with self._tell_of_refusals(part):
-            with self._replace(self._tensors(part)) as partial:
+            with replace_file(self._tensors(part)) as partial:
                 save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial)
                 text = json.dumps({"sha256": _digest(partial), "record": record}) + "\n"
-            with self._replace(self._text(part)) as partial:
+            with replace_file(self._text(part)) as partial:
                 partial.write_text(text, encoding="utf-8")
 
     @contextmanager
@@ -139,18 +139,6 @@ class Journal:
 
     def _text(self, part: str) -> Path:
         return self.folder / f"{part}.json"
-
-    @contextmanager
-    def _replace(self, file: Path) -> Iterator[Path]:
-        """Give a file beside another, which takes its name once what the block wrote has reached the disk."""
-        partial = file.with_name(file.name + ".partial")
-        try:
-            yield partial
-            flush(partial)
-            partial.replace(file)
-            flush(self.folder)  # which holds the name
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def digest_package() -> str:

@@ -19,7 +19,7 @@ from struprune_plugin.layer.signals import Signals
 from struprune_plugin.layer.tuning import TuningRecord
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.surgery import LayerCopy, copy_layer, restore_layer
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.passes.resume import DoneLayer, LayerLog
 from struprune_plugin.passes.tokens import TokenDigest
 
@@ -71,7 +71,7 @@ class PruningPass:
         if name not in self._done:
             self._done = {name: self._find_done(name, layer)}
         groups = (
-            [] if self._done[name] else self._groups_of(name)
+            [] if self._done[name] else select_groups(self._groups, name)
         )  # of a layer that is done only the dense path is wanted
         with self._room.stage("statistics"):
             self._observer.before_layer(layer, groups, args, kwargs)
@@ -124,7 +124,9 @@ class PruningPass:
         index, total = self._find_index(name)
         changed = any(record.removed_parameters for record in self.records)
         progress = f"({index + 1}/{total}): "
-        outcome = self._prune(layer, self._groups_of(name), self._observer, changed=changed, progress=progress)
+        outcome = self._prune(
+            layer, select_groups(self._groups, name), self._observer, changed=changed, progress=progress
+        )
         if self._log is not None:
             with self._room.stage("checkpoint"):
                 self._log.keep(self._model, layer, index, outcome)
@@ -150,9 +152,6 @@ class PruningPass:
         assert self._model is not None
         names = [other for other, _ in find_decoder_layers(self._model)]
         return names.index(name), len(names)
-
-    def _groups_of(self, layer_name: str) -> list[UnitGroup]:
-        return [group for group in self._groups if group.layer_name == layer_name]
 
 
 def _lend(model: PreTrainedModel, layer: nn.Module) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from struprune_plugin.maths.statistics import multiply_by_itself, multiply_in_or
 from struprune_plugin.model.families import find_family
 from struprune_plugin.model.layers import find_decoder_layers, find_linear, freeze_weights
 from struprune_plugin.model.surgery import read_weight
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.group import UnitGroup, select_groups
 
 _DRAWN = 64  # tokens whose labels are drawn at once
 
@@ -56,7 +56,7 @@ def measure_fisher(
                 break
             first, counted = first + len(batch["input_ids"]), counted + num_tokens
             for (name, layer), call in zip(reversed(find_decoder_layers(model)), reversed(calls), strict=True):
-                here = [group for group in groups if group.layer_name == name]
+                here = select_groups(groups, name)
                 with room.wait_on_host():
                     gradient = _run_backward(layer, call, here, gradient, sums, room)
     counts = gather_numbers(counted, finite)

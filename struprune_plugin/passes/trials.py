@@ -29,7 +29,7 @@ from struprune_plugin.maths.rotation import rotate_columns, rotate_moments
 from struprune_plugin.maths.solve import damp_moments
 from struprune_plugin.maths.statistics import Moments
 from struprune_plugin.model.layers import find_decoder_layers, find_linear
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.passes.rules import Evidence
 from struprune_plugin.passes.sensitivity import shape_logits
 
@@ -88,7 +88,7 @@ class TrialPass:
         if not self._observer.calls:
             self._dense.clear()
         with self._room.stage("statistics"):
-            self._observer.before_layer(layer, self._groups_of(name) if fits else [], args, kwargs)
+            self._observer.before_layer(layer, select_groups(self._groups, name) if fits else [], args, kwargs)
 
     def after_layer(self, output: Any) -> None:
         with self._room.stage("statistics"):
@@ -98,9 +98,9 @@ class TrialPass:
             self._dense.append(self._room.park(take_hidden(output)))
 
     def end_layer(self, name: str, layer: nn.Module) -> None:
-        weights = {group.name: self._solve(layer, group) for group in self._groups_of(name)}
+        weights = {group.name: self._solve(layer, group) for group in select_groups(self._groups, name)}
         for path in self._paths:
-            self._advance(path, layer, self._groups_of(name), weights)
+            self._advance(path, layer, select_groups(self._groups, name), weights)
         self._observer.finish_layer()
 
     def finish(self) -> None:
@@ -122,14 +122,13 @@ class TrialPass:
             mask = batch.get("attention_mask")
             valid = (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
             count += int(valid.sum())
-            outputs = [hidden[index] for hidden in (self._dense, *paths)]
-            finals = [_finish_forward(self._model, batch, output, self._wraps, self._room) for output in outputs]
-            finals = [final[valid.to(final.device)] for final in finals]
-            totals = [a + b for a, b in zip(totals, _compare(self._model, finals, self._room), strict=True)]
+            finals = []
+            for hidden in (self._dense, *paths):
+                final = _finish_forward(self._model, batch, hidden[index], self._wraps, self._room)
+                finals.append(self._room.to_host(final[valid.to(final.device)]))
+            found = _compare(self._model, finals, final.device, self._room)
+            totals = [a + b for a, b in zip(totals, found, strict=True)]
         return [total / max(count, 1) for total in totals]
-
-    def _groups_of(self, layer_name: str) -> list[UnitGroup]:
-        return [group for group in self._groups if group.layer_name == layer_name]
 
     def _solve(self, layer: nn.Module, group: UnitGroup) -> dict[int, tuple[Tensor, Tensor]]:
         """Return a consumer's weights, in the module's order, and bias, on the host, for every number of kept units asked for."""
@@ -198,26 +197,27 @@ def _finish_forward(
         return model.base_model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state
 
 
-def _compare(model: PreTrainedModel, finals: Sequence[Tensor], room: Room) -> list[float]:
-    """Return the sum of KL(first ‖ other) over tokens for every other, in nats.
+def _compare(model: PreTrainedModel, finals: Sequence[Tensor], device: torch.device, room: Room) -> list[float]:
+    """Return the sum of KL(first ‖ other) over tokens for every other, in nats, the logits in pieces.
 
-    :param finals: inputs of the output embeddings, shape [tokens, d]
+    :param finals: inputs of the output embeddings, on the host, shape [tokens, d]
+    :param device: where these are applied, unless on the host
     """
-    if room.placement.embed_on_host:
-        with room.on_host():
-            return _compare_in_place(model, [room.to_host(final) for final in finals], room.placement.logits)
-    return _compare_in_place(model, finals, room.placement.logits)
-
-
-def _compare_in_place(model: PreTrainedModel, finals: Sequence[Tensor], num_logits: int) -> list[float]:
-    """Do the work of :func:`_compare` where its tensors are."""
     head: Any = model.get_output_embeddings()
-    size = max(1, num_logits // model.config.vocab_size)
+    size = max(1, room.placement.logits // model.config.vocab_size)
     totals = torch.zeros(len(finals) - 1, dtype=torch.float64)
-    for dense, *others in zip(*(final.split(size) for final in finals), strict=True):
-        wanted = torch.log_softmax(shape_logits(model, head(dense).float()), dim=-1)
-        shares = wanted.exp()
-        for index, other in enumerate(others):
-            found = torch.log_softmax(shape_logits(model, head(other).float()), dim=-1)
-            totals[index] += float((shares * (wanted - found)).sum(-1).double().sum())
+    on_host = room.placement.embed_on_host
+
+    def find_log_probs(final: Tensor) -> Tensor:
+        logits = head(final if on_host else room.to_device(final, device)).float()
+        return torch.log_softmax(shape_logits(model, logits), dim=-1)
+
+    with room.on_host(on_host):
+        for dense, *others in zip(*(final.split(size) for final in finals), strict=True):
+            wanted = find_log_probs(dense)
+            for index, other in enumerate(others):
+                divergence = torch.nn.functional.kl_div(
+                    find_log_probs(other), wanted, reduction="none", log_target=True
+                )
+                totals[index] += float(divergence.sum(-1).double().sum())
     return totals.tolist()

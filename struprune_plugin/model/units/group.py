@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -143,6 +143,11 @@ class UnitGroup:
         if self.repeats == 1:
             return columns
         return columns.unflatten(-1, (self.num_blocks, -1, self.repeats)).transpose(-1, -2).flatten(-3)
+
+
+def select_groups(groups: Sequence[UnitGroup], layer_name: str) -> list[UnitGroup]:
+    """Return the groups of one decoder layer, in order."""
+    return [group for group in groups if group.layer_name == layer_name]
 
 
 def find_residual(family: Family, layer: nn.Module, norm: str, producers: Producers) -> str:

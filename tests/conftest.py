@@ -19,6 +19,7 @@ import pytest
 import torch
 from datasets import Dataset
 from families import make_model
+from llmcompressor.pipelines.sequential import pipeline
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from struprune_plugin import StruPruneModifier, cli, oneshot
@@ -41,7 +42,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_tasks(tmp_path_factory) -> Iterator[None]:
-    """Let lm-eval's own tasks be few: its index of them all takes 15 seconds. `test_stock` reads them all."""
+    """Let lm-eval's own tasks be few: its index of them all takes 15 seconds."""
     manager = lm_eval.tasks.manager
     folder, own = tmp_path_factory.mktemp("tasks"), Path(manager.__file__).parent
     shutil.copytree(own / "arc", folder / "arc")
@@ -50,8 +51,30 @@ def few_tasks(tmp_path_factory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_traces() -> Iterator[None]:
+    """Let the host trace a model once for all passes of a run; and no disk be waited for."""
+    trace, held = pipeline.trace_subgraphs, {}
+
+    def trace_once(model, sample, *args):
+        shapes = tuple((name, tuple(value.shape)) for name, value in sample.items())
+        if held.get("model") is not model or held["how"] != (shapes, args):
+            held.update(model=model, how=(shapes, args), graphs=trace(model, sample, *args))
+        return held["graphs"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "trace_subgraphs", trace_once)
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 def start_cli(argv: Sequence[str], log: Path) -> multiprocessing.Process:
-    """Run the command line in a process of its own, a copy of this one: all that a start would import is there already.
+    """Run the command line in a process of its own, as :func:`start_process`."""
+    return start_process(functools.partial(cli.main, argv), log)
+
+
+def start_process(target: Callable[[], int | None], log: Path) -> multiprocessing.Process:
+    """Run a function in a process of its own, a copy of this one: all that a start would import is there already.
 
     :param log: file that takes what is printed
     """
@@ -61,7 +84,7 @@ def start_cli(argv: Sequence[str], log: Path) -> multiprocessing.Process:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
-        sys.exit(cli.main(argv))
+        sys.exit(target())
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
@@ -97,6 +120,11 @@ def make_dataset(num_samples: int = 8, length: int = 32, seed: int = 1) -> Datas
 def run_oneshot(model, recipe=None, dataset=None, **kwargs):
     """Run our oneshot with the options that make it deterministic; ``kwargs`` that it lacks go to the modifier."""
     ours = {k: kwargs.pop(k) for k in list(kwargs) if k in StruPruneModifier.model_fields}
+    if "replay" not in ours and "importance" not in ours and "allocation" not in ours:
+        ours = {
+            "trial_samples": 0,
+            **ours,
+        }  # which take a fifth of so short a run; the recipes' tests and `test_trials` have them
     options = {"batch_size": 4, "shuffle_calibration_samples": False, "num_calibration_samples": 8} | kwargs
     return oneshot(
         model=model,

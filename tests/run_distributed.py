@@ -36,13 +36,14 @@ def run_job(model: str, folder: Path, fields: dict) -> None:
         (folder / f"digest{distributed.get_rank()}.txt").write_text(digest.hexdigest())
 
 
-def main() -> None:
+def run_jobs(jobs: list) -> None:
+    """Run (model, folder, fields) of each."""
     torch.set_num_threads(1)
-    for model, folder, fields in json.loads(sys.argv[1]):
+    for model, folder, fields in jobs:
         run_job(model, Path(folder), fields)
         distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_jobs(json.loads(sys.argv[1]))

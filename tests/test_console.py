@@ -123,12 +123,12 @@ for argv in json.loads(sys.argv[1]):
 """
 
 
-def test_quiet_leaves_results_alone_and_one_bar_is_drawn_for_a_whole_run(tmp_path):
+def test_quiet_leaves_results_alone_and_one_bar_is_drawn_for_a_whole_run(opt, tmp_path):
     """In a process of its own: what is drawn and logged is settled when the host is imported."""
-    demo = str(ROOT / "struprune_plugin" / "demo" / "model")
+    demo = str(opt)
     scored = ["eval", demo, "--max-tokens", "128", "--window", "64", "--quiet", "--json"]
     pruned = ["prune", demo, "--recipe", "struprune_opt", "--output", str(tmp_path / "out"), "--set", "max_swaps=0"]
-    runs = json.dumps([scored, [*pruned, "--num-samples", "8", "--seq-length", "128"]])
+    runs = json.dumps([scored, [*pruned, "--num-samples", "8", "--seq-length", "32"]])
     inherited = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
     run = subprocess.run(
         [sys.executable, "-c", TWO_RUNS, runs],

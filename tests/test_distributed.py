@@ -1,14 +1,13 @@
 """Two processes on one machine, each with half of the calibration data, against one process with all of it."""
 
-import json
 import os
-import subprocess
-import sys
+import socket
+from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, VOCABULARY, make_opt, run_oneshot, save_model
-from run_distributed import NUM_SAMPLES, read_options
+from conftest import VOCABULARY, make_opt, run_oneshot, save_model, start_process
+from run_distributed import NUM_SAMPLES, read_options, run_jobs
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin.export import read_manifest
@@ -50,19 +49,29 @@ def make_dead():
 def two_processes(opt, tmp_path_factory):
     """A folder for every job of ``FIELDS`` and ``REFUSED``, which one pair of processes ran one after the other.
 
-    Their start is what takes time. Refusals come first, so that what follows shows that they leave the processes in step.
+    Refusals come first, so that what follows shows that they leave the processes in step.
     """
     folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "recovery")}
     dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
     jobs = [[str(dead), str(folders[name]), {"sparsity": 0.2, **fields}] for name, (fields, _) in REFUSED.items()]
     jobs += [[str(opt), str(folders[name]), fields] for name, fields in FIELDS.items()]
     jobs.append([str(opt), str(folders["recovery"]), {"recovery": RECOVERY | {"teacher": str(dead)}}])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    script = [str(ROOT / "tests" / "run_distributed.py"), json.dumps(jobs)]
-    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    log = tmp_path_factory.mktemp("logs")
+    processes = [start_process(partial(run_rank, rank, port, jobs), log / f"{rank}") for rank in range(2)]
+    for process in processes:
+        process.join(600)
+    assert [process.exitcode for process in processes] == [0, 0], (log / "0").read_text() + (log / "1").read_text()
     return folders
+
+
+def run_rank(rank, port, jobs):
+    """Run the jobs as one of two processes, with what torchrun tells each."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    run_jobs(jobs)
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -429,8 +429,15 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("fields", [{}, {"method": "lora", "dropout": 0.2}, {"state_dtype": "bfloat16"}])
-@pytest.mark.parametrize("after", ["recovery-00000004", "teacher-00000", "best"])
+@pytest.mark.parametrize(
+    ("after", "fields"),
+    [
+        ("recovery-00000004", {}),
+        ("recovery-00000004", {"method": "lora", "dropout": 0.2}),
+        ("teacher-00000", {}),
+        ("best", {"state_dtype": "bfloat16"}),
+    ],
+)
 def test_a_killed_run_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, fields, after):
     how = {"epochs": 3, "holdout_steps": 3, "checkpoint_steps": 2, "learning_rate": 2e-3, **fields}
     whole, record = recover(opt, **how)

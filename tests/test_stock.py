@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import lm_eval.tasks.manager
 import pytest
 import torch
 from conftest import ROOT, SHAPES, WIDE_MODELS, make_dataset, run_oneshot
@@ -19,10 +20,11 @@ SCRIPT = """
 import json, sys, torch
 from lm_eval import simple_evaluate
 from lm_eval.__main__ import cli_evaluate
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, manager
 from transformers import AutoModelForCausalLM
 
 job = json.loads(sys.argv[1])
+manager.__file__ = job["tasks"]
 prompts, logits, accuracy = torch.load(job["prompts"]), {}, {}
 for name, out in job["folders"].items():
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
@@ -34,7 +36,7 @@ for name in job["scored"]:
     results = simple_evaluate(model="hf", model_args=args, **options)["results"]
     accuracy[name] = results["struprune_demo_word_order"]["acc,none"]
 torch.save({"logits": logits, "accuracy": accuracy}, job["results"])
-sys.argv = ["lm_eval", *job["command"]]  # the README's line; with the index of all of lm-eval's tasks
+sys.argv = ["lm_eval", *job["command"]]  # the README's line
 cli_evaluate()
 assert "struprune_plugin" not in sys.modules
 """
@@ -65,6 +67,7 @@ def stock(folders, tmp_path_factory):
     job = {"folders": folders, "scored": SCORED, "prompts": place / "prompts.pt", "results": place / "results.pt"}
     command = f"--model hf --model_args pretrained={folders['llama-vo']},trust_remote_code=True --device cpu --limit 4"
     told = f"--tasks struprune_demo_word_order --include_path eval/tasks --output_path {place}"
+    job["tasks"] = lm_eval.tasks.manager.__file__
     job["command"] = [*command.split(), *told.split()]
     environment = os.environ | {"HF_MODULES_CACHE": str(place / "modules")}
     command = [sys.executable, "-c", SCRIPT, json.dumps(job, default=str)]

@@ -61,6 +61,7 @@ def watch_trials(monkeypatch, choose=None):
 def prune(folder, output=None, **fields):
     recipe = StruPruneModifier(sparsity=0.3, **fields)
     kwargs = {} if output is None else {"output_dir": str(output)}
+    kwargs = {"trial_samples": 4, **kwargs}
     return run_oneshot(str(folder), recipe, make_dataset(SAMPLES), num_calibration_samples=SAMPLES, **kwargs)
 
 

@@ -29,7 +29,7 @@ RECOVERY = {  # an odd batch: the processes' shares differ, and one step has one
 }
 RECOVERIES = {
     "recovery": RECOVERY,
-    "lora": {"distill": "kl", "batch_size": 3, "epochs": 2, "learning_rate": 1e-2, "holdout_fraction": 0.2},
+    "lora": {"distill": "kl", "batch_size": 3, "epochs": 2, "learning_rate": 1e-3, "holdout_fraction": 0},
 }
 REFUSED = {  # fields -> what both processes say
     "admm": ({"restoration": "admm"}, "restoration: admm must run in one process, got 2"),

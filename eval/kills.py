@@ -40,7 +40,7 @@ from struprune_plugin.report import format_table
 
 PRUNE = "pruning_stage: {pruning_modifiers: {StruPruneModifier: {sparsity: 0.3}}}\n"
 QUANTISE = "quantising_stage: {quantising_modifiers: {GPTQModifier: {scheme: W8A8, ignore: [lm_head]}}}\n"
-_TRAINING = "{epochs: 3, batch_size: 4, holdout_steps: 5, checkpoint_steps: 3}"
+_TRAINING = "{max_steps: 6, epochs: 3, batch_size: 4, holdout_steps: 4, checkpoint_steps: 2}"
 RECOVER = f"recovery_stage: {{recovery_modifiers: {{RecoveryModifier: {_TRAINING}}}}}\n"
 RECIPES = {"pruned": PRUNE, "quantised": PRUNE + QUANTISE, "recovered": PRUNE + RECOVER}
 # of a run, in order; "again" is any of them, several times, "recovering" is of a recipe that recovers alone

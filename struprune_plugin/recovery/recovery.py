@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from loguru import logger
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.device.ranks import count_ranks
@@ -56,6 +56,7 @@ class Recovery:
             with ExitStack() as stack:
                 if self.choices.method == "lora":
                     how = self.choices.rank, self.choices.alpha, self.choices.dropout
+                    _own(model.get_submodule(name).weight for name in self.linears)
                     with room.on_host():
                         stack.enter_context(attach_adapters(model, self.linears, *how))
                 if self.choices.memory == "model":
@@ -85,9 +86,7 @@ class Recovery:
     ) -> RecoveryRun:
         choices, layered = self.choices, self._make_layered(model, room, device)
         parameters = list_trained(layered, choices.method)
-        if count_ranks() > 1:  # the host lets processes share weights: each would move them
-            for parameter in parameters.values():
-                parameter.data = parameter.data.clone()
+        _own(parameters.values())
         with room.on_host(choices.memory == "layer"):
             rates, dtype = AdamRates(decay=choices.weight_decay), getattr(torch, choices.state_dtype)
             states = TrainedStates(parameters, rates, dtype, folder, choices.seed)
@@ -190,3 +189,9 @@ class Recovery:
         )
         stages = [{"name": name, **asdict(stage)} for name, stage in room.stages.items()]
         return {"seconds": round(seconds, 3), "memory_measure": room.measure, "stages": stages}
+
+
+def _own(parameters: Iterable[nn.Parameter]) -> None:
+    """Give every process weights of its own: the host lets processes share them, and each would move them, or merge into them."""
+    for parameter in parameters if count_ranks() > 1 else ():
+        parameter.data = parameter.data.clone()

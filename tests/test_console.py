@@ -152,5 +152,5 @@ def test_stages_are_those_of_the_recipe():
         assert [name for name, _, bar in stages if not bar].count("pruning") == 1, recipe.name
         assert [name for name, *_ in stages].count("trials") <= 1, recipe.name
     assert [name for name, _, _ in list_stages(load_recipe("struprune_lora_w4a16").modifiers)] == [
-        *("sensitivity", "allocation", "trials", "pruning", "teacher", "LoRA recovery", "GPTQ"),
+        *("sensitivity", "allocation", "trials", "pruning", "teacher", "recovery", "GPTQ"),
     ]

@@ -26,6 +26,10 @@ RECOVERY = {  # an odd batch: the processes' shares differ, and one step has one
     **{"losses": {"cross_entropy": 0.5, "kl": 0.5}, "batch_size": 3, "micro_batch_size": 1, "epochs": 2},
     **{"learning_rate": 1e-3, "holdout_steps": 2, "holdout_fraction": 0.2, "clipping": "global"},
 }
+RECOVERIES = {
+    "recovery": RECOVERY,
+    "lora": {"distill": "kl", "batch_size": 3, "epochs": 2, "learning_rate": 1e-3, "holdout_fraction": 0},
+}
 REFUSED = {  # fields -> what both processes say
     "admm": ({"restoration": "admm"}, "restoration: admm must run in one process, got 2"),
     "tuning": ({"tuning_epochs": 1}, "tuning_epochs above 0 must run in one process, got 2"),
@@ -51,11 +55,11 @@ def two_processes(opt, tmp_path_factory):
 
     Refusals come first, so that what follows shows that they leave the processes in step.
     """
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "recovery")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, *RECOVERIES)}
     dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
     jobs = [[str(dead), str(folders[name]), {"sparsity": 0.2, **fields}] for name, (fields, _) in REFUSED.items()]
     jobs += [[str(opt), str(folders[name]), fields] for name, fields in FIELDS.items()]
-    jobs.append([str(opt), str(folders["recovery"]), {"recovery": RECOVERY | {"teacher": str(dead)}}])
+    jobs += [[str(opt), str(folders[n]), {n: how | {"teacher": str(dead)}}] for n, how in RECOVERIES.items()]
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -95,11 +99,12 @@ def test_two_processes_equal_one(opt, two_processes, name, tmp_path):
         assert (value - expected[key]).abs().max() <= 1e-3 * expected[key].abs().max(), key
 
 
-def test_two_processes_recover_as_one_does(opt, two_processes, tmp_path):
-    folder = two_processes["recovery"]
+@pytest.mark.parametrize("name", RECOVERIES)
+def test_two_processes_recover_as_one_does(opt, two_processes, tmp_path, name):
+    folder = two_processes[name]
     assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
     teacher = save_model(make_dead(), tmp_path / "dead")
-    recovered = run_oneshot(str(opt), **read_options({"recovery": RECOVERY | {"teacher": str(teacher)}}))
+    recovered = run_oneshot(str(opt), **read_options({name: RECOVERIES[name] | {"teacher": str(teacher)}}))
     weights = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
     before = AutoModelForCausalLM.from_pretrained(opt).state_dict()
     assert max((weights[key] - before[key]).abs().max().item() for key in before) > 2e-3, "something was learnt"

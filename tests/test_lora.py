@@ -39,7 +39,7 @@ def recover(opt, dataset=None, prune=True, **fields):
     """Prune to 0.3 and train; return (model, modifier)."""
     stage = LoRARecoveryModifier(**(FAST | {"epochs": 1} | fields))
     options = {name: fields.pop(name) for name in ("output_dir",) if name in fields}
-    recipe = [StruPruneModifier(sparsity=0.3), stage] if prune else [stage]
+    recipe = [StruPruneModifier(sparsity=0.3, trial_samples=0), stage] if prune else [stage]
     return run_oneshot(opt if isinstance(opt, nn.Module) else str(opt), recipe, dataset, **options), stage
 
 
@@ -340,7 +340,7 @@ def test_pruned_and_recovered_model_saves_reloads_and_tells_its_curve(opt, tmp_p
 
 def recover_to(opt, folder, **fields):
     stage = LoRARecoveryModifier(**(FAST | fields))
-    recipe = [StruPruneModifier(sparsity=0.3), stage]
+    recipe = [StruPruneModifier(sparsity=0.3, trial_samples=0), stage]
     return run_oneshot(str(opt), recipe, output_dir=str(folder)), stage
 
 
@@ -362,7 +362,7 @@ def test_a_pruned_folder_can_be_recovered_from_its_dense_teacher(opt, prune_once
 
 def test_quantising_afterwards_in_the_same_recipe_saves_and_reloads(opt, tmp_path):
     recipe = {
-        "prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}},
+        "prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3, "trial_samples": 0}}},
         "recovery_stage": {"recovery_modifiers": {"LoRARecoveryModifier": {**FAST, "holdout_fraction": 0.0}}},
         "quantise_stage": {
             "quantise_modifiers": {
@@ -440,7 +440,7 @@ def _pad(rows):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_models_keep_their_dtype_and_learn(opt, dtype):
     stage = LoRARecoveryModifier(**FAST, epochs=8, holdout_fraction=0, distill="kl", distill_weight=0.5)
-    recipe = [StruPruneModifier(sparsity=0.3), stage]
+    recipe = [StruPruneModifier(sparsity=0.3, trial_samples=0), stage]
     model = run_oneshot(str(opt), recipe, make_dataset(4, 16), precision=dtype, num_calibration_samples=4)
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
     losses = stage.record["train"]["loss"]

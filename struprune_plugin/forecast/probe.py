@@ -32,6 +32,8 @@ from struprune_plugin.export import read_manifest
 from struprune_plugin.forecast.sizes import Outline, Shapes, find_pruning
 from struprune_plugin.model.families import find_family
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
+from struprune_plugin.modifiers.outline import tries_plans
+from struprune_plugin.passes.allocation import can_keep_moments, count_moment_bytes
 
 _LAYERS, _SECONDS, _FEWEST = 2, 20.0, 8  # of a probe: decoder layers, seconds it should take, sequences
 _OVER_COUNTED = 2.5  # how much longer than its operations at the machine's own rate a run takes, about (docs/cost.md)
@@ -118,11 +120,15 @@ def probe_costs(shapes: Shapes, outline: Outline, load: Callable[[], Recipe], wo
     memory = _count_memory(shapes.config.hidden_size, outline, work) / _count_memory(
         dense.config.hidden_size, outline, small.work, small.divisor
     )
+    kept = 0
+    if tries_plans(modifier) and can_keep_moments(outline.groups, shapes.config.hidden_size):
+        kept = count_moment_bytes(outline.groups, shapes.config.hidden_size)
+    kept_here = kept * _LAYERS / shapes.config.num_hidden_layers / small.divisor**2
     told = sum(part * there[name] / here[name] for name, part in _split_seconds(found, seconds).items())
     weights = count_parameters(shapes.model) * shapes.dtype.itemsize
     return Costs(
         seconds=started + told,
-        peak_bytes=round(before + weights + max(0.0, max(peaks) - before - 2 * held) * memory),
+        peak_bytes=round(before + weights + kept + max(0.0, max(peaks) - before - 2 * held - kept_here) * memory),
         device_bytes=max(device) if device else None,
         prefill=speeds[0],
         decode=speeds[1],

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from struprune_plugin.modifiers.recovery_stage import RecoveryStage
-from struprune_plugin.recovery.choices import Choices
+from struprune_plugin.recovery.choices import Choices, make_choices
 
 _DISTILLATION = ("distill_weight", "distill_temperature", "distill_top_k")
 
@@ -65,14 +65,15 @@ class LoRARecoveryModifier(RecoveryStage):
         losses = {"cross_entropy": 1.0}
         if self.distill == "kl":
             losses = {"cross_entropy": 1 - self.distill_weight, "kl": self.distill_weight}
-        return Choices(
-            **self._read_choices(),
-            method="lora",
-            memory="layer" if self.gradient_checkpointing else "model",
-            losses=losses,
-            micro_batch_size=largest,
-            clipping="global",
-        )
+        memory = "layer" if self.gradient_checkpointing else "model"
+        fixed = {
+            "method": "lora",
+            "memory": memory,
+            "losses": losses,
+            "micro_batch_size": largest,
+            "clipping": "global",
+        }
+        return make_choices({**self._read_choices(), **fixed})
 
     @property
     def asks_teacher(self) -> bool:

@@ -43,9 +43,7 @@ def _list_own_stages(modifier: StructuredModifier, measured: bool) -> list[tuple
         stages.append(("sensitivity", _SENSITIVITY, "sensitivity"))
     if modifier.allocation in RULES and not measured:
         stages.append(("allocation", _ALLOCATION, ""))
-    rule = RULES.get(modifier.allocation)
-    tries = isinstance(modifier, StruPruneModifier) and modifier.trial_samples > 0
-    if tries and rule is not None and rule.propose is not None:
+    if tries_plans(modifier):
         stages.append(("trials", _ALLOCATION, ""))
     if modifier.search == "full":
         temperatures = modifier.temperature if isinstance(modifier.temperature, list) else [modifier.temperature]
@@ -53,3 +51,10 @@ def _list_own_stages(modifier: StructuredModifier, measured: bool) -> list[tuple
     if not modifier.only_plans:
         stages.append(("pruning", _PRUNING, ""))
     return stages
+
+
+def tries_plans(modifier: StructuredModifier) -> bool:
+    """Tell whether a modifier tries plans before it takes one."""
+    rule = RULES.get(modifier.allocation)
+    tries = isinstance(modifier, StruPruneModifier) and modifier.trial_samples > 0
+    return tries and rule is not None and rule.propose is not None

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from struprune_plugin.data import load_tokenizer, pack_windows
 from struprune_plugin.modifiers.recovery_stage import RecoveryStage
-from struprune_plugin.recovery.choices import Choices, Clipping, Loss, Method
+from struprune_plugin.recovery.choices import Choices, Clipping, Loss, Method, make_choices
 from struprune_plugin.recovery.samples import Sample
 
 _RATES = {"lora": 1e-3, "full": 1e-4, "norms_and_biases": 1e-3}  # method -> learning rate
@@ -134,7 +134,7 @@ class RecoveryModifier(RecoveryStage):
     def _choose(self, largest: int) -> Choices:
         if self.state_folder is not None and Path(self.state_folder).is_file():
             raise ValueError(f"state_folder: must be a folder, {self.state_folder} is a file. Choose another path.")
-        return Choices(**{**self._read_choices(), "learning_rate": self.learning_rate or _RATES[self.method]})
+        return make_choices({**self._read_choices(), "learning_rate": self.learning_rate or _RATES[self.method]})
 
     def _read_samples(self, state: State) -> tuple[list[Sample], int]:
         if self.data is None:

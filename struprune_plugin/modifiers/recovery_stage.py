@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +114,8 @@ class RecoveryStage(Modifier):
         raise NotImplementedError
 
     def _read_choices(self) -> dict[str, Any]:
-        """Return the fields of the recipe that bear the name of a choice."""
-        known = type(self).model_fields
-        return {field.name: getattr(self, field.name) for field in fields(Choices) if field.name in known}
+        """Return the fields of the recipe by name."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
     def _read_samples(self, state: State) -> tuple[list[Sample], int]:
         """Return all samples, in an order that does not depend on the number of processes, and the largest batch of them."""
@@ -160,18 +158,18 @@ class RecoveryStage(Modifier):
         samples, largest = self._read_samples(state)
         self._check_lengths(samples, state.model)
         choices, linears = self._choose(largest), []
-        if choices.method == "lora":
+        if choices.aim.method == "lora":
             linears = match_linears(state.model, self.targets, type(self).__name__)
             self._check_rank(state.model, linears)
         longest = max(len(sample.tokens) for sample in samples)
-        free = None if choices.memory == "model" else find_free_bytes()
+        free = None if choices.place.memory == "model" else find_free_bytes()
         return Recovery(
             choices=choices,
             linears=linears,
             texts=Texts(*split_samples(samples, self.holdout_fraction), self._watched),
-            teacher=self._find_teacher(state.model) if choices.asks("kl", "hidden") else None,
+            teacher=self._find_teacher(state.model) if choices.aim.asks("kl", "hidden") else None,
             placement=place_recovery(
-                choices.memory_budget, free, read_recovery_sizes(state.model, choices, linears, longest)
+                choices.place.memory_budget, free, read_recovery_sizes(state.model, choices, linears, longest)
             ),
             journal=self._journal,
         )

@@ -50,7 +50,7 @@ class AllocationPass:
     :param keeps_moments: keep every group's moments, too, for a pass on the same batches
     :ivar plan: once the pass is over
     :ivar evidence: of every group, by name
-    :ivar moments: of every group, by name, on the host; none where they are not kept
+    :ivar moments: of every group, by name, on the host; None where they are not kept
     """
 
     def __init__(
@@ -65,12 +65,11 @@ class AllocationPass:
     ):
         self.plan: Plan | None = None
         self._groups, self._sizes = groups, sizes
-        self._settings, self._rule = settings, RULES[settings.name]
+        self._settings = settings
         self._methods, self._signals, self._room = methods, signals, room
         self._observer = LayerObserver(TARGETS["local"], room, all_groups=True)
         self.evidence: dict[str, Evidence] = {}
-        self.moments: dict[str, Moments] = {}
-        self._keeps_moments = keeps_moments
+        self.moments: dict[str, Moments] | None = {} if keeps_moments else None
         self._influence = torch.zeros(2, dtype=torch.float64)  # of the layer at hand: sum and tokens
         self._model: PreTrainedModel | None = None
 
@@ -87,7 +86,7 @@ class AllocationPass:
     def after_layer(self, output: Any) -> None:
         with self._room.stage("statistics"):
             self._observer.after_layer(output)
-            if self._rule.compares_layers:
+            if RULES[self._settings.name].compares_layers:
                 self._compare(self._observer.calls[-1], take_hidden(output))
 
     def end_layer(self, name: str, layer: nn.Module) -> None:
@@ -102,7 +101,7 @@ class AllocationPass:
         missing = [group.name for group in self._groups if group.name not in self.evidence]
         assert not missing, f"no calibration data reached {missing}"
         share = find_group_sparsity(self._sizes, self._settings.num_prunable, self._settings.sparsity)
-        self.plan = self._rule.decide(self._sizes, self.evidence, share, self._settings)
+        self.plan = RULES[self._settings.name].decide(self._sizes, self.evidence, share, self._settings)
 
     def abort(self) -> None:
         self._observer.close()
@@ -124,7 +123,7 @@ class AllocationPass:
         """Return a group's importance, its error curve and its scores; the first of several processes measures."""
         with self._room.stage("statistics"):
             moments = self._observer.collect_moments(layer, group, "statistics").all
-            if self._keeps_moments:
+            if self.moments is not None:
                 self.moments[group.name] = move_moments(moments, self._room.to_host)
 
         def measure() -> Evidence:
@@ -136,7 +135,9 @@ class AllocationPass:
             args = (layer, group, moments, ranked, self._observer, self._methods, self._signals, self._room)
             curve, scores, order, basis = self._measure_curve(Ranking(*args), weighed, dense)
             assert self._model is not None
-            importance = self._rule.weigh(Subject(self._model, layer, group, scores, influence), self._settings)
+            importance = RULES[self._settings.name].weigh(
+                Subject(self._model, layer, group, scores, influence), self._settings
+            )
             host = self._room.to_host
             return Evidence(importance, host(curve), host(scores), host(order), None if basis is None else host(basis))
 
@@ -195,10 +196,12 @@ def take_batches(
 
 def can_keep_moments(groups: Sequence[UnitGroup], hidden_size: int) -> bool:
     """Tell whether all groups' moments take no more than a share of the host's free memory."""
-    numbers = sum(
-        2 * count_sums(group.num_columns, hidden_size) for group in groups
-    )  # sums are triangles, moments whole
-    return 4 * numbers <= _KEPT * psutil.virtual_memory().available
+    return count_moment_bytes(groups, hidden_size) <= _KEPT * psutil.virtual_memory().available
+
+
+def count_moment_bytes(groups: Sequence[UnitGroup], hidden_size: int) -> int:
+    """Return the bytes that all groups' moments take."""
+    return 8 * sum(count_sums(group.num_columns, hidden_size) for group in groups)  # sums are triangles, moments whole
 
 
 def hold_batches(

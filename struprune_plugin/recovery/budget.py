@@ -106,8 +106,8 @@ def read_recovery_sizes(
     :param linears: full names of those that get adapters
     :param longest: tokens of the longest sample
     """
-    sizes = read_sizes(model, [], torch.Size([choices.micro_batch_size, longest]))
-    item, head = find_compute_dtype(model, choices.compute).itemsize, model.get_output_embeddings()
+    sizes = read_sizes(model, [], torch.Size([choices.pace.micro_batch_size, longest]))
+    item, head = find_compute_dtype(model, choices.place.compute).itemsize, model.get_output_embeddings()
     with disable_onloading():
         rest = sum(tensor.numel() for tensor in list_rest(model).values())
         head_width = head.weight.shape[1]
@@ -117,12 +117,12 @@ def read_recovery_sizes(
         counts = _count_trained(name, layer, choices, linears)
         sums, largest = max(sums, sum(counts)), max(largest, *counts, 0)
     return RecoverySizes(
-        layer=round(sizes.layer * ratio) + item * (sums if choices.method == "lora" else 0),
+        layer=round(sizes.layer * ratio) + item * (sums if choices.aim.method == "lora" else 0),
         sums=max(4, item) * sums,
         largest=item * largest,
         activations=round(BACKWARD_COPIES * sizes.activations * ratio),
-        micro_batches=-(-choices.batch_size // (choices.micro_batch_size * count_ranks())),
-        tokens=choices.micro_batch_size * longest,
+        micro_batches=-(-choices.pace.batch_size // (choices.pace.micro_batch_size * count_ranks())),
+        tokens=choices.pace.micro_batch_size * longest,
         rest=item * rest,
         width=max(model.config.hidden_size, head_width),
         item=item,
@@ -131,7 +131,7 @@ def read_recovery_sizes(
 
 def _count_trained(name: str, layer: nn.Module, choices: Choices, linears: Sequence[str]) -> list[int]:
     """Return the sizes of what is trained in a layer."""
-    if choices.method == "lora":
+    if choices.aim.method == "lora":
         here = [find_linear(layer, n[len(name) + 1 :]) for n in linears if n.startswith(f"{name}.")]
-        return [choices.rank * side for linear in here for side in linear.weight.shape]
-    return [p.numel() for p in list_layer_parameters(layer, choices.method).values()]
+        return [choices.aim.rank * side for linear in here for side in linear.weight.shape]
+    return [p.numel() for p in list_layer_parameters(layer, choices.aim.method).values()]

@@ -51,15 +51,15 @@ class Recovery:
     def run(self, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
         """Train a model whose weights are plain tensors on the host; return what the manifest tells of it."""
         began = time.perf_counter()
-        with open_room(count_on_cpu=self.choices.measure_memory) as room, self._open_journal() as journal:
+        with open_room(count_on_cpu=self.choices.place.measure_memory) as room, self._open_journal() as journal:
             teacher, fisher, told = self._load_teacher(model, room, device)
             with ExitStack() as stack:
-                if self.choices.method == "lora":
-                    how = self.choices.rank, self.choices.alpha, self.choices.dropout
+                if self.choices.aim.method == "lora":
+                    how = self.choices.aim.rank, self.choices.aim.alpha, self.choices.aim.dropout
                     _own(model.get_submodule(name).weight for name in self.linears)
                     with room.on_host():
                         stack.enter_context(attach_adapters(model, self.linears, *how))
-                if self.choices.memory == "model":
+                if self.choices.place.memory == "model":
                     stack.enter_context(carry_weights(model, room, device))
                 run = self._make_run(model, room, device, teacher, fisher, journal, self._open_folder(stack))
                 with room.stage("teacher"):
@@ -67,7 +67,7 @@ class Recovery:
                 with room.stage("training"):
                     run.run()
             record = self._describe(run, told or None)
-            if self.choices.method == "lora":
+            if self.choices.aim.method == "lora":
                 merged = run.measure_holdout() if self.texts.holdout else None  # as rounded to the model's dtype
                 record |= {"linears": len(self.linears), "versions": {"peft": version("peft")}, "merged": merged}
             return record | self._close(run, room, time.perf_counter() - began)
@@ -85,31 +85,31 @@ class Recovery:
         folder: Path | None,
     ) -> RecoveryRun:
         choices, layered = self.choices, self._make_layered(model, room, device)
-        parameters = list_trained(layered, choices.method)
+        parameters = list_trained(layered, choices.aim.method)
         _own(parameters.values())
-        with room.on_host(choices.memory == "layer"):
-            rates, dtype = AdamRates(decay=choices.weight_decay), getattr(torch, choices.state_dtype)
-            states = TrainedStates(parameters, rates, dtype, folder, choices.seed)
-        objective = Objective(**choices.losses, temperature=choices.distill_temperature, fisher=fisher)
+        with room.on_host(choices.place.memory == "layer"):
+            rates, dtype = AdamRates(decay=choices.pace.weight_decay), getattr(torch, choices.place.state_dtype)
+            states = TrainedStates(parameters, rates, dtype, folder, choices.pace.seed)
+        objective = Objective(**choices.aim.losses, temperature=choices.aim.distill_temperature, fisher=fisher)
         stepper = Stepper(layered, states, objective, self._make_step_settings())
-        every = None if self.journal is None else choices.checkpoint_steps
+        every = None if self.journal is None else choices.watch.checkpoint_steps
         return RecoveryRun(layered, states, stepper, objective, choices, self.texts, teacher, journal, every)
 
     def _make_step_settings(self) -> StepSettings:
         choices = self.choices
         return StepSettings(
-            max_norm=choices.max_grad_norm,
-            clipping=choices.clipping,
-            resident=choices.memory == "model",
-            held_sums=None if choices.memory == "model" else self.placement.held_sums,
-            holds=choices.method != "full",
-            dropout=choices.dropout > 0,
-            seed=choices.seed,
+            max_norm=choices.pace.max_grad_norm,
+            clipping=choices.pace.clipping,
+            resident=choices.place.memory == "model",
+            held_sums=None if choices.place.memory == "model" else self.placement.held_sums,
+            holds=choices.aim.method != "full",
+            dropout=choices.aim.dropout > 0,
+            seed=choices.pace.seed,
         )
 
     def _make_layered(self, model: PreTrainedModel, room: Room, device: torch.device) -> LayeredModel:
-        dtype = find_compute_dtype(model, self.choices.compute)
-        ahead = self.placement.ahead and self.choices.memory == "layer"
+        dtype = find_compute_dtype(model, self.choices.place.compute)
+        ahead = self.placement.ahead and self.choices.place.memory == "layer"
         return LayeredModel(model, room, device, dtype, ahead, self.placement.vocabulary)
 
     @contextmanager
@@ -125,10 +125,10 @@ class Recovery:
 
     def _open_folder(self, stack: ExitStack) -> Path | None:
         """Return a folder of our own for files of states, which goes with the stage; None without one."""
-        if self.choices.state_folder is None:
+        if self.choices.place.state_folder is None:
             return None
-        Path(self.choices.state_folder).mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="struprune-states-", dir=self.choices.state_folder)
+        Path(self.choices.place.state_folder).mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="struprune-states-", dir=self.choices.place.state_folder)
         return Path(stack.enter_context(folder))
 
     # -- teacher --------------------------------------------------------------------------------------------------
@@ -146,21 +146,23 @@ class Recovery:
                 f"teacher: {name!r} is no larger than the model it teaches ({dense.num_parameters():,} parameters). "
                 "Name the dense checkpoint in the field teacher."
             )
-        teacher = LayeredTeacher(self._make_layered(dense, room, device), choices.micro_batch_size)
+        teacher = LayeredTeacher(self._make_layered(dense, room, device), choices.pace.micro_batch_size)
         told = {"name": name, "parameters": dense.num_parameters()}
-        if not choices.asks("hidden") or choices.hidden_distance != "fisher":
+        if not choices.aim.asks("hidden") or choices.aim.hidden_distance != "fisher":
             return teacher, None, told
         with room.stage("teacher"):
-            return teacher, teacher.measure_fisher(self.texts.train[:_FISHER_SAMPLES], choices.seed), told
+            return teacher, teacher.measure_fisher(self.texts.train[:_FISHER_SAMPLES], choices.pace.seed), told
 
     def _ask_teacher(self, run: RecoveryRun, teacher: LayeredTeacher | None, journal: Journal) -> dict[str, Any]:
         """Keep the teacher's distributions on the disk; let go of its weights where nothing else is asked of it."""
         choices = self.choices
-        if teacher is None or not choices.asks("kl"):
+        if teacher is None or not choices.aim.asks("kl"):
             return {}
         samples = [*self.texts.train, *self.texts.holdout]
-        teacher.write_logits(samples, run.list_asked(), journal, choices.distill_top_k, choices.distill_temperature)
-        if not choices.asks("hidden"):
+        teacher.write_logits(
+            samples, run.list_asked(), journal, choices.aim.distill_top_k, choices.aim.distill_temperature
+        )
+        if not choices.aim.asks("hidden"):
             teacher.forget_weights()
         return {"cache_bytes": teacher.cache_bytes}
 

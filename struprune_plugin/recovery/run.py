@@ -82,11 +82,11 @@ def find_rate_factor(step: int, num_steps: int, schedule: Schedule, warmup_fract
 def list_batches(num_samples: int, choices: Choices) -> list[list[int]]:
     """Return the numbers of the samples of every step, each epoch in an order of its own."""
     batches = []
-    for epoch in range(1, choices.epochs + 1):
-        generator = torch.Generator().manual_seed(choices.seed + epoch)
+    for epoch in range(1, choices.pace.epochs + 1):
+        generator = torch.Generator().manual_seed(choices.pace.seed + epoch)
         order = torch.randperm(num_samples, generator=generator).tolist()
-        batches += [order[i : i + choices.batch_size] for i in range(0, num_samples, choices.batch_size)]
-    return batches[: choices.max_steps]
+        batches += [order[i : i + choices.pace.batch_size] for i in range(0, num_samples, choices.pace.batch_size)]
+    return batches[: choices.pace.max_steps]
 
 
 def take_share(items: Sequence[Any]) -> list[Any]:
@@ -119,7 +119,7 @@ class RecoveryRun:
         self._model, self._states, self._stepper, self._objective = model, states, stepper, objective
         self._choices, self._texts, self._teacher, self._journal = choices, texts, teacher, journal
         self._batches, self._checkpoint_steps = list_batches(len(texts.train), choices), checkpoint_steps
-        self._measure_steps = choices.holdout_steps or math.ceil(len(texts.train) / choices.batch_size)
+        self._measure_steps = choices.watch.holdout_steps or math.ceil(len(texts.train) / choices.pace.batch_size)
 
     def run(self) -> None:
         """Take every step that is left; leave the best values in the model where there is a held-out part.
@@ -150,15 +150,15 @@ class RecoveryRun:
 
     def _take_step(self, step: int) -> dict[str, float]:
         choices, curve, numbers = self._choices, self.curve, self._batches[step - 1]
-        factor = find_rate_factor(step - 1, len(self._batches), choices.schedule, choices.warmup_fraction)
+        factor = find_rate_factor(step - 1, len(self._batches), choices.pace.schedule, choices.pace.warmup_fraction)
         num_targets = sum(self._texts.train[number].num_targets for number in numbers)
         switch_dropout(self._model.model, True)
         flows = self._make_flows(take_share(numbers), self._texts.train, 0)
-        losses = self._stepper.take(flows, num_targets, step, choices.learning_rate * factor)
+        losses = self._stepper.take(flows, num_targets, step, choices.pace.learning_rate * factor)
         losses["loss"] = self._objective.sum_up(losses)
         self._check_finite(losses["loss"], "the loss", step)
         curve.loss.append(losses["loss"])
-        curve.learning_rate.append(choices.learning_rate * factor)
+        curve.learning_rate.append(choices.pace.learning_rate * factor)
         curve.tokens_seen.append(num_targets + (curve.tokens_seen[-1] if curve.tokens_seen else 0))
         return losses
 
@@ -174,7 +174,7 @@ class RecoveryRun:
         if self._teacher is not None and self._objective.kl and not plain:
             pairs = zip(numbers, chosen, strict=True)
             chosen = [self._teacher.read_logits(first + number, sample) for number, sample in pairs]
-        flows = [self._model.start(micro) for micro in make_micro_batches(chosen, self._choices.micro_batch_size)]
+        flows = [self._model.start(micro) for micro in make_micro_batches(chosen, self._choices.pace.micro_batch_size)]
         if self._teacher is not None and self._objective.hidden and not plain:
             self._teacher.show_hidden(flows)
         return flows
@@ -226,7 +226,7 @@ class RecoveryRun:
             curve.best_step = step
             self._journal.write("best", {"step": step}, self._states.list_values())
         since = sum(row["step"] > (curve.best_step or 0) for row in curve.holdout)
-        return self._choices.patience is not None and since >= self._choices.patience
+        return self._choices.watch.patience is not None and since >= self._choices.watch.patience
 
     def _take_best(self) -> None:
         if self.curve.best_step not in (None, len(self.curve.loss)):
@@ -242,7 +242,7 @@ class RecoveryRun:
         if not math.isfinite(value):
             raise ValueError(
                 f"recovery: {what} must be finite, got NaN or Inf at step {step}. Lower learning_rate "
-                f"({self._choices.learning_rate:g}), or compute in a wider dtype."
+                f"({self._choices.pace.learning_rate:g}), or compute in a wider dtype."
             )
 
     # -- kept -----------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def test_a_weight_that_has_changed_since_is_loaded_anew(layers):
     weights.drop()
     assert weights._coming is None
     weights.fetch(layers[1])
+    weights._coming.result()  # it is there before anything changes
     weights._coming.result()  # what changes before that is loaded as it is
     layers[1].fc1.weight = torch.nn.Parameter(torch.zeros(8, 24))
     layers[1].fc2.weight = torch.nn.Parameter(torch.ones(24, 40))  # of the same size: written to where it lies

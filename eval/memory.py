@@ -40,11 +40,8 @@ from eval.paper_sizes import (
 from eval.paper_tables import MEMORY_MODELS, PAPER_MEMORY
 from struprune_plugin import RecoveryModifier, oneshot
 from struprune_plugin.data import DEMO_MODEL
-from struprune_plugin.device.room import Room
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.recovery.budget import BACKWARD_COPIES
-from struprune_plugin.recovery.layered import LayeredModel
-from struprune_plugin.recovery.samples import Sample
 from struprune_plugin.report import format_table
 
 # mode -> memory budget in decoder layers; 0 is the least possible
@@ -72,7 +69,6 @@ def measure_recovery_memory(name: str, budget_layers: float | None, num_layers: 
         **{"memory_budget": budget, "measure_memory": True},
     )
     ids = torch.randint(4, config.vocab_size, (2, length))
-    saved = count_saved_bytes(model, ids[:1])
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
     with tempfile.TemporaryDirectory() as scratch:
         model.config._name_or_path = scratch
@@ -82,50 +78,25 @@ def measure_recovery_memory(name: str, budget_layers: float | None, num_layers: 
     training = next(stage for stage in modifier.record["stages"] if stage["name"] == "training")
     return {
         **{"layer_bytes": sizes.layer, "activation_bytes": activations, "budget_bytes": budget, "tokens": 2 * length},
-        "saved_bytes": saved,
         **{"peak_bytes": training["peak_bytes"], "seconds": training["seconds"], "stages": modifier.record["stages"]},
         "measure": modifier.record["memory_measure"],
     }
 
 
-def count_saved_bytes(model: Any, ids: torch.Tensor) -> int:
-    """Return what one decoder layer keeps for its backward pass of sequences on their way through it, its weights left out."""
-    layered = LayeredModel(model, Room(), torch.device("cpu"), model.dtype)
-    flow = layered.start([Sample(row) for row in ids])
-    (_, weights), kept = next(layered.visit([0])), {}
-    own = {weight.untyped_storage().data_ptr() for weight in weights.values()}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (tensor, storage.nbytes())  # held, so that no other gets its place
-        return tensor
-
-    for weight in weights.values():
-        weight.requires_grad_(weight.is_floating_point())
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        layered.run(0, weights, flow, flow.hidden[0].requires_grad_())
-    return sum(size for _, size in kept.values())
-
-
 def format_rows(rows: dict[str, dict[str, Any]]) -> str:
     """Return the table, a line a shape and mode, and below it why rows are refused."""
-    header = ["model", "mode", "model, 16 bit", "one layer", "peak", "peak / layer", "peak / model"]
-    header += ["kept for backward", "layers beside it", "seconds"]
+    header = ["model", "mode", "model, 16 bit", "one layer", "peak", "peak / layer", "peak / model", "seconds"]
     lines, notes = [], []
     for key, row in rows.items():
         name, mode = key.split(" | ")
         told = [name, mode, f"{row['model_bytes'] / 1e9:.3f}", f"{row['layer_bytes'] / 1e9:.4f}"]
         if "refused" in row:
             notes.append(f"{key}: refused, {row['refused']}")
-            lines.append([*told, "refused", *[""] * 5])
+            lines.append([*told, "refused", "", "", ""])
             continue
         peak = row["peak_bytes"]
         told += [f"{peak / 1e9:.3f}", f"{peak / row['layer_bytes']:.2f}", f"{peak / row['model_bytes']:.3f}"]
-        saved, beside = row.get("saved_bytes"), ["", ""]  # of a recovery: a micro-batch's, in one layer
-        if saved is not None:
-            beside = [f"{saved / 1e9:.3f}", f"{(peak - saved) / row['layer_bytes']:.2f}"]
-        lines.append([*told, *beside, f"{row['seconds']:.0f}"])
+        lines.append([*told, f"{row['seconds']:.0f}"])
     return "\n\n".join([format_table(header, lines), *notes])
 
 

@@ -2,13 +2,14 @@
 
     python -m eval.kills --recipe pruned --kills 10
     python -m eval.kills --recipe quantised --phase saving --kills 5
+    python -m eval.kills --recipe recovered --phase recovering --kills 6
     python -m eval.kills --cost ../shared/testbed/opt-lab
 
-One recipe prunes the embedded demo model, the other quantises it afterwards. Every trial starts afresh with ``--checkpoint``, is
-killed (``kill -9``) at a moment drawn from the part of the run that ``--phase`` names, and the same command then goes on to its
-end. ``again`` kills the command that goes on, too, up to five times. Prints a row a trial: what was there at the kill, and
-whether the output has every byte of an uninterrupted run's and nothing else is left. ``--cost`` prints the share of one run's
-seconds that its checkpoint takes, both read in that very run.
+One recipe prunes the embedded demo model, another quantises it afterwards, a third trains it towards the dense one. Every trial
+starts afresh with ``--checkpoint``, is killed (``kill -9``) at a moment drawn from the part of the run that ``--phase`` names, and
+the same command then goes on to its end. ``again`` kills the command that goes on, too, up to five times. Prints a row a trial:
+what was there at the kill, and whether the output has every byte of an uninterrupted run's and nothing else is left. ``--cost``
+prints the share of one run's seconds that its checkpoint takes, both read in that very run.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ from struprune_plugin.report import format_table
 
 PRUNE = "pruning_stage: {pruning_modifiers: {StruPruneModifier: {sparsity: 0.3}}}\n"
 QUANTISE = "quantising_stage: {quantising_modifiers: {GPTQModifier: {scheme: W8A8, ignore: [lm_head]}}}\n"
-RECIPES = {"pruned": PRUNE, "quantised": PRUNE + QUANTISE}
-PHASES = ("working", "layers done", "saving", "over")  # of a run, in order; "again" is any of them, several times
+_TRAINING = "{max_steps: 6, epochs: 3, batch_size: 4, holdout_steps: 4, checkpoint_steps: 2}"
+RECOVER = f"recovery_stage: {{recovery_modifiers: {{RecoveryModifier: {_TRAINING}}}}}\n"
+RECIPES = {"pruned": PRUNE, "quantised": PRUNE + QUANTISE, "recovered": PRUNE + RECOVER}
+# of a run, in order; "again" is any of them, several times, "recovering" is of a recipe that recovers alone
+PHASES = ("working", "layers done", "recovering", "saving", "over")
 _AGAIN = 5
 _GOOD = "same bytes"
 _POLL = 0.002  # seconds
-_VOLATILE = ("stages", "sha256")  # of a manifest: seconds, and a digest that is of these too
+_VOLATILE = ("stages", "seconds")  # of a manifest, at any depth; its own digest is of these too
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Command:
             return None
         if next((scratch / "new").glob("*"), None) or (scratch / "finished").exists():
             return "saving"
+        if next(self.checkpoint.glob("teacher-*.json"), None) or next(self.checkpoint.glob("recovery-*.json"), None):
+            return "recovering"
         return "layers done" if len(list(self.checkpoint.glob("layer-*.json"))) >= self.num_layers else "working"
 
 
@@ -149,11 +155,18 @@ def read_output(folder: Path) -> dict[str, str]:
     found = {}
     for file in sorted(folder.rglob("*")):
         if file.name == MANIFEST_NAME:
-            manifest = {name: value for name, value in read_manifest(file).items() if name not in _VOLATILE}
+            manifest = drop_volatile({name: value for name, value in read_manifest(file).items() if name != "sha256"})
             found[file.name] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         elif file.is_file() and file.name != FILES_NAME:  # which holds the digest of the manifest
             found[file.relative_to(folder).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found
+
+
+def drop_volatile(value: Any) -> Any:
+    """Return a value of a manifest without what no two runs share."""
+    if isinstance(value, dict):
+        return {name: drop_volatile(part) for name, part in value.items() if name not in _VOLATILE}
+    return [drop_volatile(part) for part in value] if isinstance(value, list) else value
 
 
 def try_once(command: Command, phase: str, timing: Timing, whole: dict[str, str], rng: random.Random) -> list[str]:
@@ -162,7 +175,7 @@ def try_once(command: Command, phase: str, timing: Timing, whole: dict[str, str]
         shutil.rmtree(folder, ignore_errors=True)
     killed: list[str] = []
     for _ in range(_AGAIN if phase == "again" else 1):
-        name = {"any": "working", "again": rng.choice(PHASES[:-1])}.get(phase, phase)
+        name = {"any": "working", "again": rng.choice([n for n in PHASES[:-1] if n in timing.began])}.get(phase, phase)
         length = timing.began["over"] - timing.began["working"] if phase == "any" else timing.measure(name)
         found = kill_within(command, name, rng.uniform(0, length))
         killed.append(f"{found}, {command.count_parts()} parts")
@@ -199,6 +212,10 @@ def run_kills(args: argparse.Namespace) -> int:
         command = Command(Path(temporary), words, num_layers)
         timing = follow(command, command.start())
         whole = read_output(command.output)
+        if args.phase not in (*timing.began, "any", "again"):
+            raise SystemExit(
+                f"--phase: must be a phase of the recipe, got {args.phase}; there are {', '.join(timing.began)}"
+            )
         print(", ".join(f"{name} after {seconds:.1f} s" for name, seconds in timing.began.items()), flush=True)
         while len(rows) < args.kills:
             row = try_once(command, args.phase, timing, whole, rng)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -53,3 +53,12 @@ def count_live_bytes(run: Callable[[], object]) -> int:
     with LiveBytes(everything=True) as account:
         run()
     return account.peak
+
+
+def fit_exponent(sizes: Sequence[float], peaks: Sequence[float]) -> float | None:
+    """Return e of ``peak ~ N^e`` by least squares on logarithms; None below two sizes."""
+    if len(sizes) < 2:
+        return None
+    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (sizes, peaks))
+    centred = x - x.mean()
+    return float((centred * y).sum() / centred.square().sum())

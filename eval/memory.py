@@ -2,7 +2,7 @@
 
     python -m eval.memory --output results/memory                       # as far as this machine's memory goes
     python -m eval.memory --models OPT-125M,OPT-350M --modes "no budget;4 layers" --output results/memory
-    python -m eval.memory --models OPT-125M,OPT-350M --modes "recovery;recovery, 3 layers" --length 512 --output results/memory
+    python -m eval.memory --models OPT-125M,OPT-1.3B --modes "recovery;recovery, 5 layers" --output results/memory
 
 Weights are random and made here; nothing is downloaded. A model has the published widths and vocabulary but few decoder
 layers, for the peak does not grow with them. Without an accelerator the peak is an account of what one would hold.
@@ -26,6 +26,7 @@ from loguru import logger
 from transformers import AutoModelForCausalLM
 
 from eval.ledger import EVAL, Ledger, describe_code
+from eval.measure import fit_exponent
 from eval.methods import DEFAULT
 from eval.paper_sizes import (
     OPT_SIZES,
@@ -45,8 +46,9 @@ from struprune_plugin.report import format_table
 
 # mode -> memory budget in decoder layers; 0 is the least possible
 MODES: dict[str, float | None] = {"no budget": None, "4 layers": 4.0, "1 layer": 1.0, "least": 0.0}
-# modes of a recovery of all weights under one layer -> the budget in layers, beside the activations of a micro-batch
-RECOVERY: dict[str, float | None] = {"recovery": None, "recovery, 3 layers": 3.0}
+# modes of a recovery of all weights under one layer -> the budget in layers, beside the activations of a micro-batch; with five,
+# float32 gradients of a layer lie on the device
+RECOVERY: dict[str, float | None] = {"recovery": None, "recovery, 5 layers": 5.0}
 
 
 def measure_recovery_memory(name: str, budget_layers: float | None, num_layers: int, length: int) -> dict[str, Any]:
@@ -81,29 +83,25 @@ def measure_recovery_memory(name: str, budget_layers: float | None, num_layers: 
     }
 
 
-def fit_exponent(sizes: list[float], peaks: list[float]) -> float | None:
-    """Return e of ``peak ~ N^e`` by least squares on logarithms; None below two sizes."""
-    if len(sizes) < 2:
-        return None
-    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (sizes, peaks))
-    centred = x - x.mean()
-    return float((centred * y).sum() / centred.square().sum())
-
-
 def format_rows(rows: dict[str, dict[str, Any]]) -> str:
     """Return the table, a line a shape and mode, and below it why rows are refused."""
-    header = ["model", "mode", "model, 16 bit", "one layer", "peak", "peak / layer", "peak / model", "seconds"]
+    header = ["model", "mode", "model, 16 bit", "one layer", "peak", "peak / layer", "peak / model"]
+    header += ["activations", "layers beside them", "seconds"]
     lines, notes = [], []
     for key, row in rows.items():
         name, mode = key.split(" | ")
         told = [name, mode, f"{row['model_bytes'] / 1e9:.3f}", f"{row['layer_bytes'] / 1e9:.4f}"]
         if "refused" in row:
             notes.append(f"{key}: refused, {row['refused']}")
-            lines.append([*told, "refused", "", "", ""])
+            lines.append([*told, "refused", *[""] * 5])
             continue
         peak = row["peak_bytes"]
         told += [f"{peak / 1e9:.3f}", f"{peak / row['layer_bytes']:.2f}", f"{peak / row['model_bytes']:.3f}"]
-        lines.append([*told, f"{row['seconds']:.0f}"])
+        activations = row.get("activation_bytes")  # of a recovery: those of a micro-batch in one layer, counted
+        beside = ["", ""]
+        if activations is not None:
+            beside = [f"{activations / 1e9:.3f}", f"{(peak - activations) / row['layer_bytes']:.2f}"]
+        lines.append([*told, *beside, f"{row['seconds']:.0f}"])
     return "\n\n".join([format_table(header, lines), *notes])
 
 

@@ -1,6 +1,7 @@
 """Where the seconds of a pruning run go, stage by stage, against the least that they could take.
 
 python -m eval.profile --model ../shared/testbed/opt-lab --data books_calibration.jsonl --output results/profile
+python -m eval.profile --model ../shared/testbed/opt-lab --data books_calibration.jsonl --fasp --output results/profile
 python -m eval.profile --shape OPT-1.3B --layers 1 --samples 17 --length 512 --batch 1 --output results/profile-1.3b
 
 The floor is the forward passes that the statistics ask for, plus the products that make the Gram matrices, each measured
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sparsity", type=float, default=0.3)
+    parser.add_argument("--fasp", action="store_true", help="with --model: FASP's seconds, in the same run, beside")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
@@ -63,9 +65,12 @@ def main() -> None:
                 shuffle_calibration_samples=False,
                 **({} if args.model else {"tokenizer": AutoTokenizer.from_pretrained(DEMO_MODEL)}),
             )
+            fasp = _time_fasp(args, dataset) if args.fasp and args.model else None
         total = time.perf_counter() - started
         stages = {stage["name"]: stage["seconds"] for stage in read_manifest(Path(folder) / "out")["stages"]}
     table = make_table(stages, floor, total)
+    if fasp is not None:
+        table += f"\n\nFASP: {fasp:.2f} s; the whole pass is {stages['whole pass'] / fasp:.2f} × that."
     heading = (
         f"{args.model or f'{args.shape}, {args.layers} layer(s)'}, {args.samples} × {args.length} tokens, "
         f"{torch.get_num_threads()} thread(s), {model.device.type}"
@@ -73,7 +78,7 @@ def main() -> None:
     print(heading, table, sep="\n")
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "profile.md").write_text(f"{heading}\n\n{table}\n", encoding="utf-8")
-    record = {"stages": stages, "floor": floor, "total": total, "what": heading}
+    record = {"stages": stages, "floor": floor, "total": total, "fasp": fasp, "what": heading}
     (args.output / "profile.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -89,6 +94,13 @@ def _prepare(args: argparse.Namespace) -> tuple[PreTrainedModel, Dataset]:
     model.config._name_or_path = str(DEMO_MODEL)
     ids = torch.randint(4, 2048, (args.samples, args.length))
     return model, Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+
+
+def _time_fasp(args: argparse.Namespace, dataset: Dataset) -> float:
+    """Return the seconds that FASP takes for the same model, data and sparsity, loading and saving left out."""
+    from eval.peers.fasp import prune_fasp
+
+    return prune_fasp(args.model, torch.tensor(dataset[:]["input_ids"]), args.sparsity, batch_size=args.batch).seconds
 
 
 def measure_floor(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, float]:

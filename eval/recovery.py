@@ -2,10 +2,12 @@
 
     python -m eval.recovery --model MODEL --data DATA --tokens 400000 --output results/recovery
     python -m eval.recovery --model MODEL --data DATA --only steps --output results/recovery
+    python -m eval.recovery --model MODEL --pruned FOLDER --data DATA --rows "full, KL" --output results/recovery
 
-DATA holds books_train.jsonl and wikitext2_valid.jsonl, in equal parts the training text, the text to calibrate on, and the texts to
-score. MODEL is pruned once by the default, and recovered anew for every row. Finished rows are read back, not computed again.
-Writes recovery.md and recovery.json; with one thread on a CPU, seconds are the process' own.
+DATA holds books_train.jsonl and wikitext2_valid.jsonl, in equal parts the training text, the text to calibrate on, and the texts
+to score. MODEL is pruned once by the default, unless --pruned has it, and recovered anew for every row. Finished rows are read
+back, not computed again, and a row that was killed goes on after its last checkpoint. Writes recovery.md and recovery.json; with
+one thread on a CPU, seconds are the process' own.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,21 +25,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
 from loguru import logger
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model, identify_text
 from eval.measure import count_live_bytes, count_own_seconds, time_side_by_side
-from struprune_plugin import LoRARecoveryModifier, RecoveryModifier, StruPruneModifier, oneshot
-from struprune_plugin.data import make_calibration_dataset, pack_windows, read_texts, tokenize_texts
+from struprune_plugin import RecoveryModifier, StruPruneModifier, oneshot
+from struprune_plugin.data import make_calibration_dataset, read_texts, tokenize_texts
 from struprune_plugin.device.room import Room, open_room
 from struprune_plugin.maths.adam import AdamRates
 from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.modifiers.recovery import list_trained
 from struprune_plugin.recovery.layered import LayeredModel
 from struprune_plugin.recovery.samples import Sample
-from struprune_plugin.recovery.states import TrainedStates
+from struprune_plugin.recovery.states import TrainedStates, list_trained
 from struprune_plugin.recovery.step import Objective, Stepper, StepSettings
 from struprune_plugin.report import format_bytes, format_table
 
@@ -48,7 +49,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "full, KL": {"method": "full", "losses": {"kl": 1.0}},
     "full, KL + hidden": {"method": "full", "losses": {"kl": 1.0, "hidden": 1.0}},
 }
-FORMER = "LoRARecoveryModifier, KL"
 CPU = torch.device("cpu")
 
 
@@ -68,6 +68,9 @@ class Work:
     batch_size: int
     compute: str
     points: int
+    pruned: Path | None
+    checkpoint_steps: int
+    keep: bool
 
     @property
     def sources(self) -> list[str]:
@@ -87,6 +90,7 @@ class Work:
         return {
             "code": describe_code(Path(__file__), EVAL / "ledger.py"),
             "model": identify_model(self.model),
+            **({} if self.pruned is None else {"pruned": identify_model(str(self.pruned))}),
             "texts": [identify_text(text) for text in texts],
             **told,
         }
@@ -94,26 +98,24 @@ class Work:
 
 def prune(work: Work) -> Path:
     """Return the folder of the pruned model, made where it is not there."""
+    if work.pruned is not None:
+        return work.pruned
     folder = work.output / f"pruned-{digest_text(json.dumps(work.describe(), sort_keys=True))}"
     if not folder.is_dir():
         tokenizer = AutoTokenizer.from_pretrained(work.model)
         dataset = make_calibration_dataset(work.calibration, tokenizer, work.num_samples, work.window)
-        _run(work, work.model, StruPruneModifier(sparsity=work.sparsity), dataset, folder)
+        given = {"dataset": dataset, "batch_size": 8, "num_calibration_samples": len(dataset)}
+        modifier = StruPruneModifier(sparsity=work.sparsity)
+        oneshot(
+            model=work.model,
+            recipe=modifier,
+            output_dir=folder,
+            tokenizer=work.model,
+            shuffle_calibration_samples=False,
+            checkpoint_dir=work.output / f"checkpoint-{folder.name}",
+            **given,
+        )
     return folder
-
-
-def _run(work: Work, model: str, modifier: Any, dataset: Dataset | None, folder: Path | None = None) -> PreTrainedModel:
-    given = (
-        {"dataset": dataset, "batch_size": 8, "num_calibration_samples": len(dataset)} if dataset is not None else {}
-    )
-    return oneshot(
-        model=model,
-        recipe=modifier,
-        output_dir=folder,
-        tokenizer=work.model,
-        shuffle_calibration_samples=False,
-        **given,
-    )
 
 
 def read_watched(work: Work) -> dict[str, list[Sample]]:
@@ -126,8 +128,9 @@ def read_watched(work: Work) -> dict[str, list[Sample]]:
     return found
 
 
-def recover(work: Work, fields: dict[str, Any]) -> dict[str, Any]:
+def recover(work: Work, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Recover the pruned model by one row; return the curve of perplexities against tokens and seconds of the steps."""
+    folder = work.output / "-".join(re.findall(r"\w+", name)).lower()
     modifier = RecoveryModifier(
         **fields,
         teacher=None if set(fields["losses"]) == {"cross_entropy"} else work.model,
@@ -138,9 +141,16 @@ def recover(work: Work, fields: dict[str, Any]) -> dict[str, Any]:
         micro_batch_size=work.batch_size,
         holdout_steps=max(1, work.num_steps // work.points),
         compute=work.compute,
+        checkpoint_steps=work.checkpoint_steps,
     )
     modifier.watch(read_watched(work))
-    _run(work, str(prune(work)), modifier, None)
+    oneshot(
+        model=str(prune(work)),
+        recipe=modifier,
+        output_dir=folder if work.keep else None,
+        tokenizer=work.model,
+        checkpoint_dir=folder.with_name(f"checkpoint-{folder.name}"),
+    )
     record = modifier.record
     seconds = [0.0, *record["train"]["seconds"]]
     curve = [
@@ -155,27 +165,6 @@ def recover(work: Work, fields: dict[str, Any]) -> dict[str, Any]:
     best = next(i for i, row in enumerate(record["holdout"]) if row["step"] == record["best_step"])
     told = {"steps": record["steps"], "best": best, "curve": curve, "stage_seconds": record["seconds"]}
     return {**told, "perplexity": {name: curve[best][name] for name in TEXTS}}
-
-
-def recover_formerly(work: Work) -> dict[str, Any]:
-    """The same text by the LoRA stage that holds the whole model; its perplexities at the end, and its seconds."""
-    tokenizer = AutoTokenizer.from_pretrained(work.model)
-    rows = pack_windows(work.sources, tokenizer, work.window, work.tokens)
-    dataset = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()})
-    fields = {"distill": "kl", "teacher": work.model, "learning_rate": 1e-3, "epochs": 1, "holdout_fraction": 0.05}
-    modifier = LoRARecoveryModifier(**fields, batch_size=work.batch_size)
-    model = _run(work, str(prune(work)), modifier, dataset)
-    record, losses = modifier.record, {}
-    for name, samples in read_watched(work).items():
-        losses[name] = math.exp(_measure_cross_entropy(model, samples))
-    told = {"steps": record["steps"], "tokens": record["tokens_seen"], "stage_seconds": record["seconds"]}
-    return {**told, "seconds": record["train"]["seconds"][-1], "perplexity": losses}
-
-
-@torch.no_grad()
-def _measure_cross_entropy(model: PreTrainedModel, samples: list[Sample]) -> float:
-    total = sum(find_loss(model, sample.tokens[None]).item() for sample in samples)
-    return total / sum(sample.num_targets for sample in samples)
 
 
 def find_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -227,7 +216,7 @@ def _make_step(model: PreTrainedModel, samples: list[Sample], room: Room, reside
     layered = LayeredModel(model, room, CPU, torch.float32, ahead=False, vocabulary=1024)
     with room.on_host():
         states = TrainedStates(list_trained(layered, "full"), AdamRates())
-    settings = StepSettings(max_norm=1.0, resident=resident, sums_on_host=not resident)
+    settings = StepSettings(max_norm=1.0, resident=resident, held_sums=None if resident else 0)
     stepper = Stepper(layered, states, Objective(cross_entropy=1.0), settings)
     count = sum(sample.num_targets for sample in samples)
     return lambda: stepper.take([layered.start([sample]) for sample in samples], count, 1, 1e-9)
@@ -250,23 +239,15 @@ def _make_plain_step(model: PreTrainedModel, samples: list[Sample]) -> Callable[
 # -- report ---------------------------------------------------------------------------------------------------------
 
 
-def format_curves(rows: dict[str, dict[str, Any]], former: dict[str, Any] | None) -> str:
-    """Return the table of perplexities at every measurement, and that of rows against the former stage at equal seconds."""
+def format_curves(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the table of perplexities at every measurement."""
     lines = []
     for name, row in rows.items():
         for index, point in enumerate(row["curve"]):
             mark = "kept" if index == row["best"] else ""
             cells = [f"{point['tokens']:,}", *(f"{point[text]:.2f}" for text in TEXTS), f"{point['holdout']:.4f}"]
             lines.append([name if index == 0 else "", *cells, f"{point['seconds']:.0f}", mark])
-    text = format_table(["row", "tokens trained", *TEXTS, "held-out loss", "seconds", ""], lines)
-    if former is None:
-        return text
-    lines = [[FORMER, *(f"{former['perplexity'][n]:.2f}" for n in TEXTS), f"{former['seconds']:.0f}", former["tokens"]]]
-    for name, row in rows.items():
-        point = [point for point in row["curve"] if point["seconds"] <= former["seconds"]][-1]
-        lines.append([name, *(f"{point[n]:.2f}" for n in TEXTS), f"{point['seconds']:.0f}", point["tokens"]])
-    equal = format_table(["at equal seconds of training", *TEXTS, "seconds", "tokens"], lines)
-    return f"{text}\n\n{equal}"
+    return format_table(["row", "tokens trained", *TEXTS, "held-out loss", "seconds", ""], lines)
 
 
 def format_steps(told: dict[str, Any]) -> str:
@@ -284,6 +265,7 @@ def format_steps(told: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--pruned", type=Path, help="MODEL's pruned folder; made if unset")
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--calibration", type=Path, help="DATA/books_calibration.jsonl if unset")
     parser.add_argument("--sparsity", type=float, default=0.3)
@@ -294,7 +276,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="windows a step")
     parser.add_argument("--points", type=int, default=4, help="measurements of every row")
     parser.add_argument("--compute", default="model", choices=("model", "float32", "bfloat16"))
-    parser.add_argument("--only", default="curves,former,steps", help="parts of the report")
+    parser.add_argument("--only", default="curves,steps", help="parts of the report")
+    parser.add_argument("--checkpoint-steps", type=int, default=10, help="steps between checkpoints of a row")
+    parser.add_argument("--keep", action="store_true", help="keep the recovered models in OUTPUT, too")
     parser.add_argument("--rows", default=";".join(ROWS), help="separated by semicolons")
     parser.add_argument("--repeats", type=int, default=5, help="of a step that is timed")
     parser.add_argument("--output", type=Path, required=True, help="folder for the files")
@@ -309,12 +293,10 @@ def main() -> None:
     with count_own_seconds():
         if "curves" in only:
             hows = {name: {**began, "fields": ROWS[name]} for name in names}
-            told["curves"] = {n: ledger.finish(n, how, partial(recover, work, ROWS[n])) for n, how in hows.items()}
-        if "former" in only:
-            told["former"] = ledger.finish(FORMER, began, lambda: recover_formerly(work))
+            told["curves"] = {n: ledger.finish(n, how, partial(recover, work, n, ROWS[n])) for n, how in hows.items()}
         if "steps" in only:
             told["steps"] = ledger.finish("steps", {**began, "repeats": repeats}, lambda: measure_steps(work, repeats))
-    parts = [format_curves(told["curves"], told.get("former"))] if "curves" in told else []
+    parts = [format_curves(told["curves"])] if "curves" in told else []
     parts += [format_steps(told["steps"])] if "steps" in told else []
     text = (
         f"# Recovery of {Path(work.model).name}, {work.sparsity:.0%} removed\n\n```\n" + "\n\n".join(parts) + "\n```\n"

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from eval.measure import count_own_seconds, time_side_by_side
+from eval.measure import count_own_seconds, fit_exponent, time_side_by_side
 from struprune_plugin.maths.statistics import count_sums
 from struprune_plugin.report import format_table
 
@@ -81,6 +82,11 @@ CARD = Rates(model=400e12, single=30e12, double=30e12, host=25e9, link=200e9, me
 CARD_BYTES = 80e9
 LARGE = Size("405B class", hidden=16384, ffn=53248, layers=126, kv_width=1024, linears=3, other=2 * 128256 * 16384)
 RECOVERED = Size("70B class", hidden=8192, ffn=28672, layers=80, kv_width=1024, linears=3, other=2 * 32000 * 8192)
+SMALLER = (  # of LLaMA's family: what the growth of a recovery's bytes is read off, beside the one above
+    Size("7B class", hidden=4096, ffn=11008, layers=32, kv_width=4096, linears=3, other=2 * 32000 * 4096),
+    Size("13B class", hidden=5120, ffn=13824, layers=40, kv_width=5120, linears=3, other=2 * 32000 * 5120),
+    Size("33B class", hidden=6656, ffn=17920, layers=60, kv_width=6656, linears=3, other=2 * 32000 * 6656),
+)
 HOST_RATE = 200e9  # bytes a second of the host's memory, read and written, two sockets
 OPT_LAB = Size("opt-lab", hidden=256, ffn=1024, layers=8, kv_width=256, linears=2)
 
@@ -165,20 +171,27 @@ class Recovery:
 
     tokens: float = 100e6
     batch: int = 64
+    micro_batch: int = 4
     length: int = 2048
     sparsity: float = 0.3
     moment_bytes: int = 4  # of each of the two
+    held: float = 1.0  # share of a layer's summed gradients that lies on the card
 
     @property
     def step_tokens(self) -> int:
         return self.batch * self.length
+
+    @property
+    def micro_batches(self) -> int:
+        return self.batch // self.micro_batch
 
 
 def count_recovery(size: Size, job: Recovery, rates: Rates) -> dict[str, float]:
     """Return hours of every part, none of them overlapped.
 
     A token takes 8 operations a weight (forward, again, and twice that backward), 6 one of the head, and 2 one of the dense
-    model, once. A step moves the weights up twice and float32 gradients down, and AdamW reads and writes gradient, copy and
+    model, once. A step moves the weights up twice, and down float32 gradients, or every micro-batch's in 16 bits where they are
+    added up on the host. AdamW reads and writes gradient, copy and
     moments on the host; every layer takes 10 bytes a value of its hidden states, and the dense one 4.
     """
     left, steps = size.layer * (1 - job.sparsity), job.tokens / job.step_tokens
@@ -186,7 +199,8 @@ def count_recovery(size: Size, job: Recovery, rates: Rates) -> dict[str, float]:
     student = job.tokens * size.layers * (8 * left + 4 * maps) / rates.model
     head = job.tokens * (6 * size.other / 2 + 4 * size.other / 2) / rates.model
     teacher = job.tokens * size.layers * (2 * size.layer + maps) / rates.model
-    weights = steps * size.layers * left * (2 * 2 + 4) / rates.host
+    gradients = 4 * job.held + 2 * job.micro_batches * (1 - job.held)
+    weights = steps * size.layers * left * (2 * 2 + gradients) / rates.host
     states = job.tokens * size.layers * size.hidden * (10 + 4) / rates.host
     dense = job.tokens / (64 * job.length) * size.layers * 2 * size.layer / rates.host
     update = steps * size.layers * left * (4 + 2 * (4 + 2 * job.moment_bytes) + 2) / HOST_RATE
@@ -199,14 +213,16 @@ def count_recovery(size: Size, job: Recovery, rates: Rates) -> dict[str, float]:
 
 
 def count_recovery_memory(size: Size, job: Recovery) -> dict[str, float]:
-    """Return bytes: of the device for two layers, float32 gradients and a sequence on its way, and of the host."""
+    """Return bytes: of the device for layers, gradients and a micro-batch on its way, and of the host."""
     left = size.layer * (1 - job.sparsity)
-    activations = 2.0 * job.length * (14 * size.hidden + 4 * size.ffn * (1 - job.sparsity))
+    gradient = 2.0 * size.hidden * size.ffn * (1 - job.sparsity)
+    activations = 2.0 * job.micro_batch * job.length * (14 * size.hidden + 4 * size.ffn * (1 - job.sparsity))
     hidden = 2.0 * job.step_tokens * size.hidden * (size.layers + 1)
     weights, states = 2.0 * (size.layers * left + size.other), size.layers * left * (4.0 + 2 * job.moment_bytes)
     return {
-        "card, two layers and gradients": (2 + 2 + 4) * left + activations,
-        "card, gradients on the host": (2 + 2) * left + activations,
+        "card, no budget: three layers and activations": 3 * 2 * left + activations,
+        "card, two layers and all gradients": (2 + 2 + 4) * left + gradient + activations,
+        "card, the least: a layer and a gradient": 2 * left + gradient + activations,
         "host, weights": weights,
         "host, float32 copies and moments": states,
         "host, hidden states of a step": hidden,
@@ -216,9 +232,14 @@ def count_recovery_memory(size: Size, job: Recovery) -> dict[str, float]:
 
 def make_recovery_tables(size: Size, job: Recovery) -> str:
     """Return what a recovery takes, on paper."""
-    hours = count_recovery(size, job, CARD)
-    rows = [[name, f"{value:.1f}"] for name, value in hours.items()]
-    rows.append(["counted, nothing overlapped", f"{sum(hours.values()):.1f}"])
+    left = size.layer * (1 - job.sparsity)
+    room = 2 * 2 * left - 2.0 * size.hidden * size.ffn * (
+        1 - job.sparsity
+    )  # beside a layer, in three, a gradient on its way
+    jobs = (replace(job, held=min(1.0, room / (4 * left))), job)
+    usual, more = (count_recovery(size, each, CARD) for each in jobs)
+    rows = [[name, f"{value:.1f}", f"{more[name]:.1f}"] for name, value in usual.items()]
+    rows.append(["counted, nothing overlapped", *(f"{sum(hours.values()):.1f}" for hours in (usual, more))])
     cells = [
         [name, f"{value / 1e9:,.0f}", _judge(name, value)] for name, value in count_recovery_memory(size, job).items()
     ]
@@ -226,8 +247,27 @@ def make_recovery_tables(size: Size, job: Recovery) -> str:
         f"{size.name}: {size.layers * size.layer / 1e9:.0f} B parameters in {size.layers} layers, {job.sparsity:.0%} removed; "
         f"{job.tokens / 1e6:.0f} M tokens, {job.batch} × {job.length} a step, all weights, one card"
     )
-    tables = [format_table(["recovery", "hours"], rows), format_table(["bytes", "GB", "of 80 GB"], cells)]
-    return "\n\n".join([head, *tables])
+    header = ["recovery", "hours, no budget", "hours, all gradients there"]
+    tables = [format_table(header, rows), format_table(["bytes", "GB", "of 80 GB"], cells)]
+    return "\n\n".join([head, *tables, describe_growth((*SMALLER, size), job)])
+
+
+def describe_growth(sizes: Sequence[Size], job: Recovery) -> str:
+    """Return the exponents e of ``bytes ~ N^e`` over some sizes, fitted, of what the card holds with and without activations."""
+    totals = [size.layers * size.layer + size.other for size in sizes]
+    peaks = [count_recovery_memory(size, job)["card, no budget: three layers and activations"] for size in sizes]
+    layers = [3 * 2 * size.layer * (1 - job.sparsity) for size in sizes]
+    whole = [16.0 * total * (1 - job.sparsity) for total in totals]  # weights, gradients, copies, moments
+    names = ", ".join(size.name for size in sizes)
+    told = [
+        f"{what} ~ N^{fit_exponent(totals, values):.2f}"
+        for what, values in {
+            "card, no budget": peaks,
+            "of it layers": layers,
+            "the whole model's states": whole,
+        }.items()
+    ]
+    return f"{names}: {'; '.join(told)} (fit)"
 
 
 def measure_rates(device: str = "cpu", size: int = 1024) -> Rates:

@@ -154,7 +154,7 @@ def _make_journal(
             )
     journal = Journal(path)
     for modifier in modifiers:
-        if isinstance(modifier, (StructuredModifier, RecoveryModifier)):
+        if isinstance(modifier, (StructuredModifier, RecoveryStage)):
             modifier.take_journal(journal)
     return journal
 

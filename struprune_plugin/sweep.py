@@ -40,13 +40,44 @@ _REPEATS, _BOOTSTRAP = 7, 100
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """The calibration text of every point: ``samples`` windows of ``length`` tokens, ``batch`` at a time."""
+
+    data: str
+    text_column: str
+    samples: int
+    length: int
+    batch: int
+
+    def make(self, tokenizer: Any) -> Dataset:
+        """Tokenize it."""
+        return make_calibration_dataset(self.data, tokenizer, self.samples, self.length, self.text_column)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How every point is judged.
+
+    :param text: to score; perplexity in windows of ``window`` tokens
+    :param tasks: of lm-eval, ``limit`` examples each
+    """
+
+    text: Path
+    text_column: str
+    window: int
+    max_tokens: int | None
+    tasks: Sequence[str]
+    include_path: str | None
+    limit: int | None
+    batch: int
+
+
+@dataclass(frozen=True)
 class Sweep:
-    """What is swept, and how it is judged.
+    """What is swept.
 
     :param recipe: the default method: a name or a file
     :param changes: to every method's recipe
-    :param text: to score; perplexity in windows of ``window`` tokens
-    :param tasks: of lm-eval
     """
 
     model: str
@@ -54,17 +85,8 @@ class Sweep:
     changes: Mapping[str, Any]
     methods: Sequence[str]
     sparsities: Sequence[float]
-    data: str
-    text_column: str
-    samples: int
-    length: int
-    batch: int
-    text: Path
-    window: int
-    max_tokens: int | None
-    tasks: Sequence[str]
-    include_path: str | None
-    limit: int | None
+    calibration: Calibration
+    scoring: Scoring
     seed: int
     dtype: str
 
@@ -104,11 +126,12 @@ def run_sweep(
     for method in sweep.methods:
         sweep.load(method, sweep.sparsities[0])
     check_checkpoint(sweep.model)
-    if sweep.tasks:
-        check_tasks(sweep.tasks, sweep.include_path)
+    scoring = sweep.scoring
+    if scoring.tasks:
+        check_tasks(scoring.tasks, scoring.include_path)
     tokenizer = load_tokenizer(sweep.model)
-    dataset = make_calibration_dataset(sweep.data, tokenizer, sweep.samples, sweep.length, sweep.text_column)
-    tokens = tokenize_texts(tokenizer, read_texts(sweep.text, sweep.text_column), sweep.max_tokens)
+    dataset = sweep.calibration.make(tokenizer)
+    tokens = tokenize_texts(tokenizer, read_texts(scoring.text, scoring.text_column), scoring.max_tokens)
     identity = _identify(sweep, dataset)
     record = _open(folder, identity)
     journal = Journal(folder / "evidence")
@@ -116,7 +139,7 @@ def run_sweep(
     store = EvidenceStore(journal)
     dense, _ = load_checkpoint(sweep.model)
     if "dense" not in record:
-        record["dense"] = {**_score(dense, tokenizer, tokens, sweep), "bytes": measure_weight_bytes(sweep.model)}
+        record["dense"] = {**_score(dense, tokenizer, tokens, scoring), "bytes": measure_weight_bytes(sweep.model)}
         _write(folder, record)
     for method, sparsity in sweep.points:
         name = f"{method} {sparsity:g}"
@@ -125,7 +148,7 @@ def run_sweep(
             with tempfile.TemporaryDirectory(dir=folder) as scratch, watch(name, recipe):
                 try:
                     found = prune_point(sweep, recipe, dataset, store, Path(scratch) / "out")
-                    found |= _measure(Path(scratch) / "out", tokenizer, tokens, sweep, dense)
+                    found |= _measure(Path(scratch) / "out", tokenizer, tokens, scoring, dense)
                 except ValueError as error:  # one refused point must not stop a long sweep
                     found = {"refused": str(error)}
             record["points"][name] = {"method": method, "sparsity": sparsity, **found}
@@ -143,8 +166,7 @@ def prune_point(
 ) -> dict[str, Any]:
     """Prune by the recipe of a point; return what it took."""
     if dataset is None:
-        tokenizer = load_tokenizer(sweep.model)
-        dataset = make_calibration_dataset(sweep.data, tokenizer, sweep.samples, sweep.length, sweep.text_column)
+        dataset = sweep.calibration.make(load_tokenizer(sweep.model))
     for modifier in recipe.modifiers:
         if isinstance(modifier, StructuredModifier) and store is not None:
             modifier.take_evidence(store)
@@ -156,8 +178,8 @@ def prune_point(
         output_dir=out,
         overwrite=overwrite,
         dataset=dataset,
-        batch_size=sweep.batch,
-        num_calibration_samples=sweep.samples,
+        batch_size=sweep.calibration.batch,
+        num_calibration_samples=sweep.calibration.samples,
         shuffle_calibration_samples=False,
         precision=sweep.dtype,
     )
@@ -179,23 +201,27 @@ def open_store(sweep: Sweep, folder: Path) -> EvidenceStore:
     return EvidenceStore(journal)
 
 
-def _measure(out: Path, tokenizer: Any, tokens: torch.Tensor, sweep: Sweep, dense: PreTrainedModel) -> dict[str, Any]:
+def _measure(
+    out: Path, tokenizer: Any, tokens: torch.Tensor, scoring: Scoring, dense: PreTrainedModel
+) -> dict[str, Any]:
     manifest = read_manifest(out)
     model, _ = load_checkpoint(str(out))
-    found = {**_score(model, tokenizer, tokens, sweep), "bytes": measure_weight_bytes(out)}
-    found |= {"removed": manifest["budget"]["met_sparsity"], "speed": _measure_speed(dense, model, sweep.window)}
+    found = {**_score(model, tokenizer, tokens, scoring), "bytes": measure_weight_bytes(out)}
+    found |= {"removed": manifest["budget"]["met_sparsity"], "speed": _measure_speed(dense, model, scoring.window)}
     return found
 
 
-def _score(model: PreTrainedModel, tokenizer: Any, tokens: torch.Tensor, sweep: Sweep) -> dict[str, Any]:
+def _score(model: PreTrainedModel, tokenizer: Any, tokens: torch.Tensor, scoring: Scoring) -> dict[str, Any]:
     found: dict[str, Any] = {
         "parameters": count_parameters(model),
-        "perplexity": measure_perplexity(model, tokens, sweep.window, None, sweep.batch),
+        "perplexity": measure_perplexity(model, tokens, scoring.window, None, scoring.batch),
         "tasks": {},
     }
-    for task in sweep.tasks:
+    for task in scoring.tasks:
         options: dict[str, Any] = {"bootstrap_iters": _BOOTSTRAP}
-        scores = run_tasks(model, tokenizer, [task], sweep.include_path, sweep.batch, sweep.limit, **options)[task]
+        scores = run_tasks(model, tokenizer, [task], scoring.include_path, scoring.batch, scoring.limit, **options)[
+            task
+        ]
         metric = next(name for name in ("acc,none", *scores) if name in scores and "stderr" not in name)
         error = scores.get(metric.replace(",", "_stderr,"))
         found["tasks"][task] = {"metric": metric.partition(",")[0], "value": scores[metric], "stderr": error}
@@ -228,12 +254,12 @@ def _identify(sweep: Sweep, dataset: Dataset) -> dict[str, Any]:
         "recipe": sweep.recipe,
         "changes": json.loads(json.dumps(dict(sweep.changes), default=str)),
         "calibration": hashlib.sha256(json.dumps(dataset["input_ids"][:]).encode()).hexdigest(),
-        "batch": sweep.batch,
-        "text": digest_file(sweep.text),
-        "window": sweep.window,
-        "max_tokens": sweep.max_tokens,
-        "tasks": list(sweep.tasks),
-        "limit": sweep.limit,
+        "batch": sweep.calibration.batch,
+        "text": digest_file(sweep.scoring.text),
+        "window": sweep.scoring.window,
+        "max_tokens": sweep.scoring.max_tokens,
+        "tasks": list(sweep.scoring.tasks),
+        "limit": sweep.scoring.limit,
         "seed": sweep.seed,
         "dtype": sweep.dtype,
         "versions": describe_versions(),

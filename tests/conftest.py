@@ -7,16 +7,22 @@ os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads take twice as long over tensors this small
 
 import functools
-from collections.abc import Callable
+import gc
+import multiprocessing
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import lm_eval.tasks.manager
 import pytest
 import torch
 from datasets import Dataset
 from families import make_model
+from llmcompressor.pipelines.sequential import pipeline
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
-from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin import StruPruneModifier, cli, oneshot
 from struprune_plugin.data import DEMO_MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +32,63 @@ SHAPES = {  # name -> OPT configuration: the usual one, and that of OPT-350m (no
     "post_norm": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "no_bias": {"enable_bias": False},
 }
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports made out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_tasks(tmp_path_factory) -> Iterator[None]:
+    """Let lm-eval's own tasks be few: its index of them all takes 15 seconds."""
+    manager = lm_eval.tasks.manager
+    folder, own = tmp_path_factory.mktemp("tasks"), Path(manager.__file__).parent
+    shutil.copytree(own / "arc", folder / "arc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "__file__", str(folder / "manager.py"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_traces() -> Iterator[None]:
+    """Let the host trace a model once for all passes of a run; and no disk be waited for."""
+    trace, held = pipeline.trace_subgraphs, {}
+
+    def trace_once(model, sample, *args):
+        shapes = tuple((name, tuple(value.shape)) for name, value in sample.items())
+        if held.get("model") is not model or held["how"] != (shapes, args):
+            held.update(model=model, how=(shapes, args), graphs=trace(model, sample, *args))
+        return held["graphs"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "trace_subgraphs", trace_once)
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+def start_cli(argv: Sequence[str], log: Path) -> multiprocessing.Process:
+    """Run the command line in a process of its own, as :func:`start_process`."""
+    return start_process(functools.partial(cli.main, argv), log)
+
+
+def start_process(target: Callable[[], int | None], log: Path) -> multiprocessing.Process:
+    """Run a function in a process of its own, a copy of this one: all that a start would import is there already.
+
+    :param log: file that takes what is printed
+    """
+
+    def run() -> None:
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+        sys.exit(target())
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
 
 
 def make_opt(seed: int = 0, **changes) -> OPTForCausalLM:
@@ -57,6 +120,11 @@ def make_dataset(num_samples: int = 8, length: int = 32, seed: int = 1) -> Datas
 def run_oneshot(model, recipe=None, dataset=None, **kwargs):
     """Run our oneshot with the options that make it deterministic; ``kwargs`` that it lacks go to the modifier."""
     ours = {k: kwargs.pop(k) for k in list(kwargs) if k in StruPruneModifier.model_fields}
+    if "replay" not in ours and "importance" not in ours and "allocation" not in ours:
+        ours = {
+            "trial_samples": 0,
+            **ours,
+        }  # which take a fifth of so short a run; the recipes' tests and `test_trials` have them
     options = {"batch_size": 4, "shuffle_calibration_samples": False, "num_calibration_samples": 8} | kwargs
     return oneshot(
         model=model,

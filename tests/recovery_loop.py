@@ -1,18 +1,17 @@
 """The ordinary way to train, in a few plain lines: what recovery under one layer must equal."""
 
 import copy
+import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from struprune_plugin.device.room import Room
 from struprune_plugin.maths.adam import AdamRates
-from struprune_plugin.modifiers.recovery import list_trained
-from struprune_plugin.recovery.distillation import measure_divergence, stack_teacher
 from struprune_plugin.recovery.layered import LayeredModel
-from struprune_plugin.recovery.samples import Sample
-from struprune_plugin.recovery.states import TrainedStates
+from struprune_plugin.recovery.samples import Sample, TeacherTargets, stack_teacher
+from struprune_plugin.recovery.states import TrainedStates, list_trained
 from struprune_plugin.recovery.step import Objective, Stepper, StepSettings
 
 CPU = torch.device("cpu")
@@ -87,3 +86,33 @@ def find_distance(first, second):
     """The largest difference of two models' parameters."""
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def compress_logits(logits: Tensor, top_k: int, temperature: float) -> TeacherTargets:
+    """Keep the ``top_k`` likeliest tokens of every distribution, and the rest as one, from all logits at once, shape [..., V]."""
+    log_probs = F.log_softmax(logits / temperature, dim=-1)
+    if top_k >= logits.shape[-1]:
+        return TeacherTargets(log_probs, None)
+    kept, indices = log_probs.topk(top_k, dim=-1)
+    return TeacherTargets(torch.cat([kept, _measure_rest(log_probs, indices)], dim=-1), indices)
+
+
+def measure_divergence(logits: Tensor, teacher: TeacherTargets, temperature: float) -> Tensor:
+    """Return the divergence of a student from what is kept of its teacher, per token, from all logits at once.
+
+    :param logits: of the student, shape [..., V], in the dtype to compute in
+    :param teacher: of the same leading shape
+    :param temperature: T, that of the teacher's targets
+    :return: shape [...]
+    """
+    wanted = F.log_softmax(teacher.log_probs.to(logits.dtype), dim=-1)
+    found = F.log_softmax(logits / temperature, dim=-1)
+    if teacher.indices is not None:
+        indices = teacher.indices.long()
+        found = torch.cat([found.gather(-1, indices), _measure_rest(found, indices)], dim=-1)
+    return temperature**2 * (wanted.exp() * (wanted - found)).sum(-1)
+
+
+def _measure_rest(log_probs: Tensor, indices: Tensor) -> Tensor:
+    """Return the log-probability of all tokens but ``indices`` together, shape [..., 1]; summed, not 1 minus, for accuracy."""
+    return log_probs.scatter(-1, indices, -math.inf).logsumexp(-1, keepdim=True)

@@ -12,15 +12,18 @@ import torch
 from conftest import make_dataset, run_oneshot
 from torch import distributed
 
-from struprune_plugin import RecoveryModifier
+from struprune_plugin import LoRARecoveryModifier, RecoveryModifier
+
+RECOVERIES = {"recovery": RecoveryModifier, "lora": LoRARecoveryModifier}
 
 NUM_SAMPLES = 16
 
 
 def read_options(fields: dict) -> dict:
-    """Return what every run of a job is given: fields of a pruning, or of a recovery under that key."""
+    """Return what every run of a job is given: fields of a pruning, or of a recovery under its key."""
     options = {"dataset": make_dataset(NUM_SAMPLES), "num_calibration_samples": NUM_SAMPLES, "batch_size": 1}
-    return options | ({"recipe": RecoveryModifier(**fields["recovery"])} if "recovery" in fields else fields)
+    name = next((name for name in RECOVERIES if name in fields), None)
+    return options | (fields if name is None else {"recipe": RECOVERIES[name](**fields[name])})
 
 
 def run_job(model: str, folder: Path, fields: dict) -> None:
@@ -36,13 +39,14 @@ def run_job(model: str, folder: Path, fields: dict) -> None:
         (folder / f"digest{distributed.get_rank()}.txt").write_text(digest.hexdigest())
 
 
-def main() -> None:
+def run_jobs(jobs: list) -> None:
+    """Run (model, folder, fields) of each."""
     torch.set_num_threads(1)
-    for model, folder, fields in json.loads(sys.argv[1]):
+    for model, folder, fields in jobs:
         run_job(model, Path(folder), fields)
         distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_jobs(json.loads(sys.argv[1]))

@@ -1,5 +1,6 @@
 """The command for a real accelerator, in its reduced form on a CPU."""
 
+import re
 import sys
 import time
 
@@ -9,8 +10,10 @@ from conftest import make_opt
 
 from eval.accelerator.__main__ import AGAIN, ENDS, STARTS, supervise
 from eval.accelerator.correct import CASES, measure_difference
+from eval.accelerator.memory import CASES as MEMORY
+from eval.accelerator.memory import count_paper_seconds
 from eval.accelerator.outputs import advise, shrink
-from eval.accelerator.pruning import MEMORY, SPEED
+from eval.accelerator.pruning import SPEED
 from eval.accelerator.report import make_report, write_report
 from eval.accelerator.steps import Journal, Place, Step, run_steps
 from eval.accelerator.worker import list_steps
@@ -40,10 +43,13 @@ def test_the_reduced_form_does_every_kind_of_step_once(tmp_path, place):
     assert case["weights"] == 0
     speed = rows["speed: tiny"]
     assert speed["model_seconds"] == pytest.approx(2 * speed["stages"]["whole pass"])
-    budget = rows["memory: tiny, least budget"]
-    assert budget["peak_bytes"] <= budget["budget_bytes"] < rows["memory: tiny, default"]["peak_bytes"]
+    whole = rows["memory: tiny × 2, default"]
+    ranked, least = (row for name, row in rows.items() if name.startswith("memory: ") and row is not whole)
+    assert least["peak_bytes"] <= least["budget_bytes"] < whole["peak_bytes"]
+    assert ranked["peak_bytes"] <= ranked["budget_bytes"]
     text = (tmp_path / "accelerator.md").read_text()
-    assert "7 of 7 steps done" in text
+    assert "8 of 8 steps done" in text
+    assert re.search(r"stage +seconds +floor +target +ratio +peak, GB", text.replace("|", " "))
     assert "multiple 8" in text
     again = [Step(step.name, step.seconds, lambda _place: pytest.fail("done already"), step.told) for step in steps]
     assert run_all(tmp_path, place, again) == rows
@@ -54,6 +60,13 @@ def test_the_whole_form_has_all_that_it_promises():
     assert len(names) == len(set(names)) == 2 + len(CASES) + len(SPEED) + len(MEMORY) + 3
     assert names.index("rates") < names.index("the CPU's results") < names.index("speed: LLaMA-2-7B")
     assert all(step.seconds < 500 for step in list_steps(reduced=False)), "each fits a start of the command"
+    for shape in ("LLaMA-2-7B", "LLaMA-2-70B"):
+        assert {case.budget for case in MEMORY if case.shape.name == shape and case.shape.layers == 4} == {None, 4, 0}
+
+
+@pytest.mark.parametrize("case", MEMORY, ids=lambda case: case.name)
+def test_a_memory_step_fits_its_limit_on_paper(case):
+    assert count_paper_seconds(case) < 0.85 * case.seconds
 
 
 def test_a_step_that_fails_is_told_and_tried_again_by_the_next_start_alone(tmp_path, place):

@@ -1,13 +1,13 @@
+import io
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from contextlib import redirect_stdout
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, start_cli
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,12 +19,18 @@ SMALL = ["--num-samples", "8", "--seq-length", "128"]
 
 
 @pytest.fixture(scope="module")
-def pruned(tmp_path_factory):
-    """The demo model, pruned through the command line; a little calibration is enough here."""
-    out = tmp_path_factory.mktemp("cli") / "out"
+def run(tmp_path_factory):
+    """The demo model, pruned through the command line; a little calibration is enough here. Its folder, what was printed."""
+    out, printed = tmp_path_factory.mktemp("cli") / "out", io.StringIO()
     argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(out), *SMALL, "--sparsity", "0.3"]
-    assert cli.main([*argv, "--set", "attention_unit=head", "--set", "damping=0.02"]) == 0
-    return out
+    with redirect_stdout(printed):
+        assert cli.main([*argv, "--set", "attention_unit=head", "--set", "damping=0.02"]) == 0
+    return out, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pruned(run):
+    return run[0]
 
 
 def test_prune_applies_changes_to_the_recipe(pruned):
@@ -32,14 +38,11 @@ def test_prune_applies_changes_to_the_recipe(pruned):
     assert (settings["sparsity"], settings["attention_unit"], settings["damping"]) == (0.3, "head", 0.02)
 
 
-def test_prune_prints_a_table(tmp_path, capsys):
-    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), *SMALL]
-    assert cli.main(argv) == 0
-    printed = capsys.readouterr().out
+def test_prune_prints_a_table(run):
+    out, printed = run
     assert "model.decoder.layers.4.fc2" in printed
-    assert "20.000%" in printed
-    assert "%" in printed
-    assert f"wrote {tmp_path / 'out'}" in printed
+    assert "30.000%" in printed
+    assert f"wrote {out}" in printed
 
 
 def test_inspect_prints_layers_and_json(pruned, capsys):
@@ -76,27 +79,6 @@ def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
     ]
     assert cli.main(argv) == 0
     assert "struprune_demo_word_order acc" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_stock_lm_eval_scores_the_output_without_the_plugin(pruned, tmp_path):
-    argv = [
-        sys.executable,
-        "-m",
-        "lm_eval",
-        "--model",
-        "hf",
-        "--model_args",
-        f"pretrained={pruned},trust_remote_code=True",
-    ]
-    argv += ["--tasks", "struprune_demo_word_order", "--include_path", "eval/tasks", "--limit", "40", "--device", "cpu"]
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(
-        [*argv, "--output_path", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (results,) = tmp_path.rglob("results_*.json")
-    assert json.loads(results.read_text())["results"]["struprune_demo_word_order"]["acc,none"] > 0.7
 
 
 @pytest.mark.parametrize(
@@ -211,14 +193,6 @@ def test_help_names_every_option(command, capsys):
         assert option in printed
 
 
-def test_import_prints_nothing():
-    """What the host logs when it is imported would end up before JSON."""
-    environment = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
-    script = [sys.executable, "-c", "import struprune_plugin.cli"]
-    run = subprocess.run(script, capture_output=True, text=True, check=True, env=environment)
-    assert run.stdout + run.stderr == ""
-
-
 def test_convert_writes_a_folder_whole_or_not_at_all(pruned, tmp_path, capsys):
     argv = ["convert", str(pruned), "--output", str(tmp_path / "masked"), "--to"]
     assert cli.main([*argv, "masked"]) == 0
@@ -234,8 +208,9 @@ def test_convert_writes_a_folder_whole_or_not_at_all(pruned, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
-def test_prune_keeps_a_budget_and_leaves_no_offloaded_weights(tmp_path):
-    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), *SMALL]
+def test_prune_keeps_a_budget_and_leaves_no_offloaded_weights(opt, tmp_path):
+    small = ["--num-samples", "8", "--seq-length", "32"]
+    argv = ["prune", str(opt), "--recipe", RECIPE, "--output", str(tmp_path / "out"), *small]
     assert cli.main([*argv, "--memory-budget", "60MB", "--offload", str(tmp_path / "scratch")]) == 0
     assert read_manifest(tmp_path / "out")["settings"]["memory_budget"] == 60_000_000
     assert not list((tmp_path / "scratch").iterdir())
@@ -303,19 +278,19 @@ def test_a_full_disk_is_told_in_one_line(pruned, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("name", "status", "word"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")])
 def test_a_stopped_run_ends_in_one_line_and_leaves_nothing(tmp_path, name, status, word):
-    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), *SMALL]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "struprune_plugin.cli", *argv], env=environment, stderr=subprocess.PIPE, text=True
-    ) as run:
-        for _ in range(1200):
-            if list(tmp_path.iterdir()) or run.poll() is not None:
-                break
-            time.sleep(0.1)
-        time.sleep(1)
-        run.send_signal(getattr(signal, name))
-        error = run.communicate(timeout=120)[1]
-    assert run.returncode == status, error
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "runs" / "out"), *SMALL]
+    log, runs = tmp_path / "log", tmp_path / "runs"
+    runs.mkdir()
+    run = start_cli(argv, log)
+    for _ in range(1200):
+        if list(runs.iterdir()) or not run.is_alive():
+            break
+        time.sleep(0.1)
+    time.sleep(1)
+    os.kill(run.pid, getattr(signal, name))
+    run.join(120)
+    error = log.read_text()
+    assert run.exitcode == status, error
     assert error.splitlines()[-1] == f"struprune: {word}"
     assert "Traceback" not in error
-    assert list(tmp_path.iterdir()) == []
+    assert list(runs.iterdir()) == []

@@ -23,12 +23,10 @@ FAST = {"allocation": "uniform", "sensitivity": "none"}
 FFN_ADMM = {"attention_unit": "none", "restoration": "admm", "admm_steps": 1}
 PATHS = {
     "default": ("opt", {}),
-    "grouped heads": ("llama", FAST),
     "least budget": ("llama", {"memory_budget": 0}),
     "ADMM": ("opt", {**FFN_ADMM, "attention_unit": "head", "admm_inner_steps": 1, **FAST}),
     "gated ADMM": ("llama", {**FFN_ADMM, **FAST}),
-    "tuning": ("opt", {"tuning_epochs": 1, **FAST}),
-    "snip": ("opt", {"importance": "snip", "allocation": "softmax"}),
+    "snip, tuning": ("opt", {"importance": "snip", "allocation": "softmax", "tuning_epochs": 1}),
     "magnitude": ("llama", {"importance": "magnitude", "allocation": "softmax_inverse", "attention_unit": "head"}),
     "deletion": ("opt", {"importance": "wanda", "restoration": "none", "allocation": "block_influence"}),
     "closed form": ("opt", {**FFN_ADMM, "importance": "closed_form", "sparsity": 0.1, "allocation": "uniform"}),

@@ -1,14 +1,13 @@
 """Two processes on one machine, each with half of the calibration data, against one process with all of it."""
 
-import json
 import os
-import subprocess
-import sys
+import socket
+from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, VOCABULARY, make_opt, run_oneshot, save_model
-from run_distributed import NUM_SAMPLES, read_options
+from conftest import VOCABULARY, make_opt, run_oneshot, save_model, start_process
+from run_distributed import NUM_SAMPLES, read_options, run_jobs
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin.export import read_manifest
@@ -26,6 +25,10 @@ FIELDS = {
 RECOVERY = {  # an odd batch: the processes' shares differ, and one step has one sequence
     **{"losses": {"cross_entropy": 0.5, "kl": 0.5}, "batch_size": 3, "micro_batch_size": 1, "epochs": 2},
     **{"learning_rate": 1e-3, "holdout_steps": 2, "holdout_fraction": 0.2, "clipping": "global"},
+}
+RECOVERIES = {
+    "recovery": RECOVERY,
+    "lora": {"distill": "kl", "batch_size": 3, "epochs": 2, "learning_rate": 1e-3, "holdout_fraction": 0},
 }
 REFUSED = {  # fields -> what both processes say
     "admm": ({"restoration": "admm"}, "restoration: admm must run in one process, got 2"),
@@ -50,19 +53,29 @@ def make_dead():
 def two_processes(opt, tmp_path_factory):
     """A folder for every job of ``FIELDS`` and ``REFUSED``, which one pair of processes ran one after the other.
 
-    Their start is what takes time. Refusals come first, so that what follows shows that they leave the processes in step.
+    Refusals come first, so that what follows shows that they leave the processes in step.
     """
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "recovery")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, *RECOVERIES)}
     dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
     jobs = [[str(dead), str(folders[name]), {"sparsity": 0.2, **fields}] for name, (fields, _) in REFUSED.items()]
     jobs += [[str(opt), str(folders[name]), fields] for name, fields in FIELDS.items()]
-    jobs.append([str(opt), str(folders["recovery"]), {"recovery": RECOVERY | {"teacher": str(dead)}}])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    script = [str(ROOT / "tests" / "run_distributed.py"), json.dumps(jobs)]
-    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    jobs += [[str(opt), str(folders[n]), {n: how | {"teacher": str(dead)}}] for n, how in RECOVERIES.items()]
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    log = tmp_path_factory.mktemp("logs")
+    processes = [start_process(partial(run_rank, rank, port, jobs), log / f"{rank}") for rank in range(2)]
+    for process in processes:
+        process.join(600)
+    assert [process.exitcode for process in processes] == [0, 0], (log / "0").read_text() + (log / "1").read_text()
     return folders
+
+
+def run_rank(rank, port, jobs):
+    """Run the jobs as one of two processes, with what torchrun tells each."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    run_jobs(jobs)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -86,11 +99,12 @@ def test_two_processes_equal_one(opt, two_processes, name, tmp_path):
         assert (value - expected[key]).abs().max() <= 1e-3 * expected[key].abs().max(), key
 
 
-def test_two_processes_recover_as_one_does(opt, two_processes, tmp_path):
-    folder = two_processes["recovery"]
+@pytest.mark.parametrize("name", RECOVERIES)
+def test_two_processes_recover_as_one_does(opt, two_processes, tmp_path, name):
+    folder = two_processes[name]
     assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
     teacher = save_model(make_dead(), tmp_path / "dead")
-    recovered = run_oneshot(str(opt), **read_options({"recovery": RECOVERY | {"teacher": str(teacher)}}))
+    recovered = run_oneshot(str(opt), **read_options({name: RECOVERIES[name] | {"teacher": str(teacher)}}))
     weights = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
     before = AutoModelForCausalLM.from_pretrained(opt).state_dict()
     assert max((weights[key] - before[key]).abs().max().item() for key in before) > 2e-3, "something was learnt"

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -5,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import make_dataset, make_opt, run_oneshot, save_opt
+from conftest import ROOT, make_dataset, make_opt, run_oneshot, save_opt
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -189,19 +190,38 @@ def test_hosts_sequential_pipeline_shared_with_others_is_refused(opt):
         host_oneshot(model=str(opt), recipe=modifiers, dataset=make_dataset(), pipeline="sequential")
 
 
-def test_hosts_oneshot_after_a_bare_import(opt, tmp_path):
-    """README: ``import struprune_plugin`` and the host's own oneshot."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(GOOD))
+FRESH = """
+import os, sys
+
+heard = open("heard", "w")
+shown = [os.dup(stream) for stream in (1, 2)]
+for stream in (1, 2):
+    os.dup2(heard.fileno(), stream)
+import struprune_plugin
+for stream, before in enumerate(shown, 1):
+    os.dup2(before, stream)
+assert open("heard").read() == "", "what is logged on import would end up before JSON"
+
+from datasets import load_from_disk
+from llmcompressor import oneshot
+from transformers import AutoModelForCausalLM
+
+oneshot(model=sys.argv[1], recipe="recipe.yaml", dataset=load_from_disk("data"), output_dir="out", num_calibration_samples=8)
+assert type(AutoModelForCausalLM.from_pretrained("out")).__name__ == "StruPruneOPTForCausalLM", "without a trust flag"
+"""
+
+
+def test_a_bare_import_is_silent_and_registers_everything_for_the_hosts_oneshot(opt, tmp_path):
+    """README: ``import struprune_plugin`` and the host's own oneshot, in a fresh process; with nothing else of ours imported."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(GOOD))
     make_dataset().save_to_disk(tmp_path / "data")
-    script = (
-        "import struprune_plugin; from llmcompressor import oneshot; from datasets import load_from_disk;"
-        f"oneshot(model={str(opt)!r}, recipe={str(recipe)!r}, dataset=load_from_disk({str(tmp_path / 'data')!r}),"
-        f" output_dir={str(tmp_path / 'out')!r}, num_calibration_samples=8)"
+    environment = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
+    command = [sys.executable, "-c", FRESH, str(opt)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
     assert read_manifest(tmp_path / "out")["budget"]["asked_sparsity"] == 0.3
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "struprune_opt"
 
 
 def test_an_earlier_output_is_overwritten_and_nothing_else(opt, tmp_path):

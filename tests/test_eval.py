@@ -466,7 +466,15 @@ def test_estimate_growth_finds_the_exponents():
     assert paper_sizes.estimate_growth(sizes) == pytest.approx({"depth": 0.5, "width": 0.75})
 
 
-def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatch):
+@pytest.fixture
+def few_words(monkeypatch):
+    """Published shapes with a small vocabulary, whose logits take most of the time."""
+    make = paper_sizes.make_opt_config
+    for module in (paper_sizes, memory):
+        monkeypatch.setattr(module, "make_opt_config", lambda name, **changes: make(name, vocab_size=512, **changes))
+
+
+def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatch, few_words):
     for module in (paper_sizes, paper_tables):
         monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4)})
     monkeypatch.setattr(paper_tables, "MEMORY_MODELS", ("OPT-125M",))
@@ -487,12 +495,12 @@ def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatc
     assert made, "the package is another one"
 
 
-def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch):
+def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch, few_words):
     for module in (paper_sizes, memory):
         monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4), "OPT-350M": (48, 2, 4)})
     monkeypatch.setattr(memory, "MEMORY_MODELS", ("OPT-125M", "OPT-350M"))
     monkeypatch.setattr(memory, "PAPER_MEMORY", {"FASP": (0.24, 0.69)})
-    modes = ["--length", "64", "--modes", "no budget;1 layer;least"]
+    modes = ["--length", "32", "--modes", "no budget;1 layer;least"]
     monkeypatch.setattr(sys, "argv", ["memory", *modes, "--output", str(tmp_path)])
     memory.main()
     monkeypatch.setattr(

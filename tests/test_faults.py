@@ -1,6 +1,7 @@
 """A run that is stopped, or whose data or statistics are bad: what it says, and that it leaves nothing behind."""
 
 import hashlib
+import itertools
 import os
 import re
 import resource
@@ -71,8 +72,7 @@ def test_the_run_that_is_stopped_below_ends_well_by_itself(inputs, tmp_path):
     assert digest(inputs) == before
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "name"), zip(STAGES, itertools.cycle(["SIGINT", "SIGTERM"]), strict=False))
 def test_a_run_stopped_at_any_stage_ends_in_one_line_and_leaves_nothing(
     inputs, stage, name, tmp_path, monkeypatch, capfd
 ):

@@ -87,14 +87,13 @@ def test_the_account_changes_no_result(opt, prune_once):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"tuning_epochs": 1},
         {"importance": "snip", "restoration": "admm", "allocation": "uniform", "admm_steps": 1, "admm_inner_steps": 1},
     ],
 )
 def test_memory_grows_neither_with_layers_nor_with_samples(tmp_path, fields):
-    model, deep = save_opt(tmp_path / "model"), save_opt(tmp_path / "deep", num_hidden_layers=6)
-    few, many = ({"dataset": make_dataset(n), "num_calibration_samples": n} for n in (16, 48))
+    model, deep = save_opt(tmp_path / "model"), save_opt(tmp_path / "deep", num_hidden_layers=5)
+    few, many = ({"dataset": make_dataset(n), "num_calibration_samples": n} for n in (16, 32))
     peaks = measure_stages(tmp_path / "a", model, **few, **fields)
     more = measure_stages(tmp_path / "b", model, **many, **fields)
     deeper = measure_stages(tmp_path / "c", deep, **few, **fields)
@@ -117,7 +116,7 @@ def run_with_budget(folder, model, budget, **fields):
 
 
 def make_wide(folder):
-    return save_opt(folder, hidden_size=64, word_embed_proj_dim=64, ffn_dim=256, num_hidden_layers=2)
+    return save_opt(folder, hidden_size=48, word_embed_proj_dim=48, ffn_dim=192, num_hidden_layers=2)
 
 
 @pytest.mark.parametrize("fields", [FAST, {}])
@@ -128,7 +127,7 @@ def test_a_budget_is_kept_and_refused_below_what_it_names(tmp_path, fields):
     least = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     free, reference = run_with_budget(tmp_path / "free", model, None, **fields)
     peaks = []
-    for factor in (1, 1.5, 3, 10):
+    for factor in (1, 3):
         peak, manifest = run_with_budget(tmp_path / str(factor), model, int(factor * least), **fields)
         assert peak <= factor * least
         peaks.append(peak)

@@ -289,7 +289,7 @@ ADMM = {"restoration": "admm", "admm_steps": 2, "admm_inner_steps": 4}
 )
 def test_full_search_takes_the_temperature_of_least_error_over_whole_prunings(opt, fields, tmp_path):
     """R9, against as many runs of their own, each with one temperature: no rehearsal leaves anything behind in the model."""
-    grid = fields.get("temperature", [0.3, 1.0, 8.0])
+    grid = fields.get("temperature", [0.3, 8.0])
     fields = fields | {"temperature": grid}
     found = run_oneshot(str(opt), **FULL_SEARCH, **fields, output_dir=str(tmp_path / "full"))
     alone = {}
@@ -477,8 +477,7 @@ def test_replay_with_a_contradicting_field_is_refused(opt, prune_once):
 
 
 @pytest.mark.parametrize("unit", ["head", "vo"])
-@pytest.mark.parametrize("shape", ["pre_norm", "post_norm", "no_bias"])
-@pytest.mark.parametrize("method", [1, 2])
+@pytest.mark.parametrize(("shape", "method"), [("pre_norm", 1), ("pre_norm", 2), ("post_norm", 2), ("no_bias", 1)])
 def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, unit, method, tmp_path):
     out = tmp_path / "out"
     options = {"sparsity": 0.4, "attention_unit": unit, "restoration": "admm", "attention_method": method}

@@ -1,6 +1,7 @@
 """Recovery under one layer: equal to the ordinary way, within its memory, and over again after a kill."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -8,7 +9,17 @@ import torch.nn.functional as F
 import yaml
 from conftest import ROOT, VOCABULARY, make_dataset, make_opt, run_oneshot, save_model
 from families import make_model
-from recovery_loop import CPU, find_distance, make_batches, make_stepper, train_layered, train_plainly, twins
+from recovery_loop import (
+    CPU,
+    compress_logits,
+    find_distance,
+    make_batches,
+    make_stepper,
+    measure_divergence,
+    train_layered,
+    train_plainly,
+    twins,
+)
 from test_lora import make_logits, weights_of
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +31,6 @@ from struprune_plugin.passes.journal import Journal
 from struprune_plugin.recipe import load_recipe
 from struprune_plugin.recovery.adapters import attach_adapters, match_linears
 from struprune_plugin.recovery.budget import RecoverySizes, place_recovery
-from struprune_plugin.recovery.distillation import compress_logits, measure_divergence
 from struprune_plugin.recovery.head import Head, compress_head, measure_head
 from struprune_plugin.recovery.layered import LayeredModel
 from struprune_plugin.recovery.step import Objective, StepSettings
@@ -111,7 +121,7 @@ def test_ten_steps_equal_the_plain_loop(method, clipping, resident):
     ours, theirs = twins(make_opt())
     before = [parameter.clone() for parameter in ours.parameters()]
     batches = make_batches(10, 5)
-    settings = StepSettings(0.05, clipping, resident, sums_on_host=not resident, holds=method != "full")
+    settings = StepSettings(0.05, clipping, resident, held_sums=None if resident else 9000, holds=method != "full")
     losses = train_layered(ours, batches, 2, 1e-2, method=method, settings=settings)
     wanted = train_plainly(theirs, batches, 1e-2, method, None, 0.05, clipping)
     assert [row["cross_entropy"] for row in losses] == pytest.approx(wanted, rel=1e-9)
@@ -125,7 +135,7 @@ def test_ten_steps_with_adapters_equal_the_plain_loop():
     batches = make_batches(10, 4)
     for model, train in zip(models, (train_layered, train_plainly), strict=True):
         torch.manual_seed(0)
-        with attach_adapters(model, match_linears(model, None), 3, 6.0, 0.0) as adapters:
+        with attach_adapters(model, match_linears(model, None, "who"), 3, 6.0, 0.0) as adapters:
             for adapter in adapters:
                 adapter.data = adapter.data.double()
             if train is train_layered:
@@ -250,12 +260,12 @@ def make_wide(layers=2):
     return make_opt(**sizes).bfloat16()
 
 
-def measure_step(model, tokens=8, ahead=False, on_host=True, **settings):
+def measure_step(model, tokens=8, ahead=False, held=0, **settings):
     """Return (peak of a step, bytes of a layer)."""
     layer = sum(p.numel() * p.element_size() for p in find_decoder_layers(model)[0][1].parameters())
     (batch,) = make_batches(1, 4, length=tokens)
     with open_room(count_on_cpu=True) as room:
-        how = StepSettings(1.0, sums_on_host=on_host, **settings)
+        how = StepSettings(1.0, held_sums=held, **settings)
         layered, _, stepper = make_stepper(model, room=room, settings=how, vocabulary=64, ahead=ahead)
         with room.watch() as peak:
             flows = [layered.start([sample]) for sample in batch]
@@ -272,7 +282,7 @@ def test_a_step_holds_one_layer_whatever_the_depth():
     assert peaks[5, True] < 1.01 * peaks[2, True]
     assert peaks[2, False] < 2 * layer, "weights, one linear's gradient, activations of eight tokens"
     assert peaks[2, True] < 3 * layer, "and the next layer's weights"
-    whole, _ = measure_step(make_wide(5), on_host=False)
+    whole, _ = measure_step(make_wide(5), held=None)
     assert whole < 4.2 * layer, "and float32 gradients, twice as large as the weights"
 
 
@@ -281,26 +291,39 @@ def test_more_sequences_take_no_more():
     one, _ = measure_step(model)
     (batch,) = make_batches(1, 16, length=8)
     with open_room(count_on_cpu=True) as room:
-        settings = StepSettings(1.0, sums_on_host=True)
+        settings = StepSettings(1.0, held_sums=0)
         layered, _, stepper = make_stepper(model, room=room, settings=settings, vocabulary=64)
         with room.watch() as peak:
             stepper.take([layered.start([sample]) for sample in batch], 16 * 7, 1, 1e-3)
     assert peak[0] < 1.01 * one
 
 
+def test_part_of_the_gradients_on_the_device_takes_their_bytes():
+    peaks = [measure_step(make_wide(), held=held)[0] for held in (0, 4 * 128 * 512, 2 * 4 * 128 * 512)]
+    for before, after in itertools.pairwise(peaks):
+        assert 0.5 * 4 * 128 * 512 < after - before <= 4 * 128 * 512, "one of the FFN's two linears, in float32"
+
+
 def test_the_placement_is_the_fastest_that_fits():
-    sizes = RecoverySizes(100_000, 200_000, 30_000, 20_000, 4, 100, 8, 2)
+    many = RecoverySizes(100_000, 200_000, 30_000, 20_000, 8, 4, 100, 8, 2)
     found = {}
-    for budget in (None, 450_000, 449_999, 350_000, 349_999, 250_000, 249_999, 150_000):
-        placement = place_recovery(budget, sizes)
-        found[budget] = (placement.ahead, placement.sums_on_host)
+    for budget in (None, 450_000, 449_999, 350_000, 349_999, 150_000):
+        placement = place_recovery(budget, None, many)
+        found[budget] = (placement.ahead, placement.held_sums)
     assert found == {
-        **{None: (True, False), 450_000: (True, False), 449_999: (False, False), 350_000: (False, False)},
-        **{349_999: (True, True), 250_000: (True, True), 249_999: (False, True), 150_000: (False, True)},
+        **{None: (False, 170_000), 450_000: (True, 200_000), 449_999: (False, 200_000), 350_000: (False, 200_000)},
+        **{349_999: (False, 199_999), 150_000: (False, 0)},
     }
-    assert place_recovery(150_000, sizes).vocabulary < place_recovery(350_000, sizes).vocabulary
-    with pytest.raises(ValueError, match="memory_budget: must be at least 150,000 bytes for recovery"):
-        place_recovery(149_999, sizes)
+    few = dataclasses.replace(many, micro_batches=2)  # as few gradients travel as one sum weighs
+    for budget, wanted in {None: (True, 0), 450_000: (True, 200_000), 250_000: (True, 0), 249_999: (False, 0)}.items():
+        placement = place_recovery(budget, None, few)
+        assert (placement.ahead, placement.held_sums) == wanted, budget
+    assert place_recovery(150_000, None, many).vocabulary < place_recovery(350_000, None, many).vocabulary
+    assert place_recovery(None, 200_000, many) == place_recovery(200_000, None, many), "what is free bounds it"
+    assert place_recovery(None, 900_000, many) == place_recovery(None, None, many), "three layers are enough"
+    for budget, free in ((149_999, None), (None, 149_999)):
+        with pytest.raises(ValueError, match="memory_budget: must be at least 150,000 bytes for recovery"):
+            place_recovery(budget, free, many)
 
 
 # -- the stage ------------------------------------------------------------------------------------------------------
@@ -429,8 +452,15 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("fields", [{}, {"method": "lora", "dropout": 0.2}, {"state_dtype": "bfloat16"}])
-@pytest.mark.parametrize("after", ["recovery-00000004", "teacher-00000", "best"])
+@pytest.mark.parametrize(
+    ("after", "fields"),
+    [
+        ("recovery-00000004", {}),
+        ("recovery-00000004", {"method": "lora", "dropout": 0.2}),
+        ("teacher-00000", {}),
+        ("best", {"state_dtype": "bfloat16"}),
+    ],
+)
 def test_a_killed_run_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, fields, after):
     how = {"epochs": 3, "holdout_steps": 3, "checkpoint_steps": 2, "learning_rate": 2e-3, **fields}
     whole, record = recover(opt, **how)
@@ -479,6 +509,13 @@ def test_going_on_with_other_text_is_refused(opt, tmp_path, monkeypatch):
         recover(opt, checkpoint_dir=tmp_path / "c", **how)
 
 
+def test_two_stages_keep_no_checkpoint(opt, tmp_path):
+    """Their parts would bear the same names."""
+    stages = [RecoveryModifier(**FAST, max_steps=1), RecoveryModifier(**FAST, max_steps=1)]
+    with pytest.raises(ValueError, match="must be left out for several recovery stages in one recipe, got 2"):
+        run_oneshot(str(opt), stages, checkpoint_dir=tmp_path / "c")
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -506,9 +543,7 @@ def test_fields_are_checked(fields, message):
 
 
 def test_a_diverging_run_says_so(opt):
-    with pytest.raises(
-        ValueError, match=r"RecoveryModifier: .* must be finite, got NaN or Inf at step \d+. Lower learning"
-    ):
+    with pytest.raises(ValueError, match=r"recovery: .* must be finite, got NaN or Inf at step \d+. Lower learning"):
         recover(opt, learning_rate=1e30, epochs=4)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_statistics import gather, make_case
 
-from struprune_plugin.maths import elimination, swaps
+from struprune_plugin.maths import elimination, solve, swaps
 from struprune_plugin.maths.curves import measure_deletion_curve, measure_restored_curve
 from struprune_plugin.maths.elimination import eliminate_units, expand_units, keep_last, order_units
 from struprune_plugin.maths.rotation import eliminate_directions
@@ -251,3 +251,34 @@ def test_choose_damping_is_that_of_least_error_on_tokens_held_out():
     moments, held = gather(inputs, targets, 24), gather(inputs[16:], targets[16:], 8)
     assert choose_damping(moments, held, dense, columns, True, "x") == min(errors, key=errors.get)
     assert len(set(errors.values())) == 7
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_systems_solved_together_give_what_each_gives_alone(has_bias, monkeypatch):
+    """What a card does with small systems, here on a CPU."""
+    inputs, targets, weight, bias = make_case(tokens=90, n=24, d=5)
+    dense = append_bias(weight, bias if has_bias else None)
+    moments, held = gather(inputs, targets, 90), gather(inputs[60:], targets[60:], 30)
+    measure, sizes, chosen, found = solve._measure_damped, [], [], []
+
+    def see(rest, held, dense, strengths, where):
+        sizes.append(len(strengths))
+        errors = measure(rest, held, dense, strengths, where)
+        found.append((errors, [measure(rest, held, dense, [strength], where)[0] for strength in strengths]))
+        return errors
+
+    monkeypatch.setattr(solve, "_measure_damped", see)
+    for together in (False, True):
+        monkeypatch.setattr(solve, "_solves_together", lambda _system, together=together: together)
+        chosen.append(choose_damping(moments, held, dense, torch.arange(3, 20), has_bias, "x"))
+    assert chosen[0] == chosen[1]
+    assert (min(sizes), max(sizes)) == (1, 2)
+    for errors, alone in found:
+        torch.testing.assert_close(errors, alone)
+
+
+def test_a_singular_system_among_several_is_told():
+    systems = torch.eye(3, dtype=torch.float64).repeat(2, 1, 1)
+    systems[1, 0, 0] = -1
+    with pytest.raises(ValueError, match="here: the least-squares system must have a condition number"):
+        solve.factorize_in_place(systems, "here")

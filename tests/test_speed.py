@@ -36,8 +36,11 @@ def test_speed_compares_models_pruned_here_with_the_dense_one(opt, tmp_path, mon
 
 def test_profile_sets_every_stage_beside_its_floor(opt, tmp_path, monkeypatch):
     sizes = ["--samples", "8", "--length", "32", "--sparsity", "0.3"]
-    run_command(profile, monkeypatch, "--model", opt, "--data", DEMO_CALIBRATION, *sizes, "--output", tmp_path)
+    run_command(
+        profile, monkeypatch, "--model", opt, "--data", DEMO_CALIBRATION, *sizes, "--fasp", "--output", tmp_path
+    )
     record = json.loads((tmp_path / "profile.json").read_text())
+    assert f"FASP: {record['fasp']:.2f} s" in (tmp_path / "profile.md").read_text()
     assert {"sensitivity", "allocate", "statistics", "whole pass"} <= record["stages"].keys() & record["floor"].keys()
     assert record["floor"]["statistics"] == pytest.approx(2 * record["floor"]["forward"] + record["floor"]["gram"])
     run_command(scale, monkeypatch, "--profile", tmp_path / "profile.json", "--output", tmp_path)

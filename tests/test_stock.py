@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import lm_eval.tasks.manager
 import pytest
 import torch
 from conftest import ROOT, SHAPES, WIDE_MODELS, make_dataset, run_oneshot
@@ -18,10 +19,12 @@ PROMPTS = torch.randint(4, 2048, (2, 12), generator=torch.Generator().manual_see
 SCRIPT = """
 import json, sys, torch
 from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.tasks import TaskManager, manager
 from transformers import AutoModelForCausalLM
 
 job = json.loads(sys.argv[1])
+manager.__file__ = job["tasks"]
 prompts, logits, accuracy = torch.load(job["prompts"]), {}, {}
 for name, out in job["folders"].items():
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
@@ -33,6 +36,8 @@ for name in job["scored"]:
     results = simple_evaluate(model="hf", model_args=args, **options)["results"]
     accuracy[name] = results["struprune_demo_word_order"]["acc,none"]
 torch.save({"logits": logits, "accuracy": accuracy}, job["results"])
+sys.argv = ["lm_eval", *job["command"]]  # the README's line
+cli_evaluate()
 assert "struprune_plugin" not in sys.modules
 """
 PRUNED = [f"{model_type}-vo" for model_type in MODEL_TYPES] + [f"{s}-{unit}" for s in SHAPES for unit in ("head", "vo")]
@@ -60,11 +65,17 @@ def stock(folders, tmp_path_factory):
     place = tmp_path_factory.mktemp("stock")
     torch.save(PROMPTS, place / "prompts.pt")
     job = {"folders": folders, "scored": SCORED, "prompts": place / "prompts.pt", "results": place / "results.pt"}
+    command = f"--model hf --model_args pretrained={folders['llama-vo']},trust_remote_code=True --device cpu --limit 4"
+    told = f"--tasks struprune_demo_word_order --include_path eval/tasks --output_path {place}"
+    job["tasks"] = lm_eval.tasks.manager.__file__
+    job["command"] = [*command.split(), *told.split()]
     environment = os.environ | {"HF_MODULES_CACHE": str(place / "modules")}
     command = [sys.executable, "-c", SCRIPT, json.dumps(job, default=str)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    return torch.load(place / "results.pt")
+    (scores,) = place.rglob("results_*.json")
+    told = json.loads(scores.read_text())["results"]["struprune_demo_word_order"]["acc,none"]
+    return {**torch.load(place / "results.pt"), "told": told}
 
 
 @pytest.mark.parametrize("name", PRUNED + QUANTISED)
@@ -78,3 +89,7 @@ def test_stock_transformers_loads_with_trust_and_gives_the_same_logits(stock, fo
 @pytest.mark.parametrize("name", SCORED)
 def test_stock_lm_eval_scores_the_output(stock, name):
     assert 0 <= stock["accuracy"][name] <= 1
+
+
+def test_the_stock_command_scores_the_output_the_same(stock):
+    assert stock["told"] == stock["accuracy"]["llama-vo"]

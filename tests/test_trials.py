@@ -13,8 +13,9 @@ from struprune_plugin.maths.nested import solve_nested_weights
 from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
 from struprune_plugin.maths.statistics import accumulate_moments, make_moments, with_bias_index
 from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.units import find_groups
 from struprune_plugin.modifiers import planning
-from struprune_plugin.passes.allocation import hold_batches
+from struprune_plugin.passes.allocation import can_keep_moments, hold_batches
 
 SAMPLES = 12  # of which a quarter is tried
 
@@ -61,6 +62,7 @@ def watch_trials(monkeypatch, choose=None):
 def prune(folder, output=None, **fields):
     recipe = StruPruneModifier(sparsity=0.3, **fields)
     kwargs = {} if output is None else {"output_dir": str(output)}
+    kwargs = {"trial_samples": 4, **kwargs}
     return run_oneshot(str(folder), recipe, make_dataset(SAMPLES), num_calibration_samples=SAMPLES, **kwargs)
 
 
@@ -111,6 +113,23 @@ def test_solved_trials_of_rotated_values_move_the_output_less_than_deletions(sav
     prune(folder)
     prune(folder, restoration="none", rotate_values=False)
     assert seen[0][1][-1] < seen[1][1][-1]  # uniform ones
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_moments_kept_from_the_allocation_pass_give_what_a_pass_anew_gives(family, save_family, monkeypatch):
+    folder, seen = save_family(family), watch_trials(monkeypatch)
+    for keeps in (True, False):
+        monkeypatch.setattr(planning, "can_keep_moments", lambda *_, keeps=keeps: keeps)
+        prune(folder)
+    (kept, found), (anew, again) = seen
+    assert found == again
+    assert kept._num_fit == 0 < anew._num_fit
+
+
+def test_moments_are_kept_only_where_the_host_has_room(opt):
+    groups = find_groups(AutoModelForCausalLM.from_pretrained(opt), "vo")
+    assert can_keep_moments(groups, 24)
+    assert not can_keep_moments(groups, 1 << 40)
 
 
 def test_without_trial_samples_nothing_is_tried(opt, tmp_path, monkeypatch):

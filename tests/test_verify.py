@@ -249,26 +249,6 @@ def test_help_refusals_and_inspect_load_nothing_heavy(words, status, opt, prune_
     assert not loaded & {"torch", "transformers", "llmcompressor", "datasets", "numpy"}
 
 
-@pytest.mark.parametrize("first", ["import struprune_plugin", "import llmcompressor, transformers, struprune_plugin"])
-def test_importing_the_package_registers_everything(first, opt, prune_once):
-    """For the host's own oneshot, and for transformers without a trust flag; with nothing else of ours imported."""
-    script = f"""{first}
-from llmcompressor.modifiers.factory import ModifierFactory
-from transformers import AutoModelForCausalLM
-assert "StruPruneModifier" in ModifierFactory._registered_registry
-print(type(AutoModelForCausalLM.from_pretrained({str(prune_once(opt, "head")[1])!r})).__name__)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-1000:]
-    assert done.stdout.split()[-1] == "StruPruneOPTForCausalLM"
-
-
 def test_a_closed_pipe_and_a_plain_terminal_are_no_failure(opt, prune_once):
     out = str(prune_once(opt, "head")[1])
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

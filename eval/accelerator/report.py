@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.accelerator.outputs import advise
-from eval.accelerator.pruning import describe_speed
+from eval.accelerator.pruning import TARGET, describe_speed
 from eval.accelerator.steps import Journal, Step
 from eval.speed import format_rows
 from struprune_plugin.report import format_table
@@ -84,10 +84,10 @@ def _tell_speed(rows: Rows) -> str:
     for name, row in rows.items():
         if not name.startswith("speed: "):
             continue
-        table = _fence_table(["stage", "seconds", "floor", "ratio"], describe_speed(row))
+        table = _fence_table(["stage", "seconds", "floor", "target", "ratio", "peak, GB"], describe_speed(row))
         told = (
-            f"{row['layer_seconds']:.2f} s a layer, {row['ratio']:.2f} × the floor (target: 2 ×), {row['counted']:.1f} s counted "
-            f"at the measured rates; the whole model {row['model_seconds']:.0f} s"
+            f"{row['layer_seconds']:.2f} s a layer, {row['ratio']:.2f} × the floor (target: {TARGET:g} ×), "
+            f"{row['counted']:.1f} s counted at the measured rates; the whole model {row['model_seconds']:.0f} s"
         )
         if "fasp_seconds" in row:
             told += f", FASP as its paper tells {row['fasp_seconds']:.0f} s"

@@ -19,16 +19,18 @@ from loguru import logger
 
 from eval.accelerator.__main__ import AGAIN
 from eval.accelerator.correct import list_correct_steps, write_references
+from eval.accelerator.memory import list_memory_steps
 from eval.accelerator.outputs import list_output_steps
-from eval.accelerator.pruning import list_pruning_steps
+from eval.accelerator.pruning import list_speed_steps
 from eval.accelerator.report import write_report
 from eval.accelerator.steps import Journal, Place, Step, run_steps
 
 
 def list_steps(reduced: bool) -> list[Step]:
     """Return all steps, by worth."""
-    correct, pruning, outputs = list_correct_steps(reduced), list_pruning_steps(reduced), list_output_steps(reduced)
-    return [*pruning[:1], *correct, *pruning[1:4], *outputs, *pruning[4:]]
+    correct, outputs = list_correct_steps(reduced), list_output_steps(reduced)
+    (rates, *speed), memory = list_speed_steps(reduced), list_memory_steps(reduced)
+    return [rates, *correct, *speed[:2], *memory[:2], *outputs, *speed[2:], *memory[2:]]
 
 
 def main() -> int:

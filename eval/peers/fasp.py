@@ -12,7 +12,7 @@ from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls
 from struprune_plugin.evaluation import load_checkpoint
 from struprune_plugin.layer.calls import LayerCall, capture_streams
-from struprune_plugin.layer.gather import accumulate_tokens, make_group_sums
+from struprune_plugin.layer.gather import accumulate_tokens, check_finite, make_group_sums
 from struprune_plugin.maths.elimination import expand_units, keep_last
 from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
@@ -70,7 +70,8 @@ def _gather_moments(
             call.repeat(layer, ROOM, states)
             stream = take(group)
             assert stream.output is not None
-            accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, call.length, group, ROOM)
+            accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, call.length, ROOM)
+    check_finite(sums, group)
     moments = sums.gather()
     return reorder_moments(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from struprune_plugin.maths.statistics import count_sums
 
 MAX_LOGITS = 1 << 24  # held at once; with their gradients a third of a gigabyte
 _MIN_ROWS = 64  # of a tile, and tokens of a chunk
-_MAX_TOKENS = 1024  # of a chunk, under a budget
+_MAX_TOKENS = 4096  # of a chunk, under a budget
 _LOGIT_COPIES = 5  # float32
 
 
@@ -22,6 +22,7 @@ class Placement:
     :param release_weights: a linear's weights leave the device after every call, not with the layer; what a backward
         pass needs waits on the host
     :param embed_on_host: input and output embeddings are applied on the host
+    :param fetch_ahead: the next layer's weights come to the device while a layer is worked on
     :param rows: of a tile of moments
     :param tokens: widened to float32 at once
     :param logits: held at once
@@ -32,12 +33,13 @@ class Placement:
     solve_on_host: bool = False
     release_weights: bool = False
     embed_on_host: bool = False
+    fetch_ahead: bool = False
     rows: int = 1 << 20
     tokens: int = 1 << 20
     logits: int = MAX_LOGITS
 
 
-WHOLE = Placement()
+WHOLE = Placement(fetch_ahead=True)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Demands:
 def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True) -> Placement:
     """Choose what goes to the host and how large pieces may be, the fastest that fits.
 
+    A second layer's weights come to the device only where nothing has to leave it for them.
+
     :param strict: refuse a budget that even the smallest pieces exceed; take these otherwise
     :raises ValueError: the least that is needed, and what would lower it
     """
@@ -109,6 +113,13 @@ def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True
             f"{sizes.tokens} tokens a batch, got {budget:,} ({budget / sizes.layer:.2f}). Raise it, or choose{remedy} a "
             "smaller batch_size or shorter sequences."
         )
+    roomy = _place_under(budget - sizes.layer, sizes, demands)  # beside another layer's weights
+    whole = replace(WHOLE, rows=roomy.rows, tokens=roomy.tokens, logits=roomy.logits)
+    return whole if replace(roomy, fetch_ahead=True) == whole else _place_under(budget, sizes, demands)
+
+
+def _place_under(budget: int, sizes: Sizes, demands: Demands) -> Placement:
+    """Return the fastest placement that fits, no other layer's weights beside."""
     row, sums = _measure_row(sizes), _measure_sums(sizes, demands.together)
     free = budget - sizes.layer - sizes.activations
     gather_on_host = sums + _MIN_ROWS * row > free
@@ -168,4 +179,5 @@ def _measure_fisher(sizes: Sizes) -> int:
 
 
 def _measure_backward(sizes: Sizes) -> int:
-    return sizes.layer + 3 * sizes.activations + _measure_fisher(sizes)
+    sums = max(sum(8 * c.outputs**2 for c in layer) for layer in sizes.layers)
+    return sizes.layer + 3 * sizes.activations + _measure_fisher(sizes) + sums

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import psutil
 import torch
+from compressed_tensors.offload import disable_offloading
 from torch import Tensor, nn
 
 from struprune_plugin.device.account import UNMEASURED, DeviceAccount, open_account
+from struprune_plugin.device.ahead import WeightsAhead
 from struprune_plugin.device.placement import WHOLE, Placement
 from struprune_plugin.device.residence import release_weights
 
@@ -38,14 +40,17 @@ class Room:
     :ivar stages: by name, in the order of their first spans
     """
 
-    def __init__(self, placement: Placement = WHOLE, account: DeviceAccount | None = None):
+    def __init__(
+        self, placement: Placement = WHOLE, account: DeviceAccount | None = None, ahead: WeightsAhead | None = None
+    ):
         self.placement = placement
         self.account = account
+        self._ahead = ahead or WeightsAhead(counted=account is not None and account.live is not None)
         self.stages: dict[str, StageRecord] = {}
 
     def replace(self, placement: Placement) -> Room:
         """Return the room of a pass inside this one's: the same account, stages of its own."""
-        return Room(placement, self.account)
+        return Room(placement, self.account, self._ahead)
 
     @property
     def measure(self) -> str:
@@ -95,6 +100,29 @@ class Room:
             return self.to_host(tensor), tensor.device
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: self.to_device(*held)):
+            yield
+
+    # -- layers ---------------------------------------------------------------------------------------------------
+
+    def fetch_ahead(self, layer: nn.Module | None) -> None:
+        """Begin to fetch the weights of the layer that comes next, where the placement has room for them."""
+        if layer is not None and self.placement.fetch_ahead:
+            self._ahead.fetch(layer)
+
+    def take_ahead(self, layer: nn.Module) -> None:
+        """Let a layer that runs now have the weights that were fetched for it."""
+        self._ahead.take(layer)
+
+    def drop_ahead(self) -> None:
+        """Let go of fetched weights that no layer took."""
+        self._ahead.drop()
+
+    @contextmanager
+    def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
+        """Keep a layer's weights on the device while the block lasts, and fetch those of the one that follows."""
+        with disable_offloading():
+            self.take_ahead(layer)
+            self.fetch_ahead(following)
             yield
 
     # -- solves ---------------------------------------------------------------------------------------------------

@@ -123,9 +123,10 @@ def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor
 
 
 @contextmanager
-def pass_by(layers: Sequence[nn.Module], hidden: Tensor, wraps: bool, room: Room) -> Iterator[None]:
+def pass_by(layers: Sequence[nn.Module], hidden: Tensor | None, wraps: bool, room: Room) -> Iterator[None]:
     """Let decoder layers do nothing, and the last of them give these hidden states.
 
+    :param hidden: what entered the first where None
     :param wraps: whether decoder layers give tuples
     """
 
@@ -133,7 +134,7 @@ def pass_by(layers: Sequence[nn.Module], hidden: Tensor, wraps: bool, room: Room
         return (states,) if wraps else states
 
     def give(states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-        return pass_on(room.to_device(hidden, states.device))
+        return pass_on(states if hidden is None else room.to_device(hidden, states.device))
 
     with ExitStack() as stack:
         for layer in layers:
@@ -171,19 +172,22 @@ class LayerCall:
         return self.hidden.shape[1]
 
     @classmethod
-    def record(cls, args: tuple, kwargs: dict[str, Any], previous: LayerCall | None, room: Room) -> LayerCall:
+    def record(
+        cls, args: tuple, kwargs: dict[str, Any], previous: LayerCall | None, room: Room, held: Tensor | None = None
+    ) -> LayerCall:
         """Take down a call as a hook sees it.
 
         :param previous: the call of the batch before, whose equal tensors are shared
+        :param held: hidden states of that shape that are on the host already, in place of the call's own
         """
         hidden = _first(args, kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         known = previous or cls(hidden, (), {}, None, hidden.device)
-        held = {name: _hold(value, known.kwargs.get(name), room) for name, value in rest.items()}
+        named = {name: _hold(value, known.kwargs.get(name), room) for name, value in rest.items()}
         return cls(
-            room.park(hidden),
+            room.park(hidden) if held is None else held,
             _hold(args[1:], known.args, room),
-            held,
+            named,
             find_tokens(rest.get("attention_mask"), room),
             hidden.device,
         )

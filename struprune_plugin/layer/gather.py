@@ -67,9 +67,7 @@ class MomentGatherer:
         def count(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
             if group.name not in store:
                 store[group.name] = make_group_sums(layer, group, visit.inputs.device, self._room, apart)
-            accumulate_tokens(
-                store[group.name], visit.inputs, visit.target, tokens, visit.call.length, group, self._room
-            )
+            accumulate_tokens(store[group.name], visit.inputs, visit.target, tokens, visit.call.length, self._room)
 
         tokens, self._device = visit.call.tokens, visit.inputs.device
         if self._hold_out:
@@ -92,6 +90,7 @@ class MomentGatherer:
 
     def _close(self, sums: MomentSums, group: UnitGroup) -> Moments:
         """Return sums as moments where their systems are solved; those of other processes added."""
+        check_finite(sums, group)
         reduce_sums(sums.list_parts())
         with self._room.solving():
             return _reorder(sums.gather(self._room.fetch or self._lift), group)
@@ -221,19 +220,24 @@ def accumulate_tokens(
     targets: Tensor,
     tokens: Tensor | None,
     length: int,
-    group: UnitGroup,
     room: Room,
 ) -> None:
-    """Add the tokens of one micro-batch that count, sequence by sequence, and refuse what is not finite.
+    """Add the tokens of one micro-batch that count, sequence by sequence.
 
     :param tokens: indices of those that count, sorted, shape [counted], int64; None where all do
     :param length: tokens of a sequence, padding included
-    :raises ValueError: NaN or Inf among the activations; the message names the linear
     """
     targets = room.to_device(targets, inputs.device)
     tokens = None if tokens is None else room.to_device(tokens, inputs.device)
     for part in split_tokens(tokens, len(inputs), length):
         sums.add(inputs[part], targets[part])
+
+
+def check_finite(sums: MomentSums, group: UnitGroup) -> None:
+    """Refuse sums of what is not finite; once they are complete, for a card must be waited for to know.
+
+    :raises ValueError: NaN or Inf among the activations; the message names the linear
+    """
     if not sums.is_finite():
         raise ValueError(
             f"{group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "

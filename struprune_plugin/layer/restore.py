@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from struprune_plugin.device.room import Room
 from struprune_plugin.layer.admm import run_admm
-from struprune_plugin.layer.gather import GroupMoments, LayerObserver, accumulate_tokens, make_group_sums
+from struprune_plugin.layer.gather import GroupMoments, LayerObserver, accumulate_tokens, check_finite, make_group_sums
 from struprune_plugin.layer.methods import Methods
 from struprune_plugin.layer.records import ADMMRecord, SolveRecord
 from struprune_plugin.maths.elimination import expand_units
@@ -90,7 +90,8 @@ def refine_group(
     consumer = find_linear(layer, group.consumer)
     sums = make_group_sums(layer, group, keep.device, room)
     for visit in observed.visit_batches(layer, group, f"{group.name} closing"):
-        accumulate_tokens(sums, visit.inputs, visit.target, visit.call.tokens, visit.call.length, group, room)
+        accumulate_tokens(sums, visit.inputs, visit.target, visit.call.tokens, visit.call.length, room)
+    check_finite(sums, group)
     moments = sums.gather()
     damped = damp_moments(moments, result.consumer.double(), methods.damping, consumer.bias is not None)
     columns = torch.arange(len(keep) * group.columns_per_unit, device=moments.gram.device)

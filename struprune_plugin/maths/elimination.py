@@ -87,20 +87,23 @@ def eliminate_units(
     inverse = invert_in_place(damped.gram.clone(), where)
     left = _Remaining(inverse, inverse @ damped.cross.T, columns_per_unit, num_blocks)
     waiting = torch.ones(num_blocks, dtype=torch.bool, device=inverse.device)  # blocks yet to lose one this round
-    block_size = num_units // num_blocks
+    num_waiting, block_size = num_blocks, num_units // num_blocks
     rounding = ROUNDING * left.measure_costs().sum()
     order, increases = [], []
     for _ in range(num_units if num_remove is None else num_remove):
         costs = left.measure_costs()
         if num_blocks > 1:
             costs.masked_fill_(~waiting[left.units // block_size], torch.inf)
-        u = find_least_of(costs, rounding)
-        order.append(int(left.units[u]))
+        u = find_least_of(costs, rounding)  # the one number a removal that a card must tell the host
+        order.append(left.names[u])
         increases.append(costs[u])
         left.remove(u)
-        waiting[order[-1] // block_size] = False
-        if num_blocks > 1 and not waiting.any():
-            waiting[:] = True
+        if num_blocks > 1:
+            waiting[order[-1] // block_size] = False
+            num_waiting -= 1
+            if not num_waiting:
+                num_waiting = num_blocks
+                waiting.fill_(True)
     removed = torch.tensor(order, dtype=torch.int64, device=inverse.device)
     return Elimination(removed, torch.stack(increases) if increases else inverse.new_zeros(0))
 
@@ -146,6 +149,7 @@ class _Remaining:
 
     def _start_panel(self) -> None:
         """Read off the parts within units, and empty the panel."""
+        self.names = self.units.tolist()  # the same, where asking costs nothing
         size = len(self.units) * self._width
         index = torch.arange(size, device=self.units.device).view(-1, self._width)
         self._within = self._inverse[index[:, :, None], index[:, None, :]]
@@ -196,11 +200,15 @@ class _Remaining:
 
     def _update_within(self, reach: Tensor, shared: Tensor, energy: Tensor) -> None:
         """Downdate the parts by V^T, A^T W and A^T A of one removal."""
+        if self._width == 1:  # numbers, the same without a view for each: this runs for every unit that goes
+            part = reach[0, :-1]
+            self._energy.view(-1).sub_(part * (shared[0, :-1] - energy[0] / 2 * part), alpha=2)
+            self._within.view(-1).sub_(part * part)
+            return
         part, shared = (rows[:, :-1].view(self._width, -1, self._width).movedim(0, 1) for rows in (reach, shared))
-        multiply = torch.mul if self._width == 1 else torch.matmul  # the same, without a call for every unit
-        cross = multiply(part.mT, shared - multiply(energy / 2, part))
+        cross = part.mT @ (shared - energy / 2 @ part)
         self._energy -= cross + cross.mT
-        self._within -= multiply(part.mT, part)
+        self._within -= part.mT @ part
 
     def _apply_panel(self) -> None:
         """Downdate the matrices by all removals of the panel, and drop what is gone."""
@@ -219,6 +227,6 @@ def _restrict(matrix: Tensor, rows: Tensor) -> Tensor:
     """Return the sorted rows, and the same columns, of a square matrix within its own storage."""
     start = 0
     for part in rows.split(64):  # few enough for the cache; none lies before where it goes, so that nothing is lost
-        matrix[start : start + len(part), : len(rows)] = matrix[part][:, rows]
+        matrix[start : start + len(part), : len(rows)] = matrix[part].T[rows].T  # twice as fast as columns of the part
         start += len(part)
     return matrix[:start, :start]

@@ -6,18 +6,19 @@ Every solve works on *damped* moments (:func:`~struprune_plugin.maths.solve.damp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from struprune_plugin.maths.statistics import Moments, measure_error, subtract_moments, with_bias_index
+from struprune_plugin.maths.statistics import Moments, subtract_moments, with_bias_index
 from struprune_plugin.maths.ties import find_least
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
 DAMPING = 0.01  # where none was chosen
 _EVEN = 1e-6  # of the target's energy: what differs by less is rounding of float32 sums, or does not matter
+_SMALL = 1024  # inputs
 _DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
 
 
@@ -67,14 +68,14 @@ def weigh_outputs(damped: Moments, root: Tensor, weight: Tensor) -> Moments:
     """Return moments under which an error e of the output counts as ``||R e||^2``.
 
     The re-solved weights do not depend on R (theirs are R W); which units should go, and the error of a choice, do. The
-    energy is that of the target that the given weights reproduce exactly, ``tr(R W H W^T R^T)``: the ``local`` one. For other
-    targets it is off by a constant, which changes no order.
+    energy is that of the target that the given weights reproduce exactly, ``tr(R C W^T R^T)``: the ``local`` one, of which C is
+    W H. For other targets it is off by a constant, which changes no order.
 
     :param root: R, shape [d, d], float64
     :param weight: dense weights, shape [d, n + 1], float64, bias last
     """
-    moved = root @ weight
-    return replace(damped, cross=root @ damped.cross, target_energy=(moved @ damped.gram * moved).sum())
+    cross = root @ damped.cross
+    return replace(damped, cross=cross, target_energy=(cross * (root @ weight)).sum())
 
 
 def solve_kept_weights(damped: Moments, columns: Tensor, where: str) -> SolvedWeights:
@@ -113,31 +114,54 @@ def choose_damping(
     if not has_bias:
         _uncouple_bias(rest.gram, rest.cross)
     dense = torch.nn.functional.pad(weight[:, columns], (0, 1))  # the bias is not damped
-    system = torch.empty_like(rest.gram)
 
-    def measure(damping: float) -> float:
-        system.copy_(rest.gram).diagonal()[:-1].add_(damping * scale)
-        cross = torch.add(rest.cross, dense, alpha=damping * scale)
-        return measure_error(held, _solve_factorized(factorize_in_place(system, where), cross.T).T)
+    def measure(dampings: Sequence[float]) -> list[float]:
+        strengths = [damping * scale for damping in dampings]
+        together = len(strengths) if _solves_together(rest.gram) else 1
+        parts = (strengths[start : start + together] for start in range(0, len(strengths), together))
+        return [error for part in parts for error in _measure_damped(rest, held, dense, part, where)]
 
     return _descend(measure, margin=_EVEN * float(held.target_energy))
 
 
-def _descend(measure: Callable[[float], float], margin: float) -> float:
+def _solves_together(system: Tensor) -> bool:
+    """Tell whether several systems of one size are solved in one call: where each by itself would leave a card idle."""
+    return system.is_cuda and len(system) <= _SMALL
+
+
+def _measure_damped(rest: Moments, held: Moments, dense: Tensor, strengths: Sequence[float], where: str) -> list[float]:
+    """Return the held-out error of every solve, damped by so much, in one batch.
+
+    :param dense: dense weights of these inputs, that of the bias zero, shape [d, k + 1]
+    """
+    damping = dense.new_tensor(strengths)[:, None, None]
+    systems = rest.gram.repeat(len(strengths), 1, 1)
+    systems.diagonal(dim1=1, dim2=2)[:, :-1].add_(damping[:, 0])
+    cross = rest.cross + damping * dense
+    weight = _solve_factorized(factorize_in_place(systems, where), cross.mT).mT
+    products = (weight * (weight @ held.gram)).sum((1, 2)) - 2 * (weight * held.cross).sum((1, 2))
+    return (held.target_energy + products).clamp(min=0).tolist()
+
+
+def _descend(measure: Callable[[Sequence[float]], list[float]], margin: float) -> float:
     """Return the damping of least error, the lowest of those that tie: the best of a few far apart, then its neighbours.
 
-    The error falls and rises once along the dampings, so that some need no measuring.
+    The error falls and rises once along the dampings, so that some need no measuring: from the strongest down, two far apart at a
+    time, until the best so far is not the lowest that was measured.
     """
-    last = len(_DAMPINGS) - 1
-    errors = {index: measure(_DAMPINGS[index]) for index in range(0, last + 1, 2)}
+    errors: dict[int, float] = {}
 
-    def find_best() -> int:
+    def add(indices: Sequence[int]) -> int:
+        """Measure these; return the best so far."""
+        errors.update(zip(indices, measure([_DAMPINGS[index] for index in indices]), strict=True))
         known = sorted(errors)
         return known[find_least([errors[index] for index in known], margin)]
 
-    best = find_best()
-    errors |= {index: measure(_DAMPINGS[index]) for index in (best - 1, best + 1) if 0 <= index <= last}
-    return _DAMPINGS[find_best()]
+    last = len(_DAMPINGS) - 1
+    best = add([last, last - 2])
+    if best < last:
+        best = add(range(last - 4, -1, -2))
+    return _DAMPINGS[add([index for index in (best - 1, best + 1) if 0 <= index <= last])]
 
 
 def _restrict_moments(moments: Moments, rows: Tensor) -> Moments:
@@ -147,18 +171,22 @@ def _restrict_moments(moments: Moments, rows: Tensor) -> Moments:
 
 
 def factorize_in_place(system: Tensor, where: str) -> Tensor:
-    """Return the lower Cholesky factor of a damped system within its own storage, or raise with its name."""
-    alive = int((system.diagonal() > 0).sum())
+    """Return the lower Cholesky factor of a damped system, or of several, within its own storage, or raise with its name.
+
+    :param system: shape [..., n, n]
+    """
+    size = system.shape[-1]
+    alive = (system.diagonal(dim1=-2, dim2=-1) > 0).sum(-1)
     factor = system.mT  # the same matrix, by columns, as LAPACK wants it
-    info = torch.empty((), dtype=torch.int32, device=system.device)
+    info = torch.empty(system.shape[:-2], dtype=torch.int32, device=system.device)
     torch.linalg.cholesky_ex(factor, out=(factor, info))
-    if int(info) or not factor.diagonal().isfinite().all():
-        if alive <= 1 < len(system):  # no input but the bias was ever other than zero
+    if not ((info == 0) & factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)).all():
+        if int(alive.min()) <= 1 < size:  # no input but the bias was ever other than zero
             raise ValueError(
-                f"{where}: inputs must not all be zero on the calibration data, got {len(system) - 1} that are: units are dead, or "
+                f"{where}: inputs must not all be zero on the calibration data, got {size - 1} that are: units are dead, or "
                 "nothing reaches them. Leave the module out by ignore, or calibrate with other text."
             )
-        raise _describe_singular(where, float("inf"), len(system) - 1)
+        raise _describe_singular(where, float("inf"), size - 1)
     return factor
 
 

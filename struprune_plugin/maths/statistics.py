@@ -16,7 +16,7 @@ from torch import Tensor
 
 _NUM_BLOCKS = 16  # of rows of H, at most
 _LEAST_ROWS = 256  # of one
-# A sum in a product has no more terms than this: a BLAS splits longer ones among its threads, by how many there are.
+# On a CPU, a sum in a product has no more terms than this: a BLAS splits longer ones among its threads, by how many there are.
 _TERMS = 512
 _NARROW_ROWS = 1024  # of a product of bfloat16 numbers, made before it is added
 
@@ -82,7 +82,7 @@ class MomentSums:
     :param num_outputs: d of the linear
     :param device: where the sums live
     :param dtype: of the sums, float32 or float64
-    :param tokens: widened to that dtype at once, where fewer than 512
+    :param tokens: widened to that dtype at once; on a CPU at most 512
     :param rows: of a product that is made at once, where ``fetch`` is given
     :param fetch: brings a product to the sums, where the activations are elsewhere
     """
@@ -93,12 +93,12 @@ class MomentSums:
         num_outputs: int,
         device: torch.device | str,
         dtype: torch.dtype,
-        tokens: int = _TERMS,
+        tokens: int = 1 << 20,
         rows: int = 1 << 20,
         fetch: Callable[[Tensor], Tensor] | None = None,
     ):
         size = num_inputs + 1
-        self._dtype, self._tokens, self._rows, self._fetch = dtype, min(tokens, _TERMS), rows, fetch
+        self._dtype, self._tokens, self._rows, self._fetch = dtype, tokens, rows, fetch
         self._upper = [torch.zeros(shape, device=device, dtype=dtype) for shape in _list_blocks(size)]
         self._cross = torch.zeros(num_outputs, size, device=device, dtype=dtype)
         self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
@@ -111,7 +111,8 @@ class MomentSums:
         split into batches nor, on a CPU, on the number of threads.
         """
         narrow = _multiplies_narrow(inputs, self._dtype)
-        for part, wanted in zip(inputs.split(self._tokens), targets.split(self._tokens), strict=True):
+        tokens = self._tokens if inputs.is_cuda else min(self._tokens, _TERMS)
+        for part, wanted in zip(inputs.split(tokens), targets.split(tokens), strict=True):
             widened, wanted = _append_ones(part, part.dtype if narrow else self._dtype), wanted.to(self._dtype)
             for block in self._upper:
                 right = widened[:, -block.shape[1] :]
@@ -161,6 +162,8 @@ class MomentSums:
 
 def multiply_by_itself(tokens: Tensor) -> Tensor:
     """Return ``G^T G`` of one sequence, shape [tokens, d] -> [d, d], the same for any number of threads."""
+    if tokens.is_cuda:
+        return tokens.T @ tokens
     total = tokens.new_zeros(tokens.shape[1], tokens.shape[1])
     for part in tokens.split(_TERMS):
         total.addmm_(part.T, part)
@@ -169,8 +172,9 @@ def multiply_by_itself(tokens: Tensor) -> Tensor:
 
 def multiply_in_order(left: Tensor, right: Tensor) -> Tensor:
     """Return ``A B`` in the dtype of A, shape [rows, n] and [n, d], the same for any number of threads."""
+    terms = _TERMS * 8 if left.is_cuda else _TERMS  # of B, so many rows are widened at once
     total = left.new_zeros(len(left), right.shape[1])
-    for columns, rows in zip(left.split(_TERMS, dim=1), right.split(_TERMS), strict=True):
+    for columns, rows in zip(left.split(terms, dim=1), right.split(terms), strict=True):
         total.addmm_(columns, rows.to(left.dtype))
     return total
 
@@ -233,6 +237,14 @@ def add_moments(moments: Moments, others: Moments) -> None:
     moments.cross.add_(others.cross)
     moments.target_energy.add_(others.target_energy)
     moments.absolute_sum.add_(others.absolute_sum)
+
+
+def move_moments(moments: Moments, move: Callable[[Tensor], Tensor]) -> Moments:
+    """Return moments elsewhere.
+
+    :param move: brings a tensor there
+    """
+    return Moments(move(moments.gram), move(moments.cross), move(moments.target_energy), move(moments.absolute_sum))
 
 
 def subtract_moments(moments: Moments, part: Moments) -> Moments:

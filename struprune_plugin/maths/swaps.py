@@ -47,8 +47,8 @@ def swap_units(
     least = -1e-9 * (values[kept].T * damped.cross[:, kept]).sum()  # of what is explained: below it is rounding
     swaps = 0
     while swaps < max_swaps:
-        inside, outside = _find_candidates(table, values, kept[:-1])
-        if not len(inside) or not len(outside):
+        inside, outside = _find_candidates(table, values, kept[:-1], len(keep))
+        if not len(inside):
             break
         change = _find_changes(table, values, inside, outside)
         change = change.masked_fill(block[outside][:, None] != block[inside], torch.inf)
@@ -79,12 +79,15 @@ def _sweep_all(gram: Tensor, cross: Tensor, kept: Tensor, where: str) -> tuple[T
     return table, values
 
 
-def _find_candidates(table: Tensor, values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the kept columns that are cheapest to drop, and the removed ones that gain most, at most 512 of each, sorted."""
+def _find_candidates(table: Tensor, values: Tensor, kept: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
+    """Return the kept columns that are cheapest to drop, and the removed ones that gain most, at most 512 of each, sorted.
+
+    :param num_kept: how many are kept, which no swap changes
+    """
     worth = torch.linalg.vector_norm(values[:-1], dim=1).square() / table.diagonal()[:-1].abs()
-    inside = order_scores(worth.masked_fill(~kept, torch.inf))[: min(int(kept.sum()), _MAX_CANDIDATES)]
+    inside = order_scores(worth.masked_fill(~kept, torch.inf))[: min(num_kept, _MAX_CANDIDATES)]
     outside = order_scores(worth.masked_fill(kept, -1), descending=True)
-    outside = outside[: min(int((~kept).sum()), _MAX_CANDIDATES)]
+    outside = outside[: min(len(kept) - num_kept, _MAX_CANDIDATES)]
     return inside.sort().values, outside.sort().values
 
 

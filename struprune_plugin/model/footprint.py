@@ -38,6 +38,12 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
         )
 
 
+def count_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a model's weights, shared ones once."""
+    with disable_onloading():
+        return _count_bytes(model)
+
+
 def count_cache_channels(group: UnitGroup, num_units: int) -> int:
     """Return the channels that a token's keys and values take in a layer's cache once a group has so many units; 0 for the FFN."""
     if group.unit.is_ffn:

@@ -120,7 +120,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         )
         settings = self.make_allocation_settings(job.num_prunable)
         self._pass = AllocationPass(job.groups, job.sizes, settings, self.make_methods(), self._signals, room)
-        self._driver = PassDriver(self._pass, self)
+        self._driver = PassDriver(self._pass, self, room)
         self._driver.start(state.model, state.data.calib)
 
     def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:

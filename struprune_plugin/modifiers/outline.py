@@ -8,9 +8,8 @@ from llmcompressor.modifiers import Modifier
 
 from struprune_plugin.layer.criteria import CRITERIA
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.lora import LoRARecoveryModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
-from struprune_plugin.modifiers.recovery import RecoveryModifier
+from struprune_plugin.modifiers.recovery_stage import RecoveryStage
 from struprune_plugin.passes.rules import RULES
 
 # shares of the time, roughly, as the default's run on a small model has them (docs/cost.md)
@@ -24,10 +23,8 @@ def list_stages(modifiers: Sequence[Modifier]) -> list[tuple[str, float, str]]:
         name = type(modifier).__name__
         if isinstance(modifier, StructuredModifier):
             stages += _list_own_stages(modifier, measured=bool(stages))
-        elif isinstance(modifier, LoRARecoveryModifier):
-            stages += [("teacher", _LATER, "teacher"), ("LoRA recovery", _RECOVERY, "LoRA recovery")]
-        elif isinstance(modifier, RecoveryModifier):
-            stages += [("teacher", _LATER, "teacher")] * bool(modifier.losses.get("kl"))
+        elif isinstance(modifier, RecoveryStage):
+            stages += [("teacher", _LATER, "teacher")] * modifier.asks_teacher
             stages += [("recovery", _RECOVERY, "recovery")]
         elif getattr(modifier, "requires_calibration_data", True):
             stages.append((name.removesuffix("Modifier"), _LATER, ""))

@@ -26,7 +26,13 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.job import Job, place_run
 from struprune_plugin.modifiers.session import run_pass
 from struprune_plugin.modifiers.widths import check_widths
-from struprune_plugin.passes.allocation import AllocationPass, hold_batches, make_uniform_plan, take_batches
+from struprune_plugin.passes.allocation import (
+    AllocationPass,
+    can_keep_moments,
+    hold_batches,
+    make_uniform_plan,
+    take_batches,
+)
 from struprune_plugin.passes.evidence import EvidenceStore
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.passes.pruning import PruningPass
@@ -135,13 +141,15 @@ class Planner:
             loader = take_batches(loader, job.groups, recipe.allocation_samples)
         room = self.room.replace(place_run(recipe, self.state.model, job.groups, loader, together=True))
         settings = recipe.make_allocation_settings(job.num_prunable)
-        allocation = AllocationPass(job.groups, job.sizes, settings, recipe.make_methods(), signals, room)
+        keeps = bool(held) and can_keep_moments(job.groups, self.state.model.config.hidden_size)
+        methods = recipe.make_methods()
+        allocation = AllocationPass(job.groups, job.sizes, settings, methods, signals, room, keeps_moments=keeps)
         fields = recipe.dump_fields()
         known = self.evidence.take_curves(fields) if self.evidence is not None and _can_share(recipe) else None
         if known is not None:
             allocation.adopt(known)
         else:
-            run_pass(self.state, allocation, self.options, propagate_error=False, calibration=loader)
+            run_pass(self.state, allocation, room, self.options, propagate_error=False, calibration=loader)
             if self.evidence is not None and _can_share(recipe):
                 self.evidence.keep_curves(fields, allocation.evidence)
         assert allocation.plan is not None
@@ -178,9 +186,11 @@ class Planner:
         assert own is not None
         if len(proposed) == 1:
             return own
-        args = (list(proposed.values()), allocation.evidence, self.recipe.make_methods(), room, len(loader))
+        known = allocation.moments
+        args = (list(proposed.values()), allocation.evidence, self.recipe.make_methods(), room, len(loader), known)
         trials = TrialPass(self.job.groups, *args)
-        run_pass(self.state, trials, self.options, propagate_error=False, calibration=[*loader, *held])
+        batches = held if known else [*loader, *held]
+        run_pass(self.state, trials, room, self.options, propagate_error=False, calibration=batches)
         with room.stage("trials"):
             measured = dict(zip(proposed, trials.measure(), strict=True))
         tried = {name: divergence for name, divergence in measured.items() if math.isfinite(divergence)}
@@ -197,5 +207,5 @@ class Planner:
         methods = replace(self.methods, tuning=None)  # a search by the solves' errors
         room = self.room.replace(self.room.placement)
         rehearsal = PruningPass(self.job.groups, plan, methods, signals, room, keeps=False)
-        run_pass(self.state, rehearsal, self.options, propagate_error=True)
+        run_pass(self.state, rehearsal, room, self.options, propagate_error=True)
         return sum(record.solve.error_after * record.solve.target_energy for record in rehearsal.records)

@@ -204,7 +204,7 @@ class StruPruneModifier(StructuredModifier):
         tokens = TokenDigest(self._take_digest)
         log = None if self._journal is None else LayerLog(self._journal)
         self._pass = PruningPass(job.groups, self._plan, methods, signals, room, tokens=tokens, log=log)
-        self._driver = PassDriver(self._pass, self)
+        self._driver = PassDriver(self._pass, self, room)
         self._driver.start(state.model, state.data.calib)
 
     def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:

@@ -29,10 +29,11 @@ class PassDriver:
 
     :param pass_: the pass
     :param hooks: the modifier that hooks are registered for, so that the host can disable them
+    :param room: the pass'
     """
 
-    def __init__(self, pass_: Pass, hooks: Modifier):
-        self._pass, self._hooks = pass_, hooks
+    def __init__(self, pass_: Pass, hooks: Modifier, room: Room):
+        self._pass, self._hooks, self._room = pass_, hooks, room
 
     def start(self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]]) -> None:
         """Begin the pass, and let it see every call of every decoder layer."""
@@ -43,6 +44,7 @@ class PassDriver:
 
             def before(module: nn.Module, args: tuple, call: dict, name: str = name) -> None:
                 with self.abort_on_error():
+                    self._room.take_ahead(module)
                     self._pass.before_layer(name, module, args, call)
 
             def after(_module: nn.Module, _args: tuple, output: Any) -> None:
@@ -53,27 +55,32 @@ class PassDriver:
             self._hooks.register_hook(layer, after, "forward")
 
     def end_step(self, model: PreTrainedModel, modules: list[nn.Module]) -> None:
-        """End the decoder layer, if any, among the modules of a calibration step.
+        """End the decoder layer, if any, among the modules of a calibration step; the next one's weights are fetched meanwhile.
 
         :raises ValueError: several layers in one step; their statistics would mix
         """
-        here = [(name, layer) for name, layer in find_decoder_layers(model) if any(layer is m for m in modules)]
+        layers = find_decoder_layers(model)
+        here = [index for index, (_, layer) in enumerate(layers) if any(layer is m for m in modules)]
         if len(here) > 1:
             raise ValueError(
                 f"sequential_targets_per_subgraph: must be 1 for {type(self._hooks).__name__}, got {len(here)} decoder layers "
                 "in one subgraph. Leave it at its default."
             )
-        for name, layer in here:
+        for index in here:
+            name, layer = layers[index]
+            self._room.fetch_ahead(layers[index + 1][1] if index + 1 < len(layers) else None)
             self._pass.end_layer(name, layer)
 
     def finish(self) -> None:
         """Take the hooks off and conclude the pass."""
         self._hooks.remove_hooks()
+        self._room.drop_ahead()
         self._pass.finish()
 
     def abort(self) -> None:
         """Take the hooks off and let the pass go of everything."""
         self._hooks.remove_hooks()
+        self._room.drop_ahead()
         self._pass.abort()
 
     @contextmanager
@@ -99,8 +106,8 @@ class _NestedModifier(Modifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         return True
 
-    def drive(self, pass_: Pass) -> PassDriver:
-        self._driver = PassDriver(pass_, self)
+    def drive(self, pass_: Pass, room: Room) -> PassDriver:
+        self._driver = PassDriver(pass_, self, room)
         return self._driver
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -117,10 +124,11 @@ class _NestedModifier(Modifier):
 
 
 def run_pass(
-    state: State, pass_: Pass, options: dict[str, Any], propagate_error: bool, calibration: Any = None
+    state: State, pass_: Pass, room: Room, options: dict[str, Any], propagate_error: bool, calibration: Any = None
 ) -> None:
     """Run a pass in a session of its own, inside a modifier's: one more pass over its data.
 
+    :param room: the pass'
     :param options: the caller's, of the host's pipeline
     :param propagate_error: whether a layer sees the outputs of the changed layers before it, or of the dense ones
     :param calibration: batches to run on; the modifier's where None
@@ -128,7 +136,7 @@ def run_pass(
     modifier = _NestedModifier()
     calibration = state.data.calib if calibration is None else calibration
     arguments = DatasetArguments(**options, propagate_error=propagate_error)
-    with modifier.drive(pass_).abort_on_error(), create_session() as session:
+    with modifier.drive(pass_, room).abort_on_error(), create_session() as session:
         recipe = Recipe.from_modifiers([modifier])
         session.initialize(model=state.model, recipe=recipe, calib_data=calibration, copy_data=False)
         SequentialPipeline()(state.model, calibration, arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,9 +32,12 @@ from struprune_plugin.maths.rounding import (
     round_uniform_counts,
 )
 from struprune_plugin.maths.solve import damp_moments
+from struprune_plugin.maths.statistics import Moments, count_sums, move_moments
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.passes.rules import RULES, AllocationSettings, Evidence, Subject
+
+_KEPT = 0.25  # of the host's free memory, for moments
 
 
 class AllocationPass:
@@ -43,8 +47,10 @@ class AllocationPass:
 
     :param groups: of all layers
     :param sizes: theirs, for the budget
+    :param keeps_moments: keep every group's moments, too, for a pass on the same batches
     :ivar plan: once the pass is over
     :ivar evidence: of every group, by name
+    :ivar moments: of every group, by name, on the host; none where they are not kept
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class AllocationPass:
         methods: Methods,
         signals: Signals,
         room: Room,
+        keeps_moments: bool = False,
     ):
         self.plan: Plan | None = None
         self._groups, self._sizes = groups, sizes
@@ -62,6 +69,8 @@ class AllocationPass:
         self._methods, self._signals, self._room = methods, signals, room
         self._observer = LayerObserver(TARGETS["local"], room, all_groups=True)
         self.evidence: dict[str, Evidence] = {}
+        self.moments: dict[str, Moments] = {}
+        self._keeps_moments = keeps_moments
         self._influence = torch.zeros(2, dtype=torch.float64)  # of the layer at hand: sum and tokens
         self._model: PreTrainedModel | None = None
 
@@ -115,6 +124,8 @@ class AllocationPass:
         """Return a group's importance, its error curve and its scores; the first of several processes measures."""
         with self._room.stage("statistics"):
             moments = self._observer.collect_moments(layer, group, "statistics").all
+            if self._keeps_moments:
+                self.moments[group.name] = move_moments(moments, self._room.to_host)
 
         def measure() -> Evidence:
             has_bias = find_linear(layer, group.consumer).bias is not None
@@ -180,6 +191,14 @@ def take_batches(
         if taken < len(held) or (sequences >= samples / ranks and tokens >= needed):
             break
     return [batch for batch in batches if len(batch["input_ids"])]
+
+
+def can_keep_moments(groups: Sequence[UnitGroup], hidden_size: int) -> bool:
+    """Tell whether all groups' moments take no more than a share of the host's free memory."""
+    numbers = sum(
+        2 * count_sums(group.num_columns, hidden_size) for group in groups
+    )  # sums are triangles, moments whole
+    return 4 * numbers <= _KEPT * psutil.virtual_memory().available
 
 
 def hold_batches(

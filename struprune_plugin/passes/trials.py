@@ -27,7 +27,7 @@ from struprune_plugin.maths.elimination import expand_units
 from struprune_plugin.maths.nested import solve_nested_weights
 from struprune_plugin.maths.rotation import rotate_columns, rotate_moments
 from struprune_plugin.maths.solve import damp_moments
-from struprune_plugin.maths.statistics import Moments
+from struprune_plugin.maths.statistics import Moments, move_moments
 from struprune_plugin.model.layers import find_decoder_layers, find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.passes.rules import Evidence
@@ -57,6 +57,7 @@ class TrialPass:
     :param plans: kept units of every group, one a plan
     :param evidence: of an allocation pass: in which order the units of every group go, and the basis that they are rotated to
     :param num_fit: batches that the weights are solved on; those after them are tried
+    :param moments: of those batches, on the host, where an allocation pass has kept them: they are then left out
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class TrialPass:
         methods: Methods,
         room: Room,
         num_fit: int,
+        moments: Mapping[str, Moments] | None = None,
     ):
         self._groups, self._evidence, self._methods, self._room = groups, evidence, methods, room
         self._paths = [_Path(plan) for plan in plans]
-        self._num_fit = num_fit
+        self._known = moments or {}
+        self._num_fit = 0 if self._known else num_fit
         self._observer = LayerObserver(TARGETS["local"], room, all_groups=True)
         self._dense: list[Tensor] = []  # outputs of the last layer, by batch tried
         self._batches: list[dict[str, Tensor]] = []
@@ -132,7 +135,8 @@ class TrialPass:
 
     def _solve(self, layer: nn.Module, group: UnitGroup) -> dict[int, tuple[Tensor, Tensor]]:
         """Return a consumer's weights, in the module's order, and bias, on the host, for every number of kept units asked for."""
-        moments = self._observer.collect_moments(layer, group, "trials").all
+        known = self._known.get(group.name)
+        moments = self._observer.collect_moments(layer, group, "trials").all if known is None else known
         counts = sorted({path.kept[group.name] for path in self._paths} - {group.num_units})
         if not counts:
             return {}
@@ -140,6 +144,8 @@ class TrialPass:
         dtype = linear.weight.dtype
         with self._room.stage("trials"), self._room.solving():
             dense = read_dense(layer, group, self._room)
+            if known is not None:
+                moments = move_moments(known, lambda part: self._room.place(part, dense))
             damped = damp_moments(moments, dense, self._methods.damping, linear.bias is not None)
             solved = self._find_weights(group, damped, dense, counts)
             parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from compressed_tensors.offload import remove_dispatch, set_onload_device
 from compressed_tensors.offload.cache import OffloadCache
-from compressed_tensors.utils import match_name, patch_attr
+from compressed_tensors.utils import match_name
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from struprune_plugin.model.families import find_family
 from struprune_plugin.model.layers import find_decoder_layers, list_linears
 
 
-def match_linears(model: nn.Module, targets: Sequence[str] | None, who: str = "LoRARecoveryModifier") -> list[str]:
+def match_linears(model: nn.Module, targets: Sequence[str] | None, who: str) -> list[str]:
     """Return the full names of the decoder layers' linears that targets name, all where None.
 
     :param targets: full names, names within a decoder layer (``self_attn.q_proj``), last parts of them (``q_proj``), or
@@ -95,15 +93,6 @@ def attach_adapters(
         model.eval()
         for parameter, value in required:
             parameter.requires_grad_(value)
-
-
-@contextmanager
-def checkpoint_layers(model: nn.Module) -> Iterator[None]:
-    """Recompute every decoder layer in the backward pass; transformers' own does so only with the model's dropout on."""
-    with ExitStack() as stack:
-        for _, layer in find_decoder_layers(model):
-            stack.enter_context(patch_attr(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False)))
-        yield
 
 
 def switch_dropout(model: nn.Module, active: bool) -> None:

@@ -63,8 +63,12 @@ def measure_head(
     temperature: float,
     weights: tuple[float, float] | None,
 ) -> HeadLosses:
-    """Return ``sum -log p(label)`` and the divergence from a teacher, see
-    :func:`~struprune_plugin.recovery.distillation.measure_divergence`.
+    """Return ``sum -log p(label)`` and the divergence from a teacher, summed over tokens.
+
+    The divergence is ``T^2 * sum_o p_o (log p_o - log q_o)`` over the outcomes o: the teacher's k likeliest tokens, and one
+    bucket that holds the rest of the vocabulary on both sides. p is renormalised over them, so that rounding in the cache
+    cancels; q = softmax(logits / T). It is the full KL divergence where every token is kept, never more where fewer are, and
+    zero where student and teacher agree. T^2 keeps the size of the gradients (Hinton et al., 2015).
 
     :param hidden: inputs of the head, shape [tokens, d]
     :param labels: shape [tokens]
@@ -168,9 +172,13 @@ def _mark(logits: Tensor, at: Tensor, inside: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compress_head(hidden: Tensor, head: Head, top_k: int, temperature: float) -> TeacherTargets:
-    """Return what :func:`~struprune_plugin.recovery.distillation.compress_logits` does, of logits that come in pieces.
+    """Keep the ``top_k`` likeliest tokens of every distribution, and the probability of all others together.
+
+    With p = softmax(logits / T) and I the ``top_k`` largest: ``log p_i, i in I`` and ``log(sum_{j not in I} p_j)``.
 
     :param hidden: inputs of the head, shape [tokens, d]
+    :param top_k: outcomes to keep; all where it is the vocabulary or more
+    :param temperature: T
     """
     whole, best, where, rows = None, None, None, 0
     for start, logits, _ in head.find_logits(hidden):

@@ -225,6 +225,13 @@ class LayeredModel:
             return functional_call(self._base, weights, (), inputs).last_hidden_state
 
 
+def find_compute_dtype(model: PreTrainedModel, compute: str) -> torch.dtype:
+    """Return the dtype of weights and hidden states in a layer, see the field ``compute``."""
+    if compute != "model":
+        return getattr(torch, compute)
+    return torch.bfloat16 if model.dtype == torch.float16 else model.dtype
+
+
 def list_rest(model: PreTrainedModel) -> Weights:
     """Return what of the base model is neither layers nor embeddings, by name within it."""
     base: nn.Module = model.base_model

@@ -16,31 +16,14 @@ from tqdm import tqdm
 from struprune_plugin.device.ranks import count_ranks, sum_over_ranks
 from struprune_plugin.passes.journal import Journal
 from struprune_plugin.recovery.adapters import switch_dropout
+from struprune_plugin.recovery.choices import Choices, Schedule
 from struprune_plugin.recovery.layered import Flow, LayeredModel
 from struprune_plugin.recovery.samples import Sample, make_micro_batches
 from struprune_plugin.recovery.states import TrainedStates
 from struprune_plugin.recovery.step import Objective, Stepper
 from struprune_plugin.recovery.teacher import LayeredTeacher
-from struprune_plugin.recovery.training import Schedule, find_rate_factor
 
 _STATE = "recovery-"  # of the parts of a journal that a run goes on from
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """Fields of the recipe, see :class:`~struprune_plugin.modifiers.recovery.RecoveryModifier`."""
-
-    epochs: int
-    max_steps: int | None
-    learning_rate: float
-    schedule: Schedule
-    warmup_fraction: float
-    batch_size: int
-    micro_size: int
-    seed: int
-    measure_steps: int
-    patience: int | None
-    checkpoint_steps: int | None
 
 
 @dataclass
@@ -80,14 +63,30 @@ class Texts:
         return digest.hexdigest()
 
 
-def list_batches(num_samples: int, settings: RunSettings) -> list[list[int]]:
+def find_rate_factor(step: int, num_steps: int, schedule: Schedule, warmup_fraction: float) -> float:
+    """Return the factor on the learning rate at a step: a linear rise, then the schedule down to zero (or none).
+
+    :param step: from 0 to ``num_steps`` - 1
+    :param warmup_fraction: share of the steps in which it rises, rounded up to whole steps
+    :return: in (0, 1]
+    """
+    warmup = math.ceil(warmup_fraction * num_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(num_steps - warmup, 1)
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - progress if schedule == "linear" else 1.0
+
+
+def list_batches(num_samples: int, choices: Choices) -> list[list[int]]:
     """Return the numbers of the samples of every step, each epoch in an order of its own."""
     batches = []
-    for epoch in range(1, settings.epochs + 1):
-        generator = torch.Generator().manual_seed(settings.seed + epoch)
+    for epoch in range(1, choices.epochs + 1):
+        generator = torch.Generator().manual_seed(choices.seed + epoch)
         order = torch.randperm(num_samples, generator=generator).tolist()
-        batches += [order[i : i + settings.batch_size] for i in range(0, num_samples, settings.batch_size)]
-    return batches[: settings.max_steps]
+        batches += [order[i : i + choices.batch_size] for i in range(0, num_samples, choices.batch_size)]
+    return batches[: choices.max_steps]
 
 
 def take_share(items: Sequence[Any]) -> list[Any]:
@@ -100,6 +99,7 @@ class RecoveryRun:
 
     :param teacher: tells of samples; None without a loss that asks it
     :param journal: holds the best values and, where it outlasts the run, what a killed one goes on from
+    :param checkpoint_steps: keep so often what a killed run goes on from; never where None
     :ivar curve: how it went
     """
 
@@ -109,15 +109,17 @@ class RecoveryRun:
         states: TrainedStates,
         stepper: Stepper,
         objective: Objective,
-        settings: RunSettings,
+        choices: Choices,
         texts: Texts,
         teacher: LayeredTeacher | None,
         journal: Journal,
+        checkpoint_steps: int | None,
     ):
         self.curve = RunCurve()
         self._model, self._states, self._stepper, self._objective = model, states, stepper, objective
-        self._settings, self._texts, self._teacher, self._journal = settings, texts, teacher, journal
-        self._batches = list_batches(len(texts.train), settings)
+        self._choices, self._texts, self._teacher, self._journal = choices, texts, teacher, journal
+        self._batches, self._checkpoint_steps = list_batches(len(texts.train), choices), checkpoint_steps
+        self._measure_steps = choices.holdout_steps or math.ceil(len(texts.train) / choices.batch_size)
 
     def run(self) -> None:
         """Take every step that is left; leave the best values in the model where there is a held-out part.
@@ -139,7 +141,7 @@ class RecoveryRun:
                 rate = tokens / max(time.perf_counter() - began, 1e-9)
                 bar.set_postfix(loss=f"{losses['loss']:.4f}", tokens=f"{rate:,.0f}/s", refresh=False)
                 bar.update()
-                if (step % self._settings.measure_steps == 0 or step == total) and self._measure(step):
+                if (step % self._measure_steps == 0 or step == total) and self._measure(step):
                     break
                 self._keep(step)
         self._take_best()
@@ -147,16 +149,16 @@ class RecoveryRun:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _take_step(self, step: int) -> dict[str, float]:
-        settings, curve, numbers = self._settings, self.curve, self._batches[step - 1]
-        factor = find_rate_factor(step - 1, len(self._batches), settings.schedule, settings.warmup_fraction)
+        choices, curve, numbers = self._choices, self.curve, self._batches[step - 1]
+        factor = find_rate_factor(step - 1, len(self._batches), choices.schedule, choices.warmup_fraction)
         num_targets = sum(self._texts.train[number].num_targets for number in numbers)
         switch_dropout(self._model.model, True)
         flows = self._make_flows(take_share(numbers), self._texts.train, 0)
-        losses = self._stepper.take(flows, num_targets, step, settings.learning_rate * factor)
+        losses = self._stepper.take(flows, num_targets, step, choices.learning_rate * factor)
         losses["loss"] = self._objective.sum_up(losses)
         self._check_finite(losses["loss"], "the loss", step)
         curve.loss.append(losses["loss"])
-        curve.learning_rate.append(settings.learning_rate * factor)
+        curve.learning_rate.append(choices.learning_rate * factor)
         curve.tokens_seen.append(num_targets + (curve.tokens_seen[-1] if curve.tokens_seen else 0))
         return losses
 
@@ -172,7 +174,7 @@ class RecoveryRun:
         if self._teacher is not None and self._objective.kl and not plain:
             pairs = zip(numbers, chosen, strict=True)
             chosen = [self._teacher.read_logits(first + number, sample) for number, sample in pairs]
-        flows = [self._model.start(micro) for micro in make_micro_batches(chosen, self._settings.micro_size)]
+        flows = [self._model.start(micro) for micro in make_micro_batches(chosen, self._choices.micro_batch_size)]
         if self._teacher is not None and self._objective.hidden and not plain:
             self._teacher.show_hidden(flows)
         return flows
@@ -191,14 +193,17 @@ class RecoveryRun:
 
     def measure(self) -> dict[str, float]:
         """Return the losses a predicted token of the held-out part, and the cross entropy of watched texts by name."""
+        found = self.measure_holdout() if self._texts.holdout else {}
         switch_dropout(self._model.model, False)
-        first, found = len(self._texts.train), {}
-        if self._texts.holdout:
-            found = self._measure_part(self._texts.holdout, first, plain=False)
-            found["loss"] = self._objective.sum_up(found)
         for name, samples in self._texts.watched.items():
             found[name] = self._measure_part(samples, 0, plain=True)["cross_entropy"]
         return found
+
+    def measure_holdout(self) -> dict[str, float]:
+        """Return the losses a predicted token of the held-out part."""
+        switch_dropout(self._model.model, False)
+        found = self._measure_part(self._texts.holdout, len(self._texts.train), plain=False)
+        return {**found, "loss": self._objective.sum_up(found)}
 
     def _measure_part(self, samples: list[Sample], first: int, plain: bool) -> dict[str, float]:
         flows = self._make_flows(take_share(range(len(samples))), samples, first, plain)
@@ -221,7 +226,7 @@ class RecoveryRun:
             curve.best_step = step
             self._journal.write("best", {"step": step}, self._states.list_values())
         since = sum(row["step"] > (curve.best_step or 0) for row in curve.holdout)
-        return self._settings.patience is not None and since >= self._settings.patience
+        return self._choices.patience is not None and since >= self._choices.patience
 
     def _take_best(self) -> None:
         if self.curve.best_step not in (None, len(self.curve.loss)):
@@ -236,15 +241,15 @@ class RecoveryRun:
     def _check_finite(self, value: float, what: str, step: int) -> None:
         if not math.isfinite(value):
             raise ValueError(
-                f"RecoveryModifier: {what} must be finite, got NaN or Inf at step {step}. Lower learning_rate "
-                f"({self._settings.learning_rate:g}), or compute in a wider dtype."
+                f"recovery: {what} must be finite, got NaN or Inf at step {step}. Lower learning_rate "
+                f"({self._choices.learning_rate:g}), or compute in a wider dtype."
             )
 
     # -- kept -----------------------------------------------------------------------------------------------------
 
     def _keep(self, step: int) -> None:
         """Make a step durable where it is time, and let go of the one before."""
-        every = self._settings.checkpoint_steps
+        every = self._checkpoint_steps
         if every is None or step % every:
             return
         record = {"step": step, "curve": asdict(self.curve), "data": self._texts.describe()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,7 @@ class Sample:
         return len(self.tokens) - 1
 
 
-def read_samples(loader: Iterable | None, who: str = "LoRARecoveryModifier") -> tuple[list[Sample], int]:
+def read_samples(loader: Iterable | None, who: str) -> tuple[list[Sample], int]:
     """Return the calibration sequences in the loader's order, padding removed, and the largest batch among them.
 
     :param who: asks, for the message
@@ -90,3 +90,11 @@ def make_micro_batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sa
     for group in by_length.values():
         for start in range(0, len(group), size):
             yield group[start : start + size]
+
+
+def stack_teacher(samples: Sequence[Sample], device: torch.device) -> TeacherTargets:
+    """Return the teacher targets of samples of one length, on the device."""
+    parts = [sample.teacher for sample in samples]
+    log_probs = torch.stack([part.log_probs for part in parts if part is not None]).to(device)
+    indices = [part.indices for part in parts if part is not None and part.indices is not None]
+    return TeacherTargets(log_probs, torch.stack(indices).to(device) if indices else None)

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.maths.adam import AdamRates, round_randomly, update_adamw
+from struprune_plugin.model.layers import QUANTISER_PARAMETERS
+from struprune_plugin.recovery.choices import Method
+from struprune_plugin.recovery.layered import LayeredModel
+
+REST = "rest"  # of names: what stands on the last layer
 
 
 class TrainedStates:
@@ -100,3 +105,24 @@ class TrainedStates:
     def is_finite(self) -> bool:
         """Tell whether all values are."""
         return all(bool(value.isfinite().all()) for value in self._masters.values())
+
+
+def list_trained(model: LayeredModel, method: Method) -> dict[str, nn.Parameter]:
+    """Return what a method trains, by layer and name, as :class:`~struprune_plugin.recovery.step.Stepper` wants it."""
+    found = {
+        f"{index}.{name}": parameter
+        for index, layer in enumerate(model.layers)
+        for name, parameter in list_layer_parameters(layer, method).items()
+    }
+    if method != "lora":  # project_in of OPT-350M is a matrix, and stands before the layers
+        vectors = {n: p for n, p in model.rest.items() if isinstance(p, nn.Parameter) and p.dim() == 1}
+        found |= {f"{REST}.{name}": parameter for name, parameter in vectors.items()}
+    return found
+
+
+def list_layer_parameters(layer: nn.Module, method: Method) -> dict[str, nn.Parameter]:
+    """Return what a method trains in one layer, by name; adapters are what wants a gradient."""
+    named = {n: p for n, p in layer.named_parameters() if n.rpartition(".")[2] not in QUANTISER_PARAMETERS}
+    if method == "lora":
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    return {name: parameter for name, parameter in named.items() if method == "full" or parameter.dim() == 1}

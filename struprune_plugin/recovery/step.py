@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from struprune_plugin.device.ranks import count_ranks, sum_over_ranks
-from struprune_plugin.recovery.distillation import stack_teacher
+from struprune_plugin.recovery.choices import Clipping
 from struprune_plugin.recovery.head import HeadLosses, measure_head
 from struprune_plugin.recovery.layered import Flow, LayeredModel, Weights
-from struprune_plugin.recovery.states import TrainedStates
-
-REST = "rest"  # of names: what stands on the last layer
-Clipping = Literal["layer", "global"]
+from struprune_plugin.recovery.samples import stack_teacher
+from struprune_plugin.recovery.states import REST, TrainedStates
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,8 @@ class StepSettings:
 
     :param resident: the whole model is on the device: every layer's graph is kept there instead of running the layer again, and
         what is trained is moved there
-    :param sums_on_host: gradients of a layer are added up on the host
+    :param held_sums: bytes of a layer's gradients that are added up on the device, the largest first; the others are on the
+        host. All of them where None
     :param holds: gradients are few enough to be held, so that a global norm needs no second backward pass
     :param dropout: whether a layer's runs draw random numbers
     """
@@ -60,7 +58,7 @@ class StepSettings:
     max_norm: float
     clipping: Clipping = "layer"
     resident: bool = False
-    sums_on_host: bool = False
+    held_sums: int | None = None
     holds: bool = False
     dropout: bool = False
     seed: int = 0
@@ -141,7 +139,7 @@ class Stepper:
         norm = _find_norm(sums) if norm is None else norm
         if not norm.isfinite():
             raise ValueError(
-                f"RecoveryModifier: gradients must be finite, got NaN or Inf at step {step}. Lower learning_rate ({rate:g}), or "
+                f"recovery: gradients must be finite, got NaN or Inf at step {step}. Lower learning_rate ({rate:g}), or "
                 "compute in a wider dtype."
             )
         factor = min(1.0, self._settings.max_norm / (norm.item() + 1e-6))
@@ -276,18 +274,28 @@ class Stepper:
         """Whether a second backward pass needs the graphs of the first."""
         return self._settings.resident and self._settings.clipping == "global" and not self._settings.holds
 
+    def _choose_held(self, leaves: Weights) -> set[str]:
+        """Return the names of those whose gradients are added up on the device."""
+        left, held = self._settings.held_sums, set()
+        for name in sorted(leaves, key=lambda name: -leaves[name].numel()):
+            taken = leaves[name].numel() * max(4, leaves[name].element_size())
+            if left is None or taken <= left:
+                held.add(name)
+                left = None if left is None else left - taken
+        return held
+
     @contextmanager
     def _watch_gradients(self, weights: Weights, trained: Sequence[str]) -> Iterator[Sums]:
         """Give the gradients of weights, each added up as soon as it is there; over all processes once the block is over."""
         sums: Sums = {}
-        room, on_host = self._model.room, self._settings.sums_on_host
+        room, held = self._model.room, self._choose_held({name: weights[name] for name in trained})
 
         def add(name: str, leaf: Tensor) -> None:
             assert leaf.grad is not None
             gradient, leaf.grad = leaf.grad, None
-            part = room.to_host(gradient) if on_host else gradient
-            part = part.to(torch.promote_types(part.dtype, torch.float32))
-            sums[name] = sums[name].add_(part) if name in sums else part
+            part = gradient if name in held else room.to_host(gradient)
+            wide = torch.promote_types(part.dtype, torch.float32)
+            sums[name] = sums[name].add_(part) if name in sums else part.to(wide)
 
         leaves = {name: weights[name].requires_grad_() for name in trained}
         handles = [leaf.register_post_accumulate_grad_hook(partial(add, name)) for name, leaf in leaves.items()]

@@ -5,7 +5,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo pictures test lint lock audit upgrade-test serve-test clean
+.PHONY: demo pictures test lint lock audit upgrade-test serve-test llama-test clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -58,5 +58,13 @@ upgrade-test:  ## all tests against the newest versions that pyproject.toml allo
 serve-test: .venv/installed .venv-vllm/installed  ## vLLM serves pruned models: the same tokens, tokens a second
 	$(BIN)/python -m eval.serve --output results/serve
 
+.venv-llama/installed:
+	$(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/python -m pip install -q xllamacpp==2026.10.11549 llama-cpp-python==0.3.36  # the latter builds llama.cpp: minutes
+	touch $@
+
+llama-test: .venv/installed .venv-llama/installed  ## llama.cpp runs what convert --to gguf writes: the same tokens, tokens a second
+	$(BIN)/python -m eval.llamacpp --output results/llamacpp
+
 clean:
-	rm -rf .venv .venv-lock .venv-upgrade .venv-vllm out results *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-lock .venv-upgrade .venv-vllm .venv-llama out results *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,9 +1,14 @@
 """Pruned models in a real vLLM server: the same tokens as transformers, and tokens a second under load.
 
-python -m eval.serve --dense MODEL --forms per_layer-vo,per_layer-head --output results/serve
+    python -m eval.serve --models MODEL,tiny-llama --output results/serve --seconds 300
 
-A process of ``vllm serve`` on 127.0.0.1 for the dense model and for each form of it, pruned here, fast: sizes matter, not
-weights. ``make serve-test`` makes vLLM's environment, where llm-compressor cannot live, and runs this.
+A process of vLLM's server on 127.0.0.1 for every model, dense, and for each form of it, pruned here, fast: sizes matter, not
+weights. ``tiny-llama`` is one of random weights. Finished rows are read back: a call that ``--seconds`` ends is followed by
+another. ``make serve-test`` makes vLLM's environment, where llm-compressor cannot live, and runs this to its end. A server takes a
+minute or two to start; ``--engine process`` asks the same engine without one, in one process for all rows.
+
+*tokens*: how many of the greedy ones, of all prompts, transformers would have chosen, too. *log-probabilities*: how far they are
+from transformers' at worst. *tokens/s*: the best of three rounds, all requests of a round at the same time.
 """
 
 from __future__ import annotations
@@ -11,144 +16,375 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from struprune_plugin import StruPruneModifier, oneshot
+from eval.ledger import EVAL, PACKAGE, Ledger, digest_sources, digest_text, identify_model
+from struprune_plugin import oneshot
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_MODEL, make_calibration_dataset
 from struprune_plugin.evaluation import load_checkpoint
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.report import format_table
 
-FORMS = ("uniform", "uniform-padded", "masked", "per_layer-none", "per_layer-vo", "per_layer-head", "block_configs")
+PRUNED = ("uniform", "per_layer-none", "per_layer-vo", "per_layer-head")
+CONVERTED = ("uniform-padded", "masked", "block_configs")  # from per_layer-none
+QUANTISED = {
+    "w8a8": "W8A8",
+    "w4a16": "W4A16",
+}  # with uniform: its kernels for CPUs take vLLM's own classes' shapes alone
+DTYPES = {"w4a16": "bfloat16"}  # else float32, which that kernel has not
+FORMS = (*PRUNED, *CONVERTED, *QUANTISED)
+TINY = "tiny-llama"
 TOLERANCE = 1e-3  # of log-probabilities, in float32
+ROUNDED = 0.1  # the same, where kernels round activations, each in its way
 PROMPTS = [[5, 17, 99, 300, 1200], [40, 41, 42], list(range(100, 140))]
+ROUNDS = 3
+SMALL = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # GiB of cache, threads as OMP_NUM_THREADS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dense", default=str(DEMO_MODEL))
+    parser.add_argument("--models", default=f"{DEMO_MODEL},{TINY}", help="folders with commas between them")
     parser.add_argument("--sparsity", type=float, default=0.3)
-    parser.add_argument("--forms", default="per_layer-none,per_layer-vo,per_layer-head")
-    parser.add_argument("--vllm", default=".venv-vllm/bin/vllm")
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM's environment")
+    parser.add_argument("--engine", choices=("server", "process"), default="server")
     parser.add_argument("--requests", type=int, default=32, help="at the same time")
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--patience", type=int, default=400, help="seconds that a server may take to start")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
+    parser.add_argument("--output", type=Path, default=Path("results/serve"))
     args = parser.parse_args()
     unknown = set(args.forms.split(",")) - set(FORMS)
     if unknown:
         parser.error(f"--forms: must be of {', '.join(FORMS)}, got {', '.join(sorted(unknown))}.")
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = []
-        for form in ("dense", *args.forms.split(",")):
-            folder = Path(args.dense) if form == "dense" else make_form(args, form, Path(scratch))
-            rows.append(measure_form(form, folder, args))
-            print(json.dumps(rows[-1]), flush=True)
-    cells = [[row["form"], row["same"], f"{row['worst']:.1e}", f"{row['rate']:,.0f}"] for row in rows]
-    for row, cell in zip(rows, cells, strict=True):
-        cell.append(f"{row['rate'] / rows[0]['rate']:.2f} ×")
-    table = format_table(["form", "tokens", "log-probabilities", "tokens/s", "of dense"], cells)
-    print(f"{args.dense}, {args.sparsity:.0%} removed, {args.requests} requests at a time, float32", table, sep="\n")
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "serve.md").write_text(table + "\n", encoding="utf-8")
-        (args.output / "serve.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(any(row["same"] != "same" for row in rows))
-
-
-def make_form(args: argparse.Namespace, form: str, scratch: Path) -> Path:
-    """Prune and convert; return the folder."""
-    kind, _, unit = form.partition("-") if form.startswith("per_layer") else ("per_layer", "", "none")
-    output = "uniform" if form == "uniform" else "per_layer"
-    out = scratch / f"pruned-{unit}-{output}"
-    if not out.exists():
-        recipe = StruPruneModifier(
-            sparsity=args.sparsity,
-            attention_unit=unit,
-            output=output,
-            importance="magnitude",
-            restoration="none",
-            sensitivity="none",
-            **({"allocation": "uniform"} if output == "uniform" else {}),
+    if not args.python.is_file():
+        parser.error(
+            f"--python: must be where vLLM is installed, got {args.python}. Run make serve-test, which does it."
         )
-        data = make_calibration_dataset(DEMO_CALIBRATION, AutoTokenizer.from_pretrained(args.dense), 4, 64)
-        oneshot(model=args.dense, dataset=data, recipe=recipe, output_dir=str(out), num_calibration_samples=4)
-    if form == "uniform" or form.startswith(kind + "-"):
-        return out
-    convert_folder(out, form, scratch / form)  # type: ignore[arg-type]
-    return scratch / form
+    signal.signal(signal.SIGTERM, lambda *_: exit(143))  # so that servers end with this process
+    begin = time.monotonic()
+    rows, left = [], 0
+    for model in args.models.split(","):
+        for form in ("dense", *(form for form in args.forms.split(",") if suits(form, model))):
+            how = describe_row(model, form, args)
+            row = open_ledger(args).find(name_row(model, form, args.engine), how)
+            if row is None and time.monotonic() - begin > args.seconds:
+                left += 1
+                continue
+            rows.append(row or make_row(model, form, how, args))
+    table = format_rows(rows)
+    print(
+        f"{args.sparsity:.0%} removed, {args.requests} requests at a time, {json.dumps(read_versions(args.python))}",
+        table,
+        sep="\n",
+    )
+    (args.output / "serve.md").write_text(table + "\n", encoding="utf-8")
+    if left:
+        print(f"{left} rows are left. Run the same command again.")
+    return int(left > 0 or any("failed" in row or not row["passed"] for row in rows))
 
 
-def measure_form(form: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Serve a folder, compare what it says with transformers, and load it."""
-    with serve(folder, args) as ask:
+def name_row(model: str, form: str, engine: str) -> str:
+    return f"{Path(model).name} | {form} | {engine}"
+
+
+def suits(form: str, model: str) -> bool:
+    """Tell whether a model can take a form: the schema of block_configs describes LLaMA's layers."""
+    return form != "block_configs" or model == TINY or AutoConfig.from_pretrained(model).model_type == "llama"
+
+
+def open_ledger(args: argparse.Namespace) -> Ledger:
+    return Ledger(args.output / "rows.json", {"sparsity": args.sparsity, "requests": args.requests})
+
+
+@cache
+def read_versions(python: Path) -> dict[str, str]:
+    """Return the versions of what serves."""
+    script = "import json; from importlib.metadata import version as v\n"
+    script += "print(json.dumps({n: v(n) for n in ('vllm-cpu', 'torch', 'transformers')}))"
+    return json.loads(subprocess.check_output([python, "-c", script], text=True))
+
+
+def describe_row(model: str, form: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a row depends on: of the package what loads a model, since weights do not matter."""
+    return {
+        "model": model if model == TINY else identify_model(model),
+        "form": form,
+        "engine": args.engine,
+        "new_tokens": args.new_tokens,
+        "sources": digest_text("".join(map(digest_sources, (PACKAGE / "export", EVAL / "vllm_worker.py")))),
+        "recipe": make_recipe(form, args.sparsity) if form in (*PRUNED, *QUANTISED) else None,
+        "asked": [PROMPTS, ROUNDS, DTYPES.get(form)],
+        "versions": read_versions(args.python),
+    }
+
+
+def make_row(model: str, form: str, how: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Serve one form; where the server fails, say how, and write nothing: it may have been the machine."""
+    key = name_row(model, form, args.engine)
+    told = {"model": Path(model).name, "form": form}
+    try:
+        folder = make_form(model, form, args.sparsity, args.output / "forms")
+        return open_ledger(args).finish(key, how, lambda: {**told, **measure_form(folder, form, args)})
+    except RuntimeError as error:
+        print(f"{key}: {error}", flush=True)
+        return {**told, "failed": find_reason(str(error))}
+
+
+def find_reason(log: str) -> str:
+    """Return the line of a log that says why."""
+    lines = [line for line in log.splitlines() if "Error" in line]
+    return lines[-1].strip()[-120:] if lines else log[-120:]
+
+
+def make_form(model: str, form: str, sparsity: float, kept: Path) -> Path:
+    """Return the folder of a model, in float32: dense, or pruned and converted where it is not there already."""
+    if form == "dense":
+        return make_tiny(kept / TINY) if model == TINY else Path(model)
+    dense = make_form(model, "dense", sparsity, kept)
+    recipe = "" if form in CONVERTED else make_recipe(form, sparsity)
+    what = [identify_model(str(dense)), sparsity, recipe, digest_sources(PACKAGE / "export")]
+    folder = kept / f"{Path(model).name}-{form}-{digest_text(json.dumps(what))}"
+    if folder.exists():
+        return folder
+    if form in CONVERTED:
+        partial_folder = folder.with_suffix(".partial")
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        convert_folder(make_form(model, "per_layer-none", sparsity, kept), form, partial_folder)  # type: ignore[arg-type]
+        partial_folder.rename(folder)
+        return folder
+    data = make_calibration_dataset(DEMO_CALIBRATION, AutoTokenizer.from_pretrained(dense), 4, 64)
+    oneshot(
+        model=str(dense),
+        dataset=data,
+        recipe=recipe,
+        output_dir=str(folder),
+        num_calibration_samples=4,
+        precision="float32",
+    )
+    return folder
+
+
+def make_tiny(folder: Path) -> Path:
+    """Save a LLaMA of random weights, with heads of a size that the engine's kernels have."""
+    if not folder.exists():
+        tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=512,
+            initializer_range=0.1,
+        )
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_recipe(form: str, sparsity: float) -> str:
+    """Return a recipe that prunes, fast, to a form, and quantises where it says so."""
+    fields: dict[str, Any] = {
+        "sparsity": sparsity,
+        "importance": "magnitude",
+        "restoration": "none",
+        "sensitivity": "none",
+    }
+    if form == "uniform" or form in QUANTISED:
+        fields |= {"output": "uniform", "allocation": "uniform", "attention_unit": "none"}
+    else:
+        fields["attention_unit"] = form.removeprefix("per_layer-")
+    stages: dict[str, Any] = {"pruning_stage": {"pruning_modifiers": {"StruPruneModifier": fields}}}
+    if form in QUANTISED:
+        quantiser = {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": QUANTISED[form]}
+        stages["quantisation_stage"] = {"quantisation_modifiers": {"QuantizationModifier": quantiser}}
+    return yaml.safe_dump(stages, sort_keys=False)
+
+
+def measure_form(folder: Path, form: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Let vLLM run a folder, and compare what it says with transformers."""
+    load = [[10 + i, 20 + i, 30 + i] for i in range(args.requests)]
+    ask = ask_process if args.engine == "process" else ask_server
+    found = ask(folder, DTYPES.get(form, "float32"), load, args)
+    pairs = [compare(folder, prompt, *answer) for prompt, answer in zip(PROMPTS, found["answers"], strict=True)]
+    same, worst = sum(same for same, _ in pairs), max(worst for _, worst in pairs)
+    count = len(PROMPTS) * args.new_tokens
+    passed = worst <= (ROUNDED if form in QUANTISED else TOLERANCE)
+    told = {"same": same, "tokens": count, "worst": worst, "passed": passed}
+    return {**told, "rate": max(found["rates"]), "seconds_to_start": found["seconds_to_start"]}
+
+
+def ask_server(folder: Path, dtype: str, load: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+    """Return a server's answers, and its tokens a second in rounds of requests at the same time."""
+    begin = time.monotonic()
+    with serve(folder, dtype, args) as ask:
+        seconds = time.monotonic() - begin
         answers = [ask(prompt, args.new_tokens) for prompt in PROMPTS]
-        start = time.perf_counter()
-        with ThreadPoolExecutor(args.requests) as pool:
-            jobs = [pool.submit(ask, [10 + i, 20 + i, 30 + i], args.new_tokens) for i in range(args.requests)]
-            made = sum(len(job.result()[0]) for job in jobs)
-        seconds = time.perf_counter() - start
-    worst = max(compare(folder, prompt, *answer) for prompt, answer in zip(PROMPTS, answers, strict=True))
-    return {"form": form, "same": "same" if worst <= TOLERANCE else "OTHER", "worst": worst, "rate": made / seconds}
+        rates = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            with ThreadPoolExecutor(len(load)) as pool:
+                made = sum(len(tokens) for tokens, _ in pool.map(partial(ask, new_tokens=args.new_tokens), load))
+            rates.append(made / (time.perf_counter() - start))
+    return {"answers": answers, "rates": rates, "seconds_to_start": seconds}
+
+
+def ask_process(folder: Path, dtype: str, load: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+    """Return what :mod:`eval.vllm_worker` says of a folder.
+
+    :raises RuntimeError: vLLM could not run it
+    """
+    worker, log = start_worker(args.python)
+    job = {
+        "folder": str(folder.resolve()),
+        "prompts": PROMPTS,
+        "load": load,
+        "new_tokens": args.new_tokens,
+        "rounds": ROUNDS,
+    }
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(json.dumps({**job, "dtype": dtype, "trust": has_own_code(folder)}) + "\n")
+    worker.stdin.flush()
+    said = worker.stdout.readline()
+    if not said:
+        start_worker.cache_clear()
+        log.seek(0)
+        raise RuntimeError(f"vLLM's process died:\n{log.read()[-12000:]}")
+    found = json.loads(said)
+    if "failed" in found:
+        raise RuntimeError(found["failed"])
+    return found
+
+
+@cache
+def start_worker(python: Path) -> tuple[subprocess.Popen, Any]:
+    """Start vLLM's process, which ends with this one, when its questions end; return its log, too."""
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lasts as long as the process
+    process = subprocess.Popen(
+        [str(python), "-P", str(EVAL / "vllm_worker.py")],  # -P: the modules beside it are none of its own
+        env=os.environ | SMALL,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
+    return process, log
+
+
+@lru_cache(maxsize=1)
+def load_peer(folder: Path) -> Any:
+    """Return transformers' model of a folder."""
+    if has_own_code(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", trust_remote_code=True).eval()
+    return load_checkpoint(str(folder), "float32")[0]
+
+
+def has_own_code(folder: Path) -> bool:
+    """Tell whether a folder's code must be trusted where our package is installed, too."""
+    return (folder / "modeling_block_configs.py").is_file()
 
 
 @torch.no_grad()
-def compare(folder: Path, prompt: list[int], tokens: list[int], logprobs: list[float]) -> float:
-    """Return how far a greedy answer is from transformers' at worst: its log-probabilities, and those of the best tokens."""
-    model, _ = load_checkpoint(str(folder), "float32")
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+def compare(folder: Path, prompt: list[int], tokens: list[int], logprobs: list[float]) -> tuple[int, float]:
+    """Compare a greedy answer with transformers.
+
+    :return: how many of its tokens are the likeliest there, near ties among them, and how far log-probabilities are off at worst
+    """
+    logits = load_peer(folder)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits.double(), -1)
     chosen = expected[torch.arange(len(tokens)), torch.tensor(tokens)]
     off = (chosen - torch.tensor(logprobs, dtype=torch.float64)).abs().max()
-    return max(off.item(), (expected.max(-1).values - chosen).max().item())
+    behind = expected.max(-1).values - chosen
+    return int((behind <= TOLERANCE).sum()), max(off.item(), behind.max().item())
+
+
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table; speeds against the dense model of the same name."""
+    dense = {row["model"]: row["rate"] for row in rows if row["form"] == "dense" and "rate" in row}
+    cells = []
+    for row in rows:
+        if "failed" in row:
+            cells.append([row["model"], row["form"], "failed", row["failed"], "", ""])
+            continue
+        ratio = f"{row['rate'] / dense[row['model']]:.2f} ×" if row["model"] in dense else ""
+        told = [f"{row['same']} of {row['tokens']}", f"{row['worst']:.1e}" + " OTHER" * (not row["passed"])]
+        cells.append([row["model"], row["form"], *told, f"{row['rate']:,.0f}", ratio])
+    return format_table(["model", "form", "tokens", "log-probabilities", "tokens/s", "of dense"], cells)
 
 
 @contextmanager
-def serve(folder: Path, args: argparse.Namespace) -> Iterator[Any]:
+def serve(folder: Path, dtype: str, args: argparse.Namespace) -> Iterator[Any]:
     """Run a server while the block lasts, and give a function that asks it for greedy tokens and their log-probabilities."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [args.vllm, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    # what the program vllm runs; that program itself asks for the version of a package vllm, where vllm-cpu is none
+    command = [str(args.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     command += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", str(args.requests)]
-    if list(folder.glob("modeling_block_configs.py")):
+    if has_own_code(folder):
         command.append("--trust-remote-code")
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, env=os.environ | quiet | small, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            command,
+            env=os.environ | quiet | SMALL,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             wait_for(f"http://127.0.0.1:{port}/health", process, args.patience, log)
-
-            def ask(prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
-                body = {"model": str(folder), "prompt": prompt, "max_tokens": new_tokens, "temperature": 0}
-                body |= {"logprobs": 1, "ignore_eos": True, "return_token_ids": True}
-                choice = post(f"http://127.0.0.1:{port}/v1/completions", body)["choices"][0]
-                return choice["token_ids"], choice["logprobs"]["token_logprobs"]
-
-            yield ask
+            yield partial(ask_for_tokens, f"http://127.0.0.1:{port}/v1/completions", str(folder))
+        except OSError as error:  # it died of a question
+            log.seek(0)
+            raise RuntimeError(f"the server gave no answer: {error}\n{log.read()[-12000:]}") from None
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_server(process)
+
+
+def ask_for_tokens(url: str, model: str, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+    """Return the greedy tokens after a prompt, and their log-probabilities, as OpenAI's protocol gives them."""
+    body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0}
+    body |= {"logprobs": 1, "ignore_eos": True, "return_token_ids": True}
+    choice = post(url, body)["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def end_server(process: subprocess.Popen) -> None:
+    """End a server and the processes that it began."""
+    process.terminate()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def wait_for(url: str, process: subprocess.Popen, patience: int, log: Any) -> None:
@@ -164,7 +400,7 @@ def wait_for(url: str, process: subprocess.Popen, patience: int, log: Any) -> No
         except (urllib.error.URLError, OSError):
             time.sleep(1)
     log.seek(0)
-    raise RuntimeError(f"the server did not start:\n{log.read()[-4000:]}")
+    raise RuntimeError(f"the server did not start:\n{log.read()[-12000:]}")
 
 
 def post(url: str, body: dict[str, Any]) -> Any:

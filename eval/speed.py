@@ -4,7 +4,9 @@ python -m eval.speed --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30 -
 python -m eval.speed --dense ../shared/testbed/opt-lab --sparsity 0.1,0.3,0.5 --channel-multiple 1,64 --output results/speed
 
 With ``--sparsity`` models are pruned here, all layers alike and fast: their sizes matter, not their weights. The ideal is the
-speed-up that the weights kept in all linears would give, the head's too.
+speed-up that the weights kept in all linears would give, the head's too; *linears alone* is what their products take of a new
+token, everything else left out. ``--compile`` runs dense and pruned models through
+torch.compile, new tokens with a static cache.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
 
 from eval.measure import count_own_seconds, time_side_by_side
 from struprune_plugin import StruPruneModifier, oneshot
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--compile", action="store_true", help="dense and pruned; takes minutes")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -51,6 +54,7 @@ def main() -> None:
         rows = [row for batch in args.batch.split(",") for row in measure_models(models, args, int(batch))]
     device = models[args.dense].device
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    name += ", compiled" if args.compile else ""
     heading = (
         f"{args.dense}, {args.length} tokens of prompt, {args.new_tokens} new ones, {models[args.dense].dtype}, {name}"
     )
@@ -85,20 +89,28 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     """Return parameters, prefill and decode tokens a second of every model at one batch size."""
     dense = models[args.dense]
     ids = torch.randint(4, dense.config.vocab_size, (batch, args.length)).to(dense.device)
-    options = {
+    options: dict[str, Any] = {
         "max_new_tokens": args.new_tokens,
         "min_new_tokens": args.new_tokens,
         "do_sample": False,
         "pad_token_id": 1,
     }
-    prefill = time_side_by_side({path: partial(m, ids) for path, m in models.items()}, args.repeats)
+    called = models
+    if args.compile:
+        called = {path: torch.compile(model, dynamic=False) for path, model in models.items()}
+        options |= {"cache_implementation": "static", "compile_config": make_compile_config()}
+    prefill = time_side_by_side({path: partial(m, ids) for path, m in called.items()}, args.repeats)
     decode = time_side_by_side(
         {path: partial(m.generate, ids[:, :32], **options) for path, m in models.items()}, max(3, args.repeats // 3)
     )
+    products = time_side_by_side({path: partial(run_linears, m, batch) for path, m in models.items()}, args.repeats)
     return [
         {
             "model": path,
             "batch": batch,
+            "linears_seconds": products[path],
+            "linears_speedup": products[args.dense] / products[path],
+            "decode_seconds": decode[path] / args.new_tokens,
             "parameters": model.num_parameters() / dense.num_parameters(),
             "linears": _count_linears(model) / _count_linears(dense),
             "prefill": batch * args.length / prefill[path],
@@ -110,6 +122,20 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     ]
 
 
+def run_linears(model: PreTrainedModel, batch: int) -> None:
+    """Multiply by all linears once, in their order, as for one new token of every sequence."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module(module.weight.new_ones(batch, 1, module.in_features))
+
+
+def make_compile_config() -> CompileConfig:
+    """Return what lets ``generate`` compile on a CPU, too."""
+    config = CompileConfig(fullgraph=False, dynamic=False, mode="default")
+    config._compile_all_devices = True
+    return config
+
+
 def _count_linears(model: PreTrainedModel) -> int:
     """Count what every token is multiplied by: the weights of all linears, the head's too."""
     return sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
@@ -117,6 +143,7 @@ def _count_linears(model: PreTrainedModel) -> int:
 
 def format_rows(rows: list[dict[str, Any]]) -> str:
     header = ["model", "batch", "parameters", "ideal", "prefill tok/s", "speed-up", "decode tok/s", "speed-up"]
+    header += ["ms a new token", "linears alone", "speed-up"]
     cells = [
         [
             row["model"],
@@ -127,6 +154,9 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
             f"{row['prefill_speedup']:.2f} ×",
             f"{row['decode']:,.0f}",
             f"{row['decode_speedup']:.2f} ×",
+            f"{1e3 * row['decode_seconds']:.1f}",
+            f"{1e3 * row['linears_seconds']:.1f}",
+            f"{row['linears_speedup']:.2f} ×",
         ]
         for row in rows
     ]

@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from struprune_plugin.model.families import FAMILIES
 
-SIZES = {"vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 64}
+SIZES = {"vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
 SIZES |= {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
 GROUPED = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 44}
 CHANGES = {  # what a tiny model of each family needs beside the sizes

@@ -576,7 +576,7 @@ def test_format_quality_shows_refused_rows_and_accuracies():
 
 @pytest.mark.slow
 def test_quality_ladder_of_peers_runs_on_llama_with_grouped_queries(texts, tmp_path, monkeypatch, capsys):
-    folder = save_model(make_model("llama"), tmp_path / "llama")
+    folder = save_model(make_model("llama", num_hidden_layers=3), tmp_path / "llama")
     sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.25"]
     command = ["quality", "--model", str(folder), "--data", str(texts), *sizes, "--rows", "peers"]
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "out")])

@@ -38,8 +38,10 @@ def compute_logits(model, tokens: torch.Tensor) -> torch.Tensor:
 
 UNIT_PEERS = {"FASP": prune_fasp, "OSSCAR": prune_osscar, "FLAP": prune_flap, "LLM-Pruner": prune_llm_pruner}
 MODELS: dict[str, Any] = {  # eight query heads on four KV heads; with biases, too; and OPT
-    "llama": lambda folder: save_model(make_model("llama"), folder),
-    "llama_bias": lambda folder: save_model(make_model("llama", attention_bias=True, mlp_bias=True), folder),
+    "llama": lambda folder: save_model(make_model("llama", num_hidden_layers=3), folder),
+    "llama_bias": lambda folder: save_model(
+        make_model("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=3), folder
+    ),
     "opt": save_opt,
 }
 
@@ -352,7 +354,7 @@ def test_find_principal_basis_leaves_out_least_energy():
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_slicegpt_is_the_dense_model_projected_at_every_cut(model_type, tmp_path, monkeypatch):
-    folder, bases = str(save_model(make_model(model_type), tmp_path)), []
+    folder, bases = str(save_model(make_model(model_type, num_hidden_layers=3), tmp_path)), []
     dense, _ = load_checkpoint(folder)
 
     def record(signals, width):
@@ -378,7 +380,7 @@ def test_slicegpt_is_the_dense_model_projected_at_every_cut(model_type, tmp_path
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
 def test_prune_slicegpt_of_nothing_is_the_identity_in_other_families(model_type, tmp_path):
-    folder = str(save_model(make_model(model_type), tmp_path))
+    folder = str(save_model(make_model(model_type, num_hidden_layers=3), tmp_path))
     dense, _ = load_checkpoint(folder)
     reference = compute_logits(dense, make_windows())
     result = prune_slicegpt(folder, make_windows(), 0.0)

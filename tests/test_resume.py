@@ -80,7 +80,7 @@ def test_a_run_on_grouped_queries_goes_on(tmp_path, monkeypatch):
     folder = save_model(make_model("llama"), tmp_path / "llama")
     run_oneshot(str(folder), sparsity=0.3, output_dir=str(tmp_path / "whole"), **OPTIONS)
     with monkeypatch.context() as patch:
-        stop_after(patch, 3)
+        stop_after(patch, 2)
         with pytest.raises(Killed):
             run_oneshot(str(folder), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
     run_oneshot(str(folder), sparsity=0.3, checkpoint_dir=tmp_path / "c", output_dir=str(tmp_path / "out"), **OPTIONS)

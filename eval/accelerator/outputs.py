@@ -60,7 +60,7 @@ def measure_outputs(shape: Shape, fraction: float, place: Place) -> dict[str, An
         pruned = shrink(make_random(shape, shape.layers, place), fraction, multiple)
         models[f"multiple {multiple}"] = pruned.to(place.device)
     repeats, new = (1, 2) if place.reduced else (7, 32)
-    args = argparse.Namespace(dense="dense", length=shape.length, repeats=repeats, new_tokens=new)
+    args = argparse.Namespace(dense="dense", length=shape.length, repeats=repeats, new_tokens=new, compile=False)
     rows = [row for batch in (1, 4 if place.reduced else 16) for row in measure_models(models, args, batch)]
     return {"layers": shape.layers, "rows": rows}
 

@@ -2,9 +2,11 @@ import ast
 import inspect
 import json
 import os
+import pty
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
 
@@ -36,9 +38,17 @@ def test_vllm_finds_every_architecture_by_the_entry_point(monkeypatch):
         assert getattr(modeling_struprune, name)._supports_attention_backend  # what that backend asks
 
 
-WITHOUT_HOST = """
-import sys
+ALONE = """
+import os, sys
 from types import ModuleType, SimpleNamespace
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+folder, terminal = sys.argv[1], os.dup(0)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+print(1, AutoTokenizer.from_pretrained(folder)("one two").input_ids, flush=True)  # nobody to ask
+os.dup2(terminal, 0)
+print(2, AutoTokenizer.from_pretrained(folder)("one two").input_ids, flush=True)  # the one that asks
+print(3, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)("one two").input_ids, flush=True)
 
 for name in ("llmcompressor", "compressed_tensors", "loguru", "psutil", "peft", "lm_eval", "datasets"):
     sys.modules[name] = None  # importing it fails, as where it is not installed
@@ -49,43 +59,35 @@ sys.modules["vllm"] = vllm
 from struprune_plugin import serving
 
 serving.register()
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(folder)
 assert type(model).__name__ in found
-assert type(AutoModel.from_pretrained(sys.argv[1])).__name__ == "StruPruneOPTModel"
-print(AutoTokenizer.from_pretrained(sys.argv[1])("one two").input_ids)
-"""
-
-
-def run_python(script, *words, **environment):
-    command = [sys.executable, "-c", script, *map(str, words)]
-    done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip().splitlines()[-1]
-
-
-def test_an_engine_needs_transformers_alone(opt, prune_once):
-    """The host cannot be installed beside vLLM, which pins another compressed-tensors."""
-    ids = AutoTokenizer.from_pretrained(opt)("one two").input_ids
-    assert run_python(WITHOUT_HOST, prune_once(opt, "vo")[1]) == str(ids)
-
-
-TOKENIZER = """
-import sys
-from transformers import AutoTokenizer
-
-for options in ({}, {"trust_remote_code": False}):  # stock transformers asks about the model's code first; nobody answers
-    print(AutoTokenizer.from_pretrained(sys.argv[1], **options)("one two").input_ids)
+assert type(AutoModel.from_pretrained(folder)).__name__ == "StruPruneOPTModel"
+print(4, AutoTokenizer.from_pretrained(folder)("one two").input_ids, flush=True)
 assert "transformers_modules" not in sys.modules
 """
 
 
-def test_the_tokenizer_loads_without_trust(opt, prune_once, tmp_path):
+def test_at_a_terminal_transformers_asks_once_and_an_engine_needs_it_alone(opt, prune_once, tmp_path):
+    """Stock transformers reads the model's configuration before the tokenizer's, and asks whether to trust it; told not to, or
+    knowing our types, it does not. The host cannot be installed beside vLLM, which pins another compressed-tensors.
+
+    One process for all: its start is what takes time.
+    """
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", ALONE, str(prune_once(opt, "vo")[1])]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        os.write(ours, b"n\n")  # waits in the terminal until it is asked for
+        said = b""
+        with suppress(OSError):  # the other end is closed
+            while piece := os.read(ours, 4096):
+                said += piece
+    os.close(ours)
     ids = AutoTokenizer.from_pretrained(opt)("one two").input_ids
-    assert run_python(TOKENIZER, prune_once(opt, "vo")[1], HF_MODULES_CACHE=str(tmp_path)) == str(ids)
+    assert process.returncode == 0, said.decode()
+    assert [f"{number} {ids}" in said.decode() for number in (1, 2, 3, 4)] == [True] * 4
+    assert said.count(b"Do you wish to run the custom code?") == 2, "the first question goes unheard"
 
 
 def test_auto_map_names_what_engines_ask_for(opt, prune_once):

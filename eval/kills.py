@@ -15,6 +15,7 @@ prints the share of one run's seconds that its checkpoint takes, both read in th
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import hashlib
 import json
@@ -76,7 +77,7 @@ class Command:
         command = [sys.executable, "-m", "struprune_plugin.cli", "prune", *self.words]
         command += ["--output", str(self.output), "--checkpoint", str(self.checkpoint)]
         environment = {**os.environ, "TQDM_DISABLE": "1"}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env=environment,
             text=True,
@@ -84,6 +85,8 @@ class Command:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        atexit.register(end, process)  # it has a session of its own
+        return process
 
     def count_parts(self) -> int:
         """Return the parts that are done: what was measured before the first layer, and layers."""
@@ -113,6 +116,12 @@ class Timing:
         """Return how long a phase lasted."""
         begins = [*(self.began[name] for name in PHASES if name in self.began)]
         return next((other - self.began[phase] for other in begins if other > self.began[phase]), 0.0)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Leave no run behind."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def follow(command: Command, process: subprocess.Popen[str]) -> Timing:
@@ -307,6 +316,7 @@ def main() -> int:
     parser.add_argument("--model", default=str(DEMO_MODEL), help="a model folder")
     parser.add_argument("--num-samples", type=int, default=32, metavar="N", help="of 256 tokens")
     parser.add_argument("--cost", metavar="MODEL", help="print what a checkpoint costs on that model; kill nothing")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = parser.parse_args()
     if args.cost:
         measure_cost(args)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_dataset, make_opt, run_oneshot, save_model
+from conftest import make_dataset, make_opt, run_oneshot, save_model, start_process
 from torch.utils.data import DataLoader, Dataset
 
 from struprune_plugin import StruPruneModifier, cli, oneshot
+from struprune_plugin.early import check_place
+from struprune_plugin.folder import check_output
 from struprune_plugin.passes import journal
 from struprune_plugin.verify import find_damage
 
@@ -254,3 +256,25 @@ def test_dead_channels_go_first(tmp_path):
     alive = pruned.model.decoder.layers[1].fc1.weight.abs().sum(1) > 0
     assert 20 < len(alive) < 40
     assert int(alive.sum()) == 20
+
+
+@pytest.mark.parametrize(
+    "check", [lambda out: check_output(out, False, []), lambda out: check_place("checkpoint_dir", out)]
+)
+def test_a_place_that_only_others_may_write_is_refused(check, tmp_path):
+    """In a process of its own, which gives up root's rights where it has them."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    place.chmod(0o555)
+
+    def run() -> int:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        with pytest.raises(ValueError, match="folder that can be written"):
+            check(place / "out")
+        return 0
+
+    process = start_process(run, tmp_path / "log")
+    process.join(60)
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert list(place.iterdir()) == []
+    place.rmdir()

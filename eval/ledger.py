@@ -6,11 +6,12 @@ text are what they were. Rows that no longer hold are kept beside, and are found
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -76,6 +77,36 @@ class Ledger:
                 f"{self.file}: rows must be made with {self.settings}, got {settings}. Choose another --output."
             )
         return stored["rows"]
+
+
+class Turn:
+    """What one call makes of rows that several calls finish.
+
+    :param seconds: begin no further row after so many
+    """
+
+    def __init__(self, seconds: float):
+        self._end, self.left = time.monotonic() + seconds, 0
+
+    def takes(self, found: object) -> bool:
+        """Tell whether a row is there already, or may still be begun; one that may not is left for the next call."""
+        if found is not None or time.monotonic() <= self._end:
+            return True
+        self.left += 1
+        return False
+
+    def tell(self) -> None:
+        if self.left:
+            print(f"{self.left} rows are left. Run the same command again.")
+
+
+def read_names(parser: argparse.ArgumentParser, option: str, text: str, known: Collection[str]) -> list[str]:
+    """Return names with commas between them; leave the command where one is unknown."""
+    names = text.split(",")
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        parser.error(f"{option}: must be of {', '.join(known)}, got {', '.join(unknown)}. Correct it.")
+    return names
 
 
 def _to_json(value: Any) -> Any:

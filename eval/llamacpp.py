@@ -13,13 +13,12 @@ import argparse
 import json
 import math
 import subprocess
-import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eval.ledger import EVAL, PACKAGE, Ledger, digest_sources, digest_text, identify_model
+from eval.ledger import EVAL, PACKAGE, Ledger, Turn, digest_sources, digest_text, identify_model, read_names
 from eval.serve import PROMPTS, TINY, TOLERANCE, compare, load_peer, make_form
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.llama_cpp import FILE_NAME, check_gguf, write_gguf
@@ -41,25 +40,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
     parser.add_argument("--output", type=Path, default=Path("results/llamacpp"))
     args = parser.parse_args()
-    unknown = set(args.types.split(",")) - set(TYPES)
-    if unknown:
-        parser.error(f"--types: must be of {', '.join(TYPES)}, got {', '.join(sorted(unknown))}.")
+    read_names(parser, "--types", args.types, TYPES)
     if not args.python.is_file():
         parser.error(f"--python: must have llama.cpp, got {args.python}. Run make llama-test, which installs it.")
-    begin, rows, left = time.monotonic(), [], 0
+    turn, rows = Turn(args.seconds), []
     ledger = Ledger(args.output / "rows.json", {"length": args.length, "rounds": args.rounds})
     for model, form, sparsity, kind in list_rows(args):
         key, how = f"{Path(model).name} | {form} {sparsity} | {kind}", describe_row(model, form, sparsity, kind, args)
-        if ledger.find(key, how) is None and time.monotonic() - begin > args.seconds:
-            left += 1
-            continue
-        rows.append(ledger.finish(key, how, lambda m=model, f=form, s=sparsity, k=kind: measure(m, f, s, k, args)))  # type: ignore[misc]
+        if turn.takes(ledger.find(key, how)):
+            rows.append(ledger.finish(key, how, lambda m=model, f=form, s=sparsity, k=kind: measure(m, f, s, k, args)))  # type: ignore[misc]
     table = format_rows(rows)
     print(f"{args.length} tokens of prompt, one thread, {json.dumps(read_versions(args.python))}", table, sep="\n")
     (args.output / "llamacpp.md").write_text(table + "\n", encoding="utf-8")
-    if left:
-        print(f"{left} rows are left. Run the same command again.")
-    return int(left > 0 or not all(row["passed"] for row in rows))
+    turn.tell()
+    return int(turn.left > 0 or not all(row["passed"] for row in rows))
 
 
 def list_rows(args: argparse.Namespace) -> list[tuple[str, str, float, str]]:

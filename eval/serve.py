@@ -35,7 +35,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from eval.ledger import EVAL, PACKAGE, Ledger, digest_sources, digest_text, identify_model
+from eval.ledger import EVAL, PACKAGE, Ledger, Turn, digest_sources, digest_text, identify_model, read_names
 from struprune_plugin import oneshot
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_MODEL, make_calibration_dataset
 from struprune_plugin.evaluation import load_checkpoint
@@ -74,24 +74,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
     parser.add_argument("--output", type=Path, default=Path("results/serve"))
     args = parser.parse_args()
-    unknown = set(args.forms.split(",")) - set(FORMS)
-    if unknown:
-        parser.error(f"--forms: must be of {', '.join(FORMS)}, got {', '.join(sorted(unknown))}.")
+    forms = read_names(parser, "--forms", args.forms, FORMS)
     if not args.python.is_file():
         parser.error(
             f"--python: must be where vLLM is installed, got {args.python}. Run make serve-test, which does it."
         )
     signal.signal(signal.SIGTERM, lambda *_: exit(143))  # so that servers end with this process
-    begin = time.monotonic()
-    rows, left = [], 0
+    turn, rows = Turn(args.seconds), []
     for model in args.models.split(","):
-        for form in ("dense", *(form for form in args.forms.split(",") if suits(form, model))):
+        for form in ("dense", *(form for form in forms if suits(form, model))):
             how = describe_row(model, form, args)
             row = open_ledger(args).find(name_row(model, form, args.engine), how)
-            if row is None and time.monotonic() - begin > args.seconds:
-                left += 1
-                continue
-            rows.append(row or make_row(model, form, how, args))
+            if turn.takes(row):
+                rows.append(row or make_row(model, form, how, args))
     table = format_rows(rows)
     print(
         f"{args.sparsity:.0%} removed, {args.requests} requests at a time, {json.dumps(read_versions(args.python))}",
@@ -99,9 +94,8 @@ def main() -> int:
         sep="\n",
     )
     (args.output / "serve.md").write_text(table + "\n", encoding="utf-8")
-    if left:
-        print(f"{left} rows are left. Run the same command again.")
-    return int(left > 0 or any("failed" in row or not row["passed"] for row in rows))
+    turn.tell()
+    return int(turn.left > 0 or any("failed" in row or not row["passed"] for row in rows))
 
 
 def name_row(model: str, form: str, engine: str) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 
-from eval.ledger import Ledger, describe_code, identify_model, identify_text
+from eval.ledger import Ledger, Turn, describe_code, identify_model, identify_text, read_names
 from eval.measure import count_own_seconds
 from struprune_plugin.data import DEMO_CALIBRATION, DEMO_MODEL, read_texts, tokenize_texts
 from struprune_plugin.evaluation import load_checkpoint
@@ -279,27 +279,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
     parser.add_argument("--output", type=Path, default=Path("results/uses"))
     args = parser.parse_args()
-    unknown = set(args.only.split(",")) - set(USES)
-    if unknown:
-        parser.error(f"--only: must be of {', '.join(USES)}, got {', '.join(sorted(unknown))}.")
+    uses = read_names(parser, "--only", args.only, USES)
     warnings.filterwarnings("ignore")
     ledger = Ledger(args.output / "rows.json", {"new_tokens": args.new_tokens, "prompts": args.prompts})
-    begin, cells, left = time.monotonic(), [], 0
+    turn, cells = Turn(args.seconds), []
     with count_own_seconds():
         for folder in args.pruned:
             work = Work(Path(folder), args.dense, args.data, args.new_tokens, args.prompts)
-            for use in args.only.split(","):
+            for use in uses:
                 how = describe_row(work, use)
                 key = f"{work.pruned.name} | {use}"
-                if ledger.find(key, how) is None and time.monotonic() - begin > args.seconds:
-                    left += 1
-                    continue
-                cells.append([work.pruned.name, use, ledger.finish(key, how, partial(run_use, use, work))["told"]])
+                if turn.takes(ledger.find(key, how)):
+                    cells.append([work.pruned.name, use, ledger.finish(key, how, partial(run_use, use, work))["told"]])
     table = format_table(["model", "use", "what happened"], cells)
     print(table)
     (args.output / "uses.md").write_text(table + "\n", encoding="utf-8")
-    if left:
-        print(f"{left} rows are left. Run the same command again.")
+    turn.tell()
 
 
 def describe_row(work: Work, use: str) -> dict[str, Any]:

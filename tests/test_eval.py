@@ -108,6 +108,24 @@ def test_ledger_makes_a_row_once_and_again_when_it_is_made_otherwise(tmp_path):
         rows.Ledger(file, {"s": 2})
 
 
+def test_a_turn_begins_no_row_once_its_time_is_over(capsys):
+    turn = ledger.Turn(60)
+    assert turn.takes(None)
+    over = ledger.Turn(-1)
+    assert [over.takes(found) for found in (None, {"row": 1}, None)] == [False, True, False]
+    for one in (turn, over):
+        one.tell()
+    assert capsys.readouterr().out == "2 rows are left. Run the same command again.\n"
+
+
+def test_names_that_nobody_knows_are_refused(capsys):
+    parser = argparse.ArgumentParser()
+    assert ledger.read_names(parser, "--only", "a,b", ["a", "b", "c"]) == ["a", "b"]
+    with pytest.raises(SystemExit):
+        ledger.read_names(parser, "--only", "a,x", ["a", "b"])
+    assert "--only: must be of a, b, got x. Correct it." in capsys.readouterr().err
+
+
 def test_ledger_keeps_rows_that_no_longer_hold_and_finds_them_again(tmp_path):
     made = []
 

@@ -149,17 +149,27 @@ def test_allocators_and_tuning_run_in_every_family(dense, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_own_attention_equals_the_stock_one(model_type):
-    """The path that narrow values take, on values of full width."""
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_own_attention_equals_the_stock_one(model_type, kind):
+    """The path that narrow values take, on values of full width: a prompt, and a new token after one with padding."""
     model = make_model(model_type)
-    before = model(PROMPTS).logits
+    model.set_attn_implementation(kind)
+    padding = torch.ones_like(PROMPTS)
+    padding[0, :3] = 0
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        cache = model(PROMPTS[:, :-1], attention_mask=padding[:, :-1], use_cache=True).past_key_values
+        after = model(PROMPTS[:, -1:], attention_mask=padding, past_key_values=cache).logits
+        return model(PROMPTS).logits, after
+
+    before = run()
     adopt_attention(model)
     adopt_config(model)
-    assert torch.equal(model(PROMPTS).logits, before)
+    assert torch.equal(model(PROMPTS).logits, before[0])
     for module in model.modules():
         if isinstance(module, StruPruneAttention):
             module.fits_stock = lambda: False
-    torch.testing.assert_close(model(PROMPTS).logits, before, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(), before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -148,6 +148,8 @@ def adopt_attention(attention: Any, layout: dict[str, Any]) -> Any:
         attention.rows = {n.removeprefix(prefix): p for n, p in layout["rows"].items() if n.startswith(prefix)}
         attention.output = next(n for n, part in layout["columns"].items() if part == "attention").removeprefix(prefix)
         attention.interleaved = layout["interleaved"]
+        named = [(f"q_{norm}", f"k_{norm}") for norm in ("norm", "layernorm")]
+        attention.norms = next((pair for pair in named if hasattr(attention, pair[0])), ())
     return attention
 
 
@@ -165,7 +167,7 @@ def release_attention(attention: Any) -> None:
     """Give an attention module, with values of full width, its stock class back."""
     assert attention.value_head_dim == attention.wide
     attention.__class__ = type(attention).__mro__[2]
-    for name in ("wide", "value_head_dim", "rows", "output", "interleaved"):
+    for name in ("wide", "value_head_dim", "rows", "output", "interleaved", "norms"):
         delattr(attention, name)
 
 
@@ -182,6 +184,7 @@ class StruPruneAttention:
     :ivar rows: what the rows of the linears that make them hold, by linear
     :ivar output: name of the output projection
     :ivar interleaved: whether a fused projection's rows come head by head
+    :ivar norms: names of the norms of queries and keys, where it has them
     """
 
     wide: int
@@ -189,6 +192,7 @@ class StruPruneAttention:
     rows: dict[str, tuple[str, ...]]
     output: str
     interleaved: bool
+    norms: tuple[str, ...]
 
     def forward(
         self: Any,
@@ -204,13 +208,11 @@ class StruPruneAttention:
             given |= {"layer_past": layer_past}
             kwargs |= {name: value for name, value in given.items() if value is not None}
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
-        stock = sys.modules[type(self).__mro__[2].__module__]
         query, key, value = self._project(hidden_states)
-        for norm in ("norm", "layernorm"):
-            if hasattr(self, f"q_{norm}"):
-                query, key = getattr(self, f"q_{norm}")(query), getattr(self, f"k_{norm}")(key)
+        if self.norms:
+            query, key = getattr(self, self.norms[0])(query), getattr(self, self.norms[1])(key)
         if position_embeddings is not None:
-            query, key = self._rotate(stock.apply_rotary_pos_emb, query, key, position_embeddings)
+            query, key = rotate(query, key, *position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -218,6 +220,7 @@ class StruPruneAttention:
         if kind == "sdpa" and query.shape[2] == 1 and not self.training:
             output = attend_one(query, key, value, attention_mask, self.scaling)
             return getattr(self, self.output)(output), None
+        stock = sys.modules[type(self).__mro__[2].__module__]
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(kind, stock.eager_attention_forward)
         if kind != "eager" and self.value_head_dim < self.wide:
             # fused kernels want one width for all three; the cache holds the narrow values
@@ -247,24 +250,16 @@ class StruPruneAttention:
         fused = len(self.rows) == 1 and not self.interleaved  # stock code cuts those by the config's head count
         return self.value_head_dim == self.wide and not fused
 
-    def _rotate(
-        self, rotate: Callable, query: torch.Tensor, key: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        width = positions[0].shape[-1]
-        if width == self.wide:
-            return rotate(query, key, *positions)
-        rotated = rotate(
-            query[..., :width], key[..., :width], *positions
-        )  # some families rotate the first channels only
-        return torch.cat([rotated[0], query[..., width:]], -1), torch.cat([rotated[1], key[..., width:]], -1)
-
     def _project(self: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return queries, keys and values, each of shape [batch, heads, tokens, width]."""
         shape = hidden.shape[:-1]
         widths = {"query": self.wide, "key": self.wide, "value": self.value_head_dim}
         if len(self.rows) == len(widths):
-            made = {part: getattr(self, name)(hidden) for name, (part,) in self.rows.items()}
-            return [made[part].view(*shape, -1, width).transpose(1, 2) for part, width in widths.items()]
+            made = {
+                part: getattr(self, name)(hidden).view(*shape, -1, widths[part]).transpose(1, 2)
+                for name, (part,) in self.rows.items()
+            }
+            return [made["query"], made["key"], made["value"]]
         repeated = {"query": getattr(self, "num_key_value_groups", 1), "key": 1, "value": 1}
         found = {}
         for name, parts in self.rows.items():
@@ -277,6 +272,28 @@ class StruPruneAttention:
             for part, piece in zip(parts, rows.split(shares, -1), strict=True):
                 found[part] = piece.reshape(*shape, -1, widths[part]).transpose(1, 2)
         return [found[part] for part in ("query", "key", "value")]
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by position, together: x cos + (-second half of x, first half of x) sin.
+
+    Stock code does it apart, in twice as many steps, which is what a new token's seconds go to. Some families rotate the first
+    channels only.
+
+    :param query: shape [batch, heads, tokens, width]
+    :param key: shape [batch, value heads, tokens, width]
+    :param cos: shape [batch, tokens, rotated width]
+    :param sin: the same
+    """
+    heads, states = query.shape[1], torch.cat((query, key), 1)
+    cos, sin, width = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+    first, second = states[..., : width // 2], states[..., width // 2 : width]
+    rotated = states[..., :width] * cos + torch.cat((-second, first), -1) * sin
+    if width < states.shape[-1]:
+        rotated = torch.cat((rotated, states[..., width:]), -1)
+    return rotated[:, :heads], rotated[:, heads:]
 
 
 def attend_one(

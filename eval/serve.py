@@ -48,7 +48,7 @@ QUANTISED = {
     "w8a8": "W8A8",
     "w4a16": "W4A16",
 }  # with uniform: its kernels for CPUs take vLLM's own classes' shapes alone
-DTYPES = {"w4a16": "bfloat16"}  # else float32, which that kernel has not
+DTYPES = {"w8a8": "bfloat16", "w4a16": "bfloat16"}  # else float32, which their kernels have not
 FORMS = (*PRUNED, *CONVERTED, *QUANTISED)
 TINY = "tiny-llama"
 TOLERANCE = 1e-3  # of log-probabilities, in float32
@@ -151,12 +151,15 @@ def find_reason(log: str) -> str:
     return lines[-1].strip()[-120:] if lines else log[-120:]
 
 
-def make_form(model: str, form: str, sparsity: float, kept: Path) -> Path:
-    """Return the folder of a model, in float32: dense, or pruned and converted where it is not there already."""
+def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int = 1) -> Path:
+    """Return the folder of a model, in float32: dense, or pruned and converted where it is not there already.
+
+    :param multiple: of what channels are left
+    """
     if form == "dense":
         return make_tiny(kept / TINY) if model == TINY else Path(model)
     dense = make_form(model, "dense", sparsity, kept)
-    recipe = "" if form in CONVERTED else make_recipe(form, sparsity)
+    recipe = "" if form in CONVERTED else make_recipe(form, sparsity, multiple)
     what = [identify_model(str(dense)), sparsity, recipe, digest_sources(PACKAGE / "export")]
     folder = kept / f"{Path(model).name}-{form}-{digest_text(json.dumps(what))}"
     if folder.exists():
@@ -200,7 +203,7 @@ def make_tiny(folder: Path) -> Path:
     return folder
 
 
-def make_recipe(form: str, sparsity: float) -> str:
+def make_recipe(form: str, sparsity: float, multiple: int = 1) -> str:
     """Return a recipe that prunes, fast, to a form, and quantises where it says so."""
     fields: dict[str, Any] = {
         "sparsity": sparsity,
@@ -208,6 +211,8 @@ def make_recipe(form: str, sparsity: float) -> str:
         "restoration": "none",
         "sensitivity": "none",
     }
+    if multiple > 1:
+        fields["channel_multiple"] = multiple
     if form == "uniform" or form in QUANTISED:
         fields |= {"output": "uniform", "allocation": "uniform", "attention_unit": "none"}
     else:

@@ -3,10 +3,14 @@
 python -m eval.speed --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30 --output results/speed
 python -m eval.speed --dense ../shared/testbed/opt-lab --sparsity 0.1,0.3,0.5 --channel-multiple 1,64 --output results/speed
 
-With ``--sparsity`` models are pruned here, all layers alike and fast: their sizes matter, not their weights. The ideal is the
-speed-up that the weights kept in all linears would give, the head's too; *linears alone* is what their products take of a new
-token, everything else left out. ``--compile`` runs dense and pruned models through
-torch.compile, new tokens with a static cache.
+With ``--sparsity`` models are pruned here, all layers alike and fast: their sizes matter, not their weights. ``generate`` writes
+the new tokens, and each is timed. Models take turns, and each figure is the fastest tenth's of all turns: others may share the
+machine, so many short turns tell more than a few long ones.
+
+*ideal*: the speed-up that the weights kept in all linears would give, the head's too. *linears*: what the products of all linears
+take, everything else left out. *else*: the rest. *reachable*: the speed-up of this model's linears beside the dense model's rest,
+which pruning leaves as it is; a larger speed-up means that this model's rest takes less than the dense one's. ``--compile`` runs
+dense and pruned models through torch.compile, new tokens with a static cache.
 """
 
 from __future__ import annotations
@@ -14,16 +18,19 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 import warnings
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from eval.measure import count_own_seconds, time_side_by_side
+from eval.measure import count_own_seconds
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.data import DEMO_CALIBRATION, make_calibration_dataset
 from struprune_plugin.evaluation import load_checkpoint
@@ -39,11 +46,15 @@ def main() -> None:
     parser.add_argument("--attention-unit", default="vo")
     parser.add_argument("--batch", default="1,16")
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--new-tokens", type=int, default=16, help="of a turn")
+    parser.add_argument("--repeats", type=int, default=9, help="turns")
     parser.add_argument("--compile", action="store_true", help="dense and pruned; takes minutes")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.new_tokens < 2:
+        parser.error(
+            f"--new-tokens: must be 2 or more, got {args.new_tokens}: the first one's seconds are the prompt's."
+        )
     warnings.filterwarnings("ignore")
 
     models = {path: load_checkpoint(path)[0] for path in (args.dense, *args.pruned)}
@@ -99,34 +110,78 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     if args.compile:
         called = {path: torch.compile(model, dynamic=False) for path, model in models.items()}
         options |= {"cache_implementation": "static", "compile_config": make_compile_config()}
-    prefill = time_side_by_side({path: partial(m, ids) for path, m in called.items()}, args.repeats)
-    decode = time_side_by_side(
-        {path: partial(m.generate, ids[:, :32], **options) for path, m in models.items()}, max(3, args.repeats // 3)
-    )
-    products = time_side_by_side({path: partial(run_linears, m, batch) for path, m in models.items()}, args.repeats)
-    return [
-        {
-            "model": path,
-            "batch": batch,
-            "linears_seconds": products[path],
-            "linears_speedup": products[args.dense] / products[path],
-            "decode_seconds": decode[path] / args.new_tokens,
-            "parameters": model.num_parameters() / dense.num_parameters(),
-            "linears": _count_linears(model) / _count_linears(dense),
-            "prefill": batch * args.length / prefill[path],
-            "prefill_speedup": prefill[args.dense] / prefill[path],
-            "decode": batch * args.new_tokens / decode[path],
-            "decode_speedup": decode[args.dense] / decode[path],
-        }
-        for path, model in models.items()
-    ]
+    prefill = time_turns({path: partial(m, ids) for path, m in called.items()}, args.repeats)
+    prompt = {path: partial(run_linears, m, batch, args.length) for path, m in models.items()}
+    token = {path: partial(run_linears, m, batch, 1) for path, m in models.items()}
+    tokens = time_tokens(models, ids[:, :32], options, args.repeats)
+    seconds = {
+        "prefill": (prefill, time_turns(prompt, args.repeats)),
+        "decode": (tokens, time_turns(token, args.repeats * 4)),
+    }
+    rows = []
+    for path, model in models.items():
+        row = {"model": path, "batch": batch, "parameters": model.num_parameters() / dense.num_parameters()}
+        row["linears"] = _count_linears(model) / _count_linears(dense)
+        for name, (whole, linears) in seconds.items():
+            rest = whole[args.dense] - linears[args.dense]
+            row[name] = batch * (args.length if name == "prefill" else 1) / whole[path]
+            row[f"{name}_seconds"], row[f"{name}_linears_seconds"] = whole[path], linears[path]
+            row[f"{name}_speedup"] = whole[args.dense] / whole[path]
+            row[f"{name}_linears_speedup"] = linears[args.dense] / linears[path]
+            row[f"{name}_reachable"] = whole[args.dense] / (linears[path] + rest)
+        rows.append(row)
+    return rows
 
 
-def run_linears(model: PreTrainedModel, batch: int) -> None:
-    """Multiply by all linears once, in their order, as for one new token of every sequence."""
+def time_turns(runs: dict[str, Any], repeats: int) -> dict[str, float]:
+    """Return the seconds of each run, of the fastest tenth of its turns; they take turns, and the first warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: pick_tenth(values[1:]) for name, values in seconds.items()}
+
+
+class TokenClock(BaseStreamer):
+    """Takes down when ``generate`` hands out each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def time_tokens(models: dict[str, Any], ids: torch.Tensor, options: dict[str, Any], repeats: int) -> dict[str, float]:
+    """Return the seconds of a new token in ``generate``, after the first, of the fastest tenth of all tokens of all turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(repeats + 1):
+        for name, model in models.items():
+            clock = TokenClock()
+            model.generate(ids, streamer=clock, **options)
+            if turn:  # the first warms up
+                written = clock.times[1:]  # the first is handed out with the prompt's end
+                seconds[name] += [after - before for before, after in pairwise(written)]
+    return {name: pick_tenth(values) for name, values in seconds.items()}
+
+
+def pick_tenth(values: list[float]) -> float:
+    """Return the value that a tenth of them do not exceed."""
+    return sorted(values)[len(values) // 10]
+
+
+def run_linears(model: PreTrainedModel, batch: int, length: int) -> None:
+    """Multiply by all linears once, in their order."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module(module.weight.new_ones(batch, 1, module.in_features))
+            module(module.weight.new_ones(batch, length, module.in_features))
 
 
 def make_compile_config() -> CompileConfig:
@@ -142,24 +197,17 @@ def _count_linears(model: PreTrainedModel) -> int:
 
 
 def format_rows(rows: list[dict[str, Any]]) -> str:
-    header = ["model", "batch", "parameters", "ideal", "prefill tok/s", "speed-up", "decode tok/s", "speed-up"]
-    header += ["ms a new token", "linears alone", "speed-up"]
-    cells = [
-        [
-            row["model"],
-            str(row["batch"]),
-            f"{row['parameters']:.3f}",
-            f"{1 / row['linears']:.2f} ×",
-            f"{row['prefill']:,.0f}",
-            f"{row['prefill_speedup']:.2f} ×",
-            f"{row['decode']:,.0f}",
-            f"{row['decode_speedup']:.2f} ×",
-            f"{1e3 * row['decode_seconds']:.1f}",
-            f"{1e3 * row['linears_seconds']:.1f}",
-            f"{row['linears_speedup']:.2f} ×",
-        ]
-        for row in rows
-    ]
+    header = ["model", "batch", "parameters", "ideal"]
+    for name in ("prompt", "new token"):
+        header += [f"{name}: tok/s", "ms", "linears", "else", "speed-up", "of ideal", "reachable"]
+    cells = []
+    for row in rows:
+        cells.append([row["model"], str(row["batch"]), f"{row['parameters']:.3f}", f"{1 / row['linears']:.2f} ×"])
+        for name in ("prefill", "decode"):
+            whole, linears = 1e3 * row[f"{name}_seconds"], 1e3 * row[f"{name}_linears_seconds"]
+            speedup = row[f"{name}_speedup"]
+            cells[-1] += [f"{row[name]:,.0f}", f"{whole:.1f}", f"{linears:.1f}", f"{whole - linears:.1f}"]
+            cells[-1] += [f"{speedup:.2f} ×", f"{speedup * row['linears']:.2f}", f"{row[f'{name}_reachable']:.2f} ×"]
     return format_table(header, cells)
 
 

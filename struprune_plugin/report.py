@@ -72,6 +72,15 @@ def measure_cache_bytes(folder: str | Path, manifest: dict[str, Any]) -> tuple[i
     return dense * item, pruned * item
 
 
+def is_quantised_per_layer(folder: str | Path) -> bool:
+    """Tell whether a folder's weights are quantised and its classes ours; vLLM gives such layers inputs its CPU kernels refuse."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return "quantization_config" in config and "layout" in config
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def summarize_layers(manifest: dict[str, Any]) -> str:
     """Return one row a pruned module: kept of present, a bar of what is left, reconstruction error before and after."""
     rows = []
@@ -130,6 +139,13 @@ def summarize_manifest(manifest: dict[str, Any], folder: str | Path | None = Non
         if cache := measure_cache_bytes(folder, manifest):
             told = f"{cache[0]:,} → {cache[1]:,} bytes a token ({cache[1] / cache[0] - 1:+.1%})"
             rows.insert(3, ["cache of keys and values", told])
+        if is_quantised_per_layer(folder):
+            rows.append(
+                [
+                    "vLLM",
+                    "not with its kernels for CPUs, which take quantised models in stock classes alone: output: uniform",
+                ]
+            )
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eval import llamacpp
 from struprune_plugin import cli, read_manifest
 from struprune_plugin.export.llama_cpp import _name_splitting, _pair_channels
 from struprune_plugin.report import measure_cache_bytes
@@ -78,3 +79,17 @@ def test_cache_bytes_are_those_of_a_forward_pass(pruned, save_family, unit):
 def test_cache_bytes_are_left_out_where_the_configuration_does_not_tell(pruned, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
     assert measure_cache_bytes(tmp_path, read_manifest(pruned["vo"])) is None
+
+
+@pytest.mark.parametrize(("dense", "pruned", "passed"), [(8e-3, 1.3e-2, True), (8e-3, 0.1, False), (1e-7, 5e-4, True)])
+def test_pruned_files_are_judged_by_how_far_off_the_dense_one_is(dense, pruned, passed):
+    rows = [
+        {"model": "m", "kind": "F32", "form": form, "worst": off} for form, off in (("dense", dense), ("vo", pruned))
+    ]
+    assert [llamacpp.passes(row, rows) for row in rows] == [True, passed]
+    assert not llamacpp.passes(rows[1], rows[1:])  # no dense file to compare with
+
+
+def test_a_dense_file_that_is_far_off_fails():
+    row = {"model": "m", "kind": "F32", "form": "dense", "worst": 0.2}
+    assert not llamacpp.passes(row, [row])

@@ -138,7 +138,7 @@ def run_tasks(
     from lm_eval import simple_evaluate
 
     manager = check_tasks(tasks, include_path, include_defaults)
-    with _hide_bars_over_documents(), _name_bars(tasks):
+    with _hide_bars_over_documents(), _name_bars(tasks), _describe_no_machine():
         results = simple_evaluate(
             model=_make_harness_model(model, tokenizer, batch_size),
             tasks=list(tasks),
@@ -197,6 +197,19 @@ def _hide_bars_over_documents() -> Iterator[None]:
         yield
     finally:
         task.tqdm = drawn
+
+
+@contextmanager
+def _describe_no_machine() -> Iterator[None]:
+    """Keep lm-eval from asking pip, git and compilers what is installed, for seconds: nobody reads what it makes of that."""
+    from lm_eval import evaluator
+
+    describe = evaluator.add_env_info
+    evaluator.add_env_info = lambda _results: None
+    try:
+        yield
+    finally:
+        evaluator.add_env_info = describe
 
 
 @contextmanager

@@ -227,4 +227,5 @@ INTERNALS = [
     Internal("lm_eval.models.huggingface:HFLM", "evaluation.py", "the same", _LM),
     Internal("lm_eval.models:huggingface", "evaluation.py", "where its progress bars are made", _LM),
     Internal("lm_eval.api:task", "evaluation.py", "tasks say which they are", _LM),
+    Internal("lm_eval:evaluator.add_env_info", "evaluation.py", "describes the machine, which nobody reads", _LM),
 ]

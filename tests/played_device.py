@@ -14,7 +14,6 @@ from compressed_tensors.utils import patch_attr
 from llmcompressor.utils import dev
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 DEVICE = torch.device("lazy", 0)  # a type without kernels of its own, whose backward pass runs on the calling thread
 _ANY_SIDE = {"copy_", "_to_copy", "is_same_size", "_has_compatible_shallow_copy_type"}
@@ -54,7 +53,7 @@ class PlayedDevice(TorchDispatchMode):
         self.num_operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_operations += any(isinstance(leaf, PlayedTensor) for leaf in tree_iter((args, kwargs)))
+        self.num_operations += any(isinstance(tensor, PlayedTensor) for tensor in _list_tensors(args, kwargs or {}))
         return _run(func, args, kwargs or {})
 
 
@@ -73,7 +72,7 @@ class _Literals(TorchFunctionMode):
 
 
 def _run(func, args, kwargs):
-    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = _list_tensors(args, kwargs)
     played = [tensor for tensor in tensors if isinstance(tensor, PlayedTensor)]
     if played and len(played) < len(tensors):
         _check_sides(func, args, tensors)
@@ -81,13 +80,29 @@ def _run(func, args, kwargs):
     if wanted is not None:
         wanted = torch.device(wanted)
         kwargs = {**kwargs, "device": torch.device("cpu") if wanted.type == DEVICE.type else wanted}
-    unwrap = lambda leaf: leaf.inner if isinstance(leaf, PlayedTensor) else leaf  # noqa: E731
-    result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+    result = func(*_map(_unwrap, args), **{name: _map(_unwrap, value) for name, value in kwargs.items()})
     if wanted is not None and wanted.type != DEVICE.type:
         return result
     if wanted is not None or (played and not _is_host_copy(func, args)):
-        result = tree_map_only(torch.Tensor, PlayedTensor, result)
+        result = _map(PlayedTensor, result)
     return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+def _map(function, value):
+    """Apply a function to the tensors of an operation, which lie in lists and tuples where there are several."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return type(value)([_map(function, part) for part in value]) if type(value) in (list, tuple) else value
+
+
+def _list_tensors(args, kwargs):
+    found = []
+    _map(found.append, (*args, *kwargs.values()))
+    return found
+
+
+def _unwrap(tensor):
+    return tensor.inner if isinstance(tensor, PlayedTensor) else tensor
 
 
 def _is_host_copy(func, args):

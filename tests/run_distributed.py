@@ -16,7 +16,7 @@ from struprune_plugin import LoRARecoveryModifier, RecoveryModifier
 
 RECOVERIES = {"recovery": RecoveryModifier, "lora": LoRARecoveryModifier}
 
-NUM_SAMPLES = 16
+NUM_SAMPLES = 8
 
 
 def read_options(fields: dict) -> dict:

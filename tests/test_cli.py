@@ -75,7 +75,7 @@ def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
         "--include-path",
         "eval/tasks",
         "--limit",
-        "20",
+        "5",
     ]
     assert cli.main(argv) == 0
     assert "struprune_demo_word_order acc" in capsys.readouterr().out
@@ -286,7 +286,7 @@ def test_a_stopped_run_ends_in_one_line_and_leaves_nothing(tmp_path, name, statu
         if list(runs.iterdir()) or not run.is_alive():
             break
         time.sleep(0.1)
-    time.sleep(1)
+    time.sleep(0.3)
     os.kill(run.pid, getattr(signal, name))
     run.join(120)
     error = log.read_text()

@@ -19,6 +19,11 @@ from struprune_plugin.maths.statistics import accumulate_moments, make_moments
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.units import find_groups
 
+SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}  # every operation is played in Python
+SIZES_OF = {
+    "opt": {"word_embed_proj_dim": 16, "ffn_dim": 20},
+    "llama": {"num_key_value_heads": 2, "intermediate_size": 20},
+}
 FAST = {"allocation": "uniform", "sensitivity": "none"}
 FFN_ADMM = {"attention_unit": "none", "restoration": "admm", "admm_steps": 1}
 PATHS = {
@@ -40,7 +45,9 @@ def save_short(tmp_path_factory):
 
     @functools.cache
     def save(model_type):
-        return str(save_model(make_model(model_type, num_hidden_layers=2), tmp_path_factory.mktemp(model_type)))
+        return str(
+            save_model(make_model(model_type, **SMALL, **SIZES_OF[model_type]), tmp_path_factory.mktemp(model_type))
+        )
 
     return save
 
@@ -86,16 +93,16 @@ def test_the_played_device_refuses_what_a_card_refuses():
 def test_moments_that_grow_on_the_host_are_where_systems_are_solved(save_short, solve_on_host):
     model = AutoModelForCausalLM.from_pretrained(save_short("llama"))
     layer, group = find_decoder_layers(model)[0][1], find_groups(model, "vo")[-1]
-    inputs, target = torch.randn(8, group.num_columns), torch.randn(8, 32)
+    inputs, target = torch.randn(8, group.num_columns), torch.randn(8, 16)
     with play_device():
-        call = LayerCall(torch.zeros(2, 4, 32), (), {}, None, DEVICE)
+        call = LayerCall(torch.zeros(2, 4, 16), (), {}, None, DEVICE)
         placement = Placement(gather_on_host=True, hold_on_host=True, solve_on_host=solve_on_host, rows=8)
         gatherer = MomentGatherer(Room(placement), hold_out=True, num_before=3)
         gatherer.add(layer, group, Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))
         found = gatherer.finish(group)
     side = torch.device("cpu") if solve_on_host else DEVICE
     assert found.all.gram.device == found.held.gram.device == found.all.target_energy.device == side
-    expected = make_moments(group.num_columns, 32, "cpu", torch.float32)
+    expected = make_moments(group.num_columns, 16, "cpu", torch.float32)
     accumulate_moments(expected, inputs, target)
     with play_device():
         torch.testing.assert_close(found.all.gram.cpu(), expected.gram)

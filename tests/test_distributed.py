@@ -19,6 +19,7 @@ FIELDS = {
         "attention_unit": "head",
         "allocation": "softmax",
         "search": "full",
+        "temperature": [0.3, 8.0],
         "importance": "snip",
     },
 }

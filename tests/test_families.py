@@ -1,16 +1,21 @@
 """One conformance suite for all families: adding one means one line in families.CHANGES, or none."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
+import lm_eval.tasks.manager
 import pytest
 import torch
-from conftest import ROOT, run_oneshot
+from conftest import ROOT, SHAPES, WIDE_MODELS, make_dataset, run_oneshot
 from families import MODEL_TYPES, make_model
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticCache
 
 from eval.equivalence import mask_dense
-from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin import StruPruneModifier, cli, read_manifest
 from struprune_plugin.evaluation import load_checkpoint, run_tasks
 from struprune_plugin.export import adopt_attention, adopt_config
 from struprune_plugin.export.forms import convert_folder
@@ -29,10 +34,22 @@ def dense(request, save_family):
     return save_family(request.param)
 
 
+@pytest.fixture(scope="module")
+def whole(dense):
+    """The dense model, loaded, to be read only."""
+    return load(dense)
+
+
 @pytest.fixture(scope="module", params=["head", "vo"])
 def saved(request, dense, prune_once):
     """(dense folder, model pruned in memory, its folder), for every test to read and none to change."""
     return dense, *prune_once(dense, request.param)
+
+
+@pytest.fixture(scope="module")
+def again(saved):
+    """The pruned model, loaded from its folder, to be read only."""
+    return load(saved[2])
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +64,10 @@ def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
-def test_budget_is_exact_and_sizes_are_what_the_manifest_says(saved):
-    folder, model, out = saved
+def test_budget_is_exact_and_sizes_are_what_the_manifest_says(saved, whole):
+    _, model, out = saved
     manifest = read_manifest(out)
-    before = count_prunable_parameters(load(folder))
+    before = count_prunable_parameters(whole)
     unit = max(group["unit_cost"] * group["num_blocks"] for group in manifest["groups"])
     assert abs(before - count_prunable_parameters(model) - 0.3 * before) < unit
     family = check_model_type(model.config.model_type)
@@ -71,9 +88,8 @@ def test_masked_model_equals_pruned_model(saved):
     torch.testing.assert_close(model(PROMPTS).logits, masked(PROMPTS).logits, **CLOSE)
 
 
-def test_save_reload_is_exact(saved, tmp_path):
-    _, model, out = saved
-    again = load(out)
+def test_save_reload_is_exact(saved, again, tmp_path):
+    model = saved[1]
     torch.testing.assert_close(model(PROMPTS).logits, again(PROMPTS).logits, rtol=0, atol=2e-5)  # eager against sdpa
     again.save_pretrained(tmp_path)
     assert torch.equal(again(PROMPTS).logits, load(tmp_path)(PROMPTS).logits)
@@ -82,19 +98,17 @@ def test_save_reload_is_exact(saved, tmp_path):
         assert ".experts." in name or torch.equal(weight, weights[name]), name  # the host takes experts apart
 
 
-def test_generate_with_and_without_cache_is_identical(saved):
-    model = load(saved[2])
+def test_generate_with_and_without_cache_is_identical(again):
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    cached, plain = (model.generate(PROMPTS, use_cache=use, **options) for use in (True, False))
+    cached, plain = (again.generate(PROMPTS, use_cache=use, **options) for use in (True, False))
     assert torch.equal(cached, plain)
     assert cached.shape == (2, 24)
 
 
-def test_static_cache_gives_the_same_logits(saved):
-    model = load(saved[2])
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    steps = [model(part, past_key_values=cache).logits for part in (PROMPTS[:, :8], PROMPTS[:, 8:])]
-    torch.testing.assert_close(torch.cat(steps, 1), model(PROMPTS).logits, **CLOSE)
+def test_static_cache_gives_the_same_logits(again):
+    cache = StaticCache(config=again.config, max_cache_len=32)
+    steps = [again(part, past_key_values=cache).logits for part in (PROMPTS[:, :8], PROMPTS[:, 8:])]
+    torch.testing.assert_close(torch.cat(steps, 1), again(PROMPTS).logits, **CLOSE)
 
 
 def test_sdpa_equals_eager(saved):
@@ -104,14 +118,13 @@ def test_sdpa_equals_eager(saved):
     torch.testing.assert_close(*logits, **CLOSE)
 
 
-def test_left_padding_changes_nothing(saved):
-    model = load(saved[2])
+def test_left_padding_changes_nothing(again):
     padded = torch.cat([torch.ones(2, 5, dtype=torch.int64), PROMPTS], 1)
     mask = (torch.arange(17) >= 5).long().expand(2, -1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    options = {} if "OPT" in type(model).__name__ else {"position_ids": positions}
-    logits = model(padded, attention_mask=mask, **options).logits[:, 5:]
-    torch.testing.assert_close(logits, model(PROMPTS).logits, **CLOSE)
+    options = {} if "OPT" in type(again).__name__ else {"position_ids": positions}
+    logits = again(padded, attention_mask=mask, **options).logits[:, 5:]
+    torch.testing.assert_close(logits, again(PROMPTS).logits, **CLOSE)
 
 
 def test_gradients_flow_to_every_kept_weight(saved):
@@ -122,21 +135,20 @@ def test_gradients_flow_to_every_kept_weight(saved):
 
 
 def test_pruned_model_is_pruned_again(saved, twice):
-    again, out = twice
-    assert count_prunable_parameters(again) < count_prunable_parameters(saved[1])
-    torch.testing.assert_close(load(out)(PROMPTS).logits, again(PROMPTS).logits, rtol=0, atol=2e-5)
+    model, out = twice
+    assert count_prunable_parameters(model) < count_prunable_parameters(saved[1])
+    torch.testing.assert_close(load(out)(PROMPTS).logits, model(PROMPTS).logits, rtol=0, atol=2e-5)
 
 
-def test_zero_sparsity_is_the_identity(dense, tmp_path):
+def test_zero_sparsity_is_the_identity(dense, whole, tmp_path):
     pruned = run_oneshot(str(dense), sparsity=0.0, output_dir=str(tmp_path / "out"))
-    logits = load(dense)(PROMPTS).logits
-    assert torch.equal(load(tmp_path / "out")(PROMPTS).logits, logits)
-    assert count_prunable_parameters(pruned) == count_prunable_parameters(load(dense))
+    assert torch.equal(load(tmp_path / "out")(PROMPTS).logits, whole(PROMPTS).logits)
+    assert count_prunable_parameters(pruned) == count_prunable_parameters(whole)
 
 
-def test_allocators_and_tuning_run_in_every_family(dense, tmp_path):
+def test_allocators_and_tuning_run_in_every_family(dense, whole, tmp_path):
     """Softmax, Algorithm 3's weight norms, ADMM where it is defined, and the tuning of a layer with the family's arguments."""
-    model_type = load(dense).config.model_type
+    model_type = whole.config.model_type
     gated_silu = model_type in {"opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3"}
     options = {"sparsity": 0.2, "allocation": "softmax_inverse", "temperature": 4.0, "tuning_epochs": 1}
     options |= {"restoration": "admm", "admm_steps": 1} if gated_silu else {}
@@ -208,8 +220,8 @@ STOCK_HEADS = {"llama", "mistral", "qwen2", "qwen3", "gemma", "qwen3_moe", "gemm
 
 
 @pytest.mark.parametrize("unit", ["head", "none"])
-def test_uniform_output_is_a_stock_model(dense, unit, tmp_path):
-    stock, model_type = type(load(dense)), load(dense).config.model_type
+def test_uniform_output_is_a_stock_model(dense, whole, unit, tmp_path):
+    model_type = whole.config.model_type
     options = {"sparsity": 0.2, "attention_unit": unit, "output": "uniform", "output_dir": str(tmp_path / "out")}
     if unit == "head" and model_type not in STOCK_HEADS:
         with pytest.raises(ValueError, match="output: uniform must have all heads"):
@@ -219,13 +231,13 @@ def test_uniform_output_is_a_stock_model(dense, unit, tmp_path):
         options["sparsity"] = 0.05  # one layer of three has an FFN
     pruned = run_oneshot(str(dense), **options)
     again = load(tmp_path / "out")
-    assert type(again) is type(pruned) is stock
+    assert type(again) is type(pruned) is type(whole)
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert not list((tmp_path / "out").glob("*.py"))
     torch.testing.assert_close(again(PROMPTS).logits, pruned(PROMPTS).logits, rtol=0, atol=2e-5)
-    before, after = count_prunable_parameters(load(dense)), count_prunable_parameters(again)
+    before, after = count_prunable_parameters(whole), count_prunable_parameters(again)
     finest = {}
-    for group in find_groups(load(dense), unit):
+    for group in find_groups(whole, unit):
         finest[group.kind] = finest.get(group.kind, 0) + group.unit_cost
     assert abs(before - after - options["sparsity"] * before) <= min(finest.values())
     sizes = {measure_layer(check_model_type(model_type), layer) for _, layer in find_decoder_layers(again)}
@@ -270,39 +282,38 @@ def test_a_model_loaded_with_the_code_of_its_folder_is_pruned_again(save_family,
 
 
 @pytest.mark.parametrize("form", ["uniform-padded", "masked", "block_configs"])
-def test_converted_forms_keep_the_function_and_load_by_stock_classes(saved, form, tmp_path):
-    folder, _, out = saved
-    pruned, stock = load(out), type(load(folder))
-    if form == "block_configs" and stock.__name__ != "LlamaForCausalLM":
+def test_converted_forms_keep_the_function_and_load_by_stock_classes(saved, whole, again, form, tmp_path):
+    out = saved[2]
+    if form == "block_configs" and type(whole).__name__ != "LlamaForCausalLM":
         with pytest.raises(ValueError, match="block_configs: the model must be a llama"):
             convert_folder(out, form, tmp_path)
         return
     convert_folder(out, form, tmp_path)
-    again = load(tmp_path, trust_remote_code=True)
+    made = load(tmp_path, trust_remote_code=True)
     if form == "block_configs":
         config = json.loads((tmp_path / "config.json").read_text())
         assert config["architectures"] == ["DeciLMForCausalLM"]
         widths = [block["ffn"]["intermediate_size"] for block in config["block_configs"]]
-        assert widths == [x.mlp.down_proj.in_features for x in pruned.model.layers]
+        assert widths == [x.mlp.down_proj.in_features for x in again.model.layers]
     else:
-        assert type(again) is stock
-    torch.testing.assert_close(again(PROMPTS).logits, pruned(PROMPTS).logits, **CLOSE)
-    dense_size, size = load(folder).num_parameters(), again.num_parameters()
-    assert size == dense_size if form == "masked" else pruned.num_parameters() <= size <= dense_size
+        assert type(made) is type(whole)
+    torch.testing.assert_close(made(PROMPTS).logits, again(PROMPTS).logits, **CLOSE)
+    dense_size, size = whole.num_parameters(), made.num_parameters()
+    assert size == dense_size if form == "masked" else again.num_parameters() <= size <= dense_size
     assert AutoTokenizer.from_pretrained(tmp_path)("a")
 
 
 def test_a_model_pruned_twice_is_padded_and_refused_by_the_masked_form(twice, tmp_path):
-    again, out = twice
+    model, out = twice
     with pytest.raises(ValueError, match="masked must start from a model that was pruned in one run"):
         convert_folder(out, "masked", tmp_path / "masked")
     convert_folder(out, "uniform-padded", tmp_path / "padded")
-    torch.testing.assert_close(load(tmp_path / "padded")(PROMPTS).logits, again(PROMPTS).logits, **CLOSE)
+    torch.testing.assert_close(load(tmp_path / "padded")(PROMPTS).logits, model(PROMPTS).logits, **CLOSE)
 
 
-def test_base_model_loads_without_its_head(saved):
+def test_base_model_loads_without_its_head(saved, again):
     hidden = AutoModel.from_pretrained(saved[2]).eval()(PROMPTS).last_hidden_state
-    expected = load(saved[2]).base_model(PROMPTS).last_hidden_state
+    expected = again.base_model(PROMPTS).last_hidden_state
     assert torch.equal(hidden, expected)
 
 
@@ -340,3 +351,108 @@ def test_the_least_budget_is_kept_and_changes_no_choice(model_type, save_family,
     free, tight = read_manifest(unlimited), read_manifest(tmp_path / "tight")
     assert [group["keep"] for group in tight["groups"]] == [group["keep"] for group in free["groups"]]
     assert max(stage["peak_bytes"] for stage in tight["stages"]) <= least
+
+
+# -- in a process that never imports the plugin: one for all, its start is what takes time --------------------------------
+
+
+SCRIPT = """
+import contextlib, io, json, os, sys, torch
+from lm_eval import simple_evaluate
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.tasks import TaskManager, manager
+from transformers import AutoModelForCausalLM
+
+job = json.loads(sys.argv[1])
+manager.__file__ = job["tasks"]
+prompts, logits, accuracy, written = torch.load(job["prompts"]), {}, {}, {}
+for name, out in job["folders"].items():
+    model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+    logits[name] = model(prompts).logits.detach()
+for name, (folder, code) in job["cards"].items():
+    os.chdir(folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    written[name] = printed.getvalue()
+os.chdir(job["root"])
+options = {"tasks": ["struprune_demo_word_order"], "device": "cpu", "limit": 4, "bootstrap_iters": 0}
+options["task_manager"] = TaskManager(include_path="eval/tasks", include_defaults=False)
+for name in job["scored"]:
+    args = f"pretrained={job['folders'][name]},trust_remote_code=True"
+    results = simple_evaluate(model="hf", model_args=args, **options)["results"]
+    accuracy[name] = results["struprune_demo_word_order"]["acc,none"]
+torch.save({"logits": logits, "accuracy": accuracy, "written": written}, job["results"])
+sys.argv = ["lm_eval", *job["command"]]  # the README's line
+cli_evaluate()
+assert "struprune_plugin" not in sys.modules
+"""
+PRUNED = [f"{model_type}-vo" for model_type in MODEL_TYPES] + [f"{s}-{unit}" for s in SHAPES for unit in ("head", "vo")]
+QUANTISED = [f"quantised-{name}" for name in WIDE_MODELS]
+SCORED = ["llama-vo", *QUANTISED]
+
+
+@pytest.fixture(scope="module")
+def folders(save_family, save_shape, prune_once, tmp_path_factory):
+    """name -> an output folder: every family, every shape of OPT, and what a shipped recipe prunes and quantises."""
+    found = {f"{name}-vo": prune_once(save_family(name), "vo")[1] for name in MODEL_TYPES}
+    found |= {f"{s}-{unit}": prune_once(save_shape(s), unit, 0.4)[1] for s in SHAPES for unit in ("head", "vo")}
+    recipe = str(ROOT / "recipes" / "struprune_w4a16_gptq.yaml")
+    options = {"dataset": make_dataset(16), "num_calibration_samples": 16}
+    for name, save in WIDE_MODELS.items():
+        found[f"quantised-{name}"] = tmp_path_factory.mktemp(name) / "out"
+        dense = save(tmp_path_factory.mktemp(f"wide_{name}"))
+        run_oneshot(str(dense), recipe, output_dir=str(found[f"quantised-{name}"]), **options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cards(folders, tmp_path_factory):
+    """name -> a folder and the Python of its card: of what is pruned, and of what a conversion makes of it."""
+    found = {"pruned": folders["llama-vo"], "masked": tmp_path_factory.mktemp("masked") / "out"}
+    assert cli.main(["convert", str(found["pruned"]), "--to", "masked", "--output", str(found["masked"])]) == 0
+    return {
+        n: (f, re.search(r"```python\n(.*?)```", (f / "README.md").read_text(), re.DOTALL)[1]) for n, f in found.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def stock(folders, cards, tmp_path_factory):
+    """Logits by name of folder, accuracy by name, what the cards' snippets print, from the process without the plugin."""
+    place = tmp_path_factory.mktemp("stock")
+    torch.save(PROMPTS, place / "prompts.pt")
+    job = {"folders": folders, "scored": SCORED, "prompts": place / "prompts.pt", "results": place / "results.pt"}
+    job |= {"cards": cards, "root": ROOT}
+    command = f"--model hf --model_args pretrained={folders['llama-vo']},trust_remote_code=True --device cpu --limit 4"
+    told = f"--tasks struprune_demo_word_order --include_path eval/tasks --output_path {place}"
+    job["tasks"] = lm_eval.tasks.manager.__file__
+    job["command"] = [*command.split(), *told.split()]
+    environment = os.environ | {"HF_MODULES_CACHE": str(place / "modules")}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(job, default=str)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (scores,) = place.rglob("results_*.json")
+    told = json.loads(scores.read_text())["results"]["struprune_demo_word_order"]["acc,none"]
+    return {**torch.load(place / "results.pt"), "told": told}
+
+
+@pytest.mark.parametrize("name", PRUNED + QUANTISED)
+def test_stock_transformers_loads_with_trust_and_gives_the_same_logits(stock, folders, name):
+    config = json.loads((folders[name] / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"].startswith("modeling_struprune.StruPrune")
+    ours = AutoModelForCausalLM.from_pretrained(folders[name]).eval()
+    assert torch.equal(stock["logits"][name], ours(PROMPTS).logits)
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_stock_lm_eval_scores_the_output(stock, name):
+    assert 0 <= stock["accuracy"][name] <= 1
+
+
+def test_the_stock_command_scores_the_output_the_same(stock):
+    assert stock["told"] == stock["accuracy"]["llama-vo"]
+
+
+def test_the_snippets_on_the_cards_run(stock, cards):
+    assert {name: "trust_remote_code" in code for name, (_, code) in cards.items()} == {"pruned": True, "masked": False}
+    assert all("Once upon a time" in text for text in stock["written"].values())

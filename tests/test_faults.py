@@ -63,7 +63,7 @@ def inputs(opt, tmp_path_factory) -> Path:
 
 def make_argv(inputs: Path, results: Path) -> list[str]:
     argv = ["prune", str(inputs / "model"), "--recipe", str(inputs / "recipe.yaml"), "--output", str(results / "out")]
-    return [*argv, "--data", str(inputs / "text.jsonl"), "--num-samples", "16", "--seq-length", "32"]
+    return [*argv, "--data", str(inputs / "text.jsonl"), "--num-samples", "8", "--seq-length", "32"]
 
 
 def test_the_run_that_is_stopped_below_ends_well_by_itself(inputs, tmp_path):

@@ -109,7 +109,7 @@ FAST = {"allocation": "uniform", "sensitivity": "none"}
 def run_with_budget(folder, model, budget, **fields):
     run_oneshot(
         str(model), sparsity=0.3, measure_memory=True, memory_budget=budget, output_dir=str(folder),
-        dataset=make_dataset(16), num_calibration_samples=16, batch_size=1, **fields,
+        dataset=make_dataset(8), num_calibration_samples=8, batch_size=1, **fields,
     )  # fmt: skip
     manifest = read_manifest(folder)
     return max(stage["peak_bytes"] for stage in manifest["stages"]), manifest

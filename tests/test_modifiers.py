@@ -86,10 +86,15 @@ def prune_for(save_shape, tmp_path_factory):
     return prune
 
 
-@pytest.mark.parametrize("shape", ["pre_norm", "post_norm", "no_bias"])
-@pytest.mark.parametrize("target", ["residual", "block", "local"])
+SHAPES_AND_TARGETS = list(itertools.product(["pre_norm", "post_norm", "no_bias"], ["residual", "block", "local"]))
+
+
 @pytest.mark.parametrize(
-    ("consumer", "unit"), [("fc2", "vo"), ("self_attn.out_proj", "vo"), ("self_attn.out_proj", "head")]
+    ("shape", "target", "consumer", "unit"),
+    [
+        *((*how, consumer, "vo") for how in SHAPES_AND_TARGETS for consumer in ("fc2", "self_attn.out_proj")),
+        *((*how, "self_attn.out_proj", "head") for how in SHAPES_AND_TARGETS[::4]),  # each shape and each target once
+    ],
 )
 def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, target, consumer, unit):
     """The whole chain (dense path, streams, damping, solve) against one naive solve on whole-model activations."""
@@ -150,7 +155,7 @@ def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance
 def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields, tmp_path):
     data = {"dataset": make_dataset(10), "num_calibration_samples": 10}  # 10: the last batch is a smaller one
     groups, threads = {}, torch.get_num_threads()
-    for size, num_threads in ((1, 1), (4, 1), (8, 1), (4, 2)):
+    for size, num_threads in ((1, 1), (4, 1), (4, 2)):
         torch.set_num_threads(num_threads)
         try:
             out = tmp_path / f"{size}_{num_threads}"
@@ -166,8 +171,13 @@ def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields,
             assert group["error_after"] == pytest.approx(other["error_after"], rel=1e-4), (case, group["name"])
 
 
-@pytest.mark.parametrize("importance", ["obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form"])
-@pytest.mark.parametrize("restoration", ["least_squares", "none"])
+@pytest.mark.parametrize(
+    ("importance", "restoration"),
+    [
+        *((name, "least_squares") for name in ("obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form")),
+        *((name, "none") for name in ("obs", "wanda", "closed_form")),  # of each kind: eliminates, scores, learns
+    ],
+)
 def test_every_importance_runs_with_and_without_correction(opt, importance, restoration, tmp_path):
     out = tmp_path / "out"
     fields = {"sparsity": 0.3, "allocation": "uniform", "importance": importance, "restoration": restoration}
@@ -282,14 +292,13 @@ ADMM = {"restoration": "admm", "admm_steps": 2, "admm_inner_steps": 4}
 @pytest.mark.parametrize(
     "fields",
     [
-        {"attention_unit": "vo"},
-        {"attention_unit": "head", "target": "block"} | ADMM,
-        {"attention_unit": "vo", "temperature": [0.3, 8.0]} | ADMM,
+        {"attention_unit": "head"},
+        {"attention_unit": "vo", "target": "block"} | ADMM,
     ],
 )
 def test_full_search_takes_the_temperature_of_least_error_over_whole_prunings(opt, fields, tmp_path):
     """R9, against as many runs of their own, each with one temperature: no rehearsal leaves anything behind in the model."""
-    grid = fields.get("temperature", [0.3, 8.0])
+    grid = [0.3, 8.0]
     fields = fields | {"temperature": grid}
     found = run_oneshot(str(opt), **FULL_SEARCH, **fields, output_dir=str(tmp_path / "full"))
     alone = {}
@@ -476,9 +485,15 @@ def test_replay_with_a_contradicting_field_is_refused(opt, prune_once):
         StruPruneModifier(replay=str(prune_once(opt, "vo")[1]), damping=0.5)
 
 
-@pytest.mark.parametrize("unit", ["head", "vo"])
-@pytest.mark.parametrize(("shape", "method"), [("pre_norm", 1), ("pre_norm", 2), ("post_norm", 2), ("no_bias", 1)])
-def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, unit, method, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "method", "unit"),
+    [
+        *(("pre_norm", method, unit) for method in (1, 2) for unit in ("head", "vo")),
+        ("post_norm", 2, "head"),
+        ("no_bias", 1, "vo"),
+    ],
+)
+def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, method, unit, tmp_path):
     out = tmp_path / "out"
     options = {"sparsity": 0.4, "attention_unit": unit, "restoration": "admm", "attention_method": method}
     options |= {"dataset": make_dataset(4), "num_calibration_samples": 4}

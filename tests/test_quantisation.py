@@ -240,8 +240,7 @@ def test_find_roundings_joins_the_recipes_own_multiple_and_says_who_asks():
     )
 
 
-@pytest.mark.parametrize("unit", ["vo", "head"])
-@pytest.mark.parametrize("allocation", ["uniform", "softmax", "stage"])
+@pytest.mark.parametrize(("unit", "allocation"), [("vo", "uniform"), ("head", "softmax"), ("vo", "stage")])
 def test_every_allocation_meets_the_budget_before_a_quantiser(wide, unit, allocation, tmp_path):
     """A quantiser's own parameters, there from the start and without values yet, must not count."""
     fields = {"sparsity": 0.3, "attention_unit": unit}

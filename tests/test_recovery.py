@@ -375,9 +375,10 @@ def test_where_nothing_is_better_nothing_changes(opt):
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
 
 
-def test_layer_and_model_memory_make_the_same_weights(opt):
+def test_layer_and_model_memory_make_the_same_weights(opt, other):
+    how = {"prune": False, "teacher": str(other), "max_steps": 2}
     for method in ("full", "lora"):
-        both = [recover(opt, method=method, memory=memory, max_steps=2)[0] for memory in ("layer", "model")]
+        both = [recover(opt, method=method, memory=memory, **how)[0] for memory in ("layer", "model")]
         assert find_distance(*both) < 1e-6
 
 
@@ -396,13 +397,14 @@ def test_an_output_saves_reloads_and_tells_its_curve(opt, tmp_path):
     assert {parameter.requires_grad for parameter in model.parameters()} == {True}
 
 
-def test_files_of_states_change_nothing_and_go(opt, tmp_path, monkeypatch):
+def test_files_of_states_change_nothing_and_go(opt, other, tmp_path, monkeypatch):
+    how = {"prune": False, "teacher": str(other), "max_steps": 2}
     files, inner = [], torch.from_file
     monkeypatch.setattr(torch, "from_file", lambda name, **how: (files.append(name), inner(name, **how))[1])
-    plain = recover(opt, max_steps=2)[0]
+    plain = recover(opt, **how)[0]
     (tmp_path / "states").mkdir()
     (tmp_path / "states" / "mine.bin").write_text("dear")
-    filed = recover(opt, max_steps=2, state_folder=str(tmp_path / "states"))[0]
+    filed = recover(opt, **how, state_folder=str(tmp_path / "states"))[0]
     assert find_distance(plain, filed) == 0
     assert len(files) == 2 * (3 * 16 + 2)
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["mine.bin"]
@@ -424,11 +426,11 @@ def test_half_precision_models_learn_in_float32_beside(opt, dtype):
 
 def test_budgets_are_kept(opt):
     with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
-        recover(opt, memory_budget=1000, losses={"cross_entropy": 1.0})
+        recover(opt, prune=False, memory_budget=1000, losses={"cross_entropy": 1.0})
     least = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     for factor in (1.0, 1.5):
         fields = {"memory_budget": int(factor * least), "measure_memory": True, "max_steps": 1}
-        _, record = recover(opt, losses={"cross_entropy": 1.0}, **fields)
+        _, record = recover(opt, prune=False, losses={"cross_entropy": 1.0}, **fields)
         peaks = {stage["name"]: stage["peak_bytes"] for stage in record["stages"]}
         assert peaks["training"] <= factor * least
 
@@ -437,7 +439,8 @@ def test_text_of_its_own_is_packed_and_mixed(opt, tmp_path):
     for name, word in (("a", "alpha "), ("b", "beta ")):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "' + word * 200 + '"}\n')
     data = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    _, record = recover(opt, data=data, seq_length=16, tokens=320, losses={"cross_entropy": 1.0}, holdout_fraction=0.1)
+    how = {"prune": False, "losses": {"cross_entropy": 1.0}}
+    _, record = recover(opt, data=data, seq_length=16, tokens=320, holdout_fraction=0.1, **how)
     assert record["samples"] == {"trained": 18, "held_out": 2}
     with pytest.raises(ValueError, match="must hold a window of 16 tokens, got 8 tokens"):
         recover(opt, data=data, seq_length=16, tokens=16)
@@ -456,13 +459,20 @@ class Killed(BaseException):
     ("after", "fields"),
     [
         ("recovery-00000004", {}),
-        ("recovery-00000004", {"method": "lora", "dropout": 0.2}),
-        ("teacher-00000", {}),
-        ("best", {"state_dtype": "bfloat16"}),
+        ("recovery-00000004", {"method": "lora", "dropout": 0.2, "prune": False}),
+        ("teacher-00000", {"prune": False}),
+        ("best", {"state_dtype": "bfloat16", "prune": False}),
     ],
 )
-def test_a_killed_run_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, fields, after):
-    how = {"epochs": 3, "holdout_steps": 3, "checkpoint_steps": 2, "learning_rate": 2e-3, **fields}
+def test_a_killed_run_ends_with_the_same_bytes(opt, other, tmp_path, monkeypatch, fields, after):
+    how = {
+        "epochs": 2,
+        "holdout_steps": 3,
+        "checkpoint_steps": 2,
+        "learning_rate": 2e-3,
+        "teacher": str(other),
+        **fields,
+    }
     whole, record = recover(opt, **how)
     written, inner = [], Journal.write
 
@@ -492,7 +502,7 @@ def test_a_killed_run_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, field
 def test_going_on_with_other_text_is_refused(opt, tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "' + "alpha " * 200 + '"}\n')
-    how = {"data": str(file), "seq_length": 16, "checkpoint_steps": 1, "losses": {"cross_entropy": 1.0}}
+    how = {"data": str(file), "seq_length": 16, "checkpoint_steps": 1, "losses": {"cross_entropy": 1.0}, "prune": False}
     inner = Journal.write
 
     def write(self, part, *args):

@@ -9,7 +9,7 @@ side. What an operation makes is on the device unless all tensors that it reads 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ from compressed_tensors.utils import patch_attr
 from llmcompressor.pipelines.cache import IntermediatesCache, IntermediateValue, OverrideEqMode
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 ON_ACCELERATOR = "accelerator bytes allocated"
 ON_CPU = "account of the tensors that an accelerator would hold"
@@ -44,10 +43,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [leaf.untyped_storage() for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        made = [tensor.untyped_storage() for tensor in _find_tensors((result,))]
         made = [storage for storage in made if storage.data_ptr() not in self._held]
         if made and self._to_host is not True:
-            read = {a.untyped_storage().data_ptr() for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)}
+            read = {tensor.untyped_storage().data_ptr() for tensor in _find_tensors((*args, *(kwargs or {}).values()))}
             if self._to_host is False or not read or not read.isdisjoint(self._held):
                 for storage in made:
                     if storage.data_ptr() not in read:
@@ -85,6 +84,17 @@ class LiveBytes(TorchDispatchMode):
             yield
         finally:
             self._to_host = before
+
+
+def _find_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among what an operation reads or makes, which lie there or in lists and tuples."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _find_tensors(value)
+    return found
 
 
 class DeviceAccount:

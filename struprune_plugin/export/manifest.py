@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -106,11 +107,13 @@ class Manifest:
 
 def describe_versions() -> dict[str, str]:
     """Return the versions that a bit-identical replay depends on."""
-    return {
-        "struprune": version("struprune-plugin"),
-        "python": platform.python_version(),
-        **{name: version(name) for name in _PACKAGES},
-    }
+    return dict(_read_versions())
+
+
+@functools.cache  # every look-up searches all that is installed
+def _read_versions() -> tuple[tuple[str, str], ...]:
+    installed = ((name, version(name)) for name in _PACKAGES)
+    return (("struprune", version("struprune-plugin")), ("python", platform.python_version()), *installed)
 
 
 def write_manifest(manifest: dict[str, Any], folder: str | Path) -> Path:

@@ -10,6 +10,8 @@ import yaml
 from loguru import logger
 
 RECIPE_NAME = "recipe.yaml"
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # compiled: ten times as fast, where PyYAML has it
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def tidy_recipe(folder: str | Path) -> None:
@@ -27,11 +29,12 @@ def tidy_recipe(folder: str | Path) -> None:
         logger.warning(f"{file} does not load again: {' '.join(str(error).split())}. Keep the recipe that you passed.")
         return
     stages = {re.sub(r"_stage_(\d+)$", r"_\1_stage", name): groups for name, groups in content.items()}
-    text = yaml.safe_dump(stages, allow_unicode=True, sort_keys=False, default_flow_style=None, width=88)
+    form: dict[str, Any] = {"allow_unicode": True, "sort_keys": False, "default_flow_style": None, "width": 88}
+    text = yaml.dump(stages, Dumper=_SafeDumper, **form)
     file.write_text(text, encoding="utf-8")
 
 
-class _PlainLoader(yaml.SafeLoader):
+class _PlainLoader(_SafeLoader):
     """Reads tuples as lists, and an object made from a single plain value (an enumeration, a device) as that value."""
 
     def read_sequence(self, node: yaml.Node) -> list[Any]:

@@ -2,8 +2,8 @@
 
     python -m eval.serve --models MODEL,tiny-llama --output results/serve --seconds 300
 
-A process of vLLM's server on 127.0.0.1 for every model, dense, and for each form of it, pruned here, fast: sizes matter, not
-weights. ``tiny-llama`` is one of random weights. Finished rows are read back: a call that ``--seconds`` ends is followed by
+A process of vLLM's server on 127.0.0.1 for every model, dense, and for each form of it, pruned here, by the
+default but for its slowest parts, on little text. ``tiny-llama`` is one of random weights. Finished rows are read back: a call that ``--seconds`` ends is followed by
 another. ``make serve-test`` makes vLLM's environment, where llm-compressor cannot live, and runs this to its end. A server takes a
 minute or two to start; ``--engine process`` asks the same engine without one, in one process for all rows.
 
@@ -53,6 +53,7 @@ FORMS = (*PRUNED, *CONVERTED, *QUANTISED)
 TINY = "tiny-llama"
 TOLERANCE = 1e-3  # of log-probabilities, in float32
 ROUNDED = 0.1  # the same, where kernels round activations, each in its way
+CALIBRATION = (32, 128)  # windows, tokens: enough that rounding does not break what pruning left
 PROMPTS = [[5, 17, 99, 300, 1200], [40, 41, 42], list(range(100, 140))]
 ROUNDS = 3
 SMALL = {
@@ -160,7 +161,7 @@ def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int 
         return make_tiny(kept / TINY) if model == TINY else Path(model)
     dense = make_form(model, "dense", sparsity, kept)
     recipe = "" if form in CONVERTED else make_recipe(form, sparsity, multiple)
-    what = [identify_model(str(dense)), sparsity, recipe, digest_sources(PACKAGE / "export")]
+    what = [identify_model(str(dense)), sparsity, recipe, CALIBRATION, digest_sources(PACKAGE / "export")]
     folder = kept / f"{Path(model).name}-{form}-{digest_text(json.dumps(what))}"
     if folder.exists():
         return folder
@@ -171,13 +172,13 @@ def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int 
         convert_folder(make_form(model, "per_layer-none", sparsity, kept), form, partial_folder)  # type: ignore[arg-type]
         partial_folder.rename(folder)
         return folder
-    data = make_calibration_dataset(DEMO_CALIBRATION, AutoTokenizer.from_pretrained(dense), 4, 64)
+    data = make_calibration_dataset(DEMO_CALIBRATION, AutoTokenizer.from_pretrained(dense), *CALIBRATION)
     oneshot(
         model=str(dense),
         dataset=data,
         recipe=recipe,
         output_dir=str(folder),
-        num_calibration_samples=4,
+        num_calibration_samples=len(data),
         precision="float32",
     )
     return folder
@@ -204,13 +205,8 @@ def make_tiny(folder: Path) -> Path:
 
 
 def make_recipe(form: str, sparsity: float, multiple: int = 1) -> str:
-    """Return a recipe that prunes, fast, to a form, and quantises where it says so."""
-    fields: dict[str, Any] = {
-        "sparsity": sparsity,
-        "importance": "magnitude",
-        "restoration": "none",
-        "sensitivity": "none",
-    }
+    """Return a recipe that prunes to a form, the default but for its slowest parts, and quantises where it says so."""
+    fields: dict[str, Any] = {"sparsity": sparsity, "sensitivity": "none", "max_swaps": 0, "damping": 0.1}
     if multiple > 1:
         fields["channel_multiple"] = multiple
     if form == "uniform" or form in QUANTISED:

@@ -2,7 +2,7 @@
 
     python -m eval.llamacpp --models MODEL,tiny-llama --output results/llamacpp --seconds 300
 
-Models are pruned here, fast, as in :mod:`eval.serve`, written as ``struprune convert --to gguf`` does (in float32, so that tokens
+Models are pruned here as in :mod:`eval.serve`, written as ``struprune convert --to gguf`` does (in float32, so that tokens
 can be compared), and quantised by llama.cpp, whose blocks want widths of whole 32s. ``make llama-test`` gets llama.cpp and runs
 this; finished rows are kept. *tokens* and *log-probabilities* are against transformers in float32, of the same pruned model before
 quantisation. llama.cpp's arithmetic is its own, dense models' too: pruned files must not be further off than three times what the

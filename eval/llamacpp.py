@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.ledger import EVAL, PACKAGE, Ledger, Turn, digest_sources, digest_text, identify_model, read_names
-from eval.serve import PROMPTS, TINY, TOLERANCE, compare, load_peer, make_form
+from eval.serve import FACTOR, PROMPTS, TINY, TOLERANCE, compare, load_peer, make_form
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.llama_cpp import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.report import format_table
@@ -30,7 +30,6 @@ FORMS = ("dense", "per_layer-none", "per_layer-vo", "per_layer-head")
 TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K_M")
 MULTIPLE = 32  # of channels, for blocks of quantised numbers
 DENSE_OFF = 0.05  # of log-probabilities, of a dense file that is not quantised
-FACTOR = 3.0  # of the dense file's difference, of the same type: how far a pruned one may be off
 
 
 def main() -> int:
@@ -89,8 +88,8 @@ def read_versions(python: Path) -> dict[str, str]:
 
 
 def describe_row(model: str, form: str, sparsity: float, kind: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a row depends on: of the package what writes the file, since weights do not matter."""
-    sources = (PACKAGE / "export", EVAL / "llamacpp.py", EVAL / "llama_worker.py", EVAL / "serve.py")
+    """Return what a row depends on; of the package all, since it prunes and writes the file."""
+    sources = (PACKAGE, EVAL / "llamacpp.py", EVAL / "llama_worker.py", EVAL / "serve.py")
     return {
         "model": model if model == TINY else identify_model(model),
         "row": [form, sparsity, kind, args.new_tokens, MULTIPLE],

@@ -44,19 +44,23 @@ from struprune_plugin.report import format_table
 
 PRUNED = ("uniform", "per_layer-none", "per_layer-vo", "per_layer-head")
 CONVERTED = ("uniform-padded", "masked", "block_configs")  # from per_layer-none
-_FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+_FOUR_BITS = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 64,
+}  # 64: divides more widths
 QUANTISED: dict[str, dict[str, Any]] = {  # with uniform: its kernels for CPUs take vLLM's own classes' shapes alone
     "w8a8": {"targets": ["Linear"], "scheme": "W8A8"},
-    "w4a16": {
-        "config_groups": {"all": {"targets": ["Linear"], "weights": _FOUR_BITS}}
-    },  # 64: more widths are whole groups
+    "w4a16": {"config_groups": {"all": {"targets": ["Linear"], "weights": _FOUR_BITS}}},
 }
 DTYPES = {"w8a8": "bfloat16", "w4a16": "bfloat16"}  # else float32, which their kernels have not
 DENSE = "dense-"  # before the name of a quantised form: the dense model, quantised in the same way
 FORMS = (*PRUNED, *CONVERTED, *QUANTISED)
 TINY = "tiny-llama"
 TOLERANCE = 1e-3  # of log-probabilities, in float32
-FACTOR = 3.0  # of what quantising does to the dense model's, where kernels round, each in its way
+FACTOR = 3.0  # of the dense model's difference, of the same kind: how far a pruned one may be off where kernels round
 CALIBRATION = (32, 128)  # windows, tokens: enough that rounding does not break what pruning left
 PROMPTS = [[5, 17, 99, 300, 1200], [40, 41, 42], list(range(100, 140))]
 ROUNDS = 3
@@ -138,15 +142,15 @@ def read_versions(python: Path) -> dict[str, str]:
 
 
 def describe_row(model: str, form: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a row depends on: of the package what loads a model, since weights do not matter."""
+    """Return what a row depends on; of the package all, since it prunes and loads."""
     return {
         "model": model if model == TINY else identify_model(model),
         "form": form,
         "engine": args.engine,
         "new_tokens": args.new_tokens,
-        "sources": digest_text("".join(map(digest_sources, (PACKAGE / "export", EVAL / "vllm_worker.py")))),
+        "sources": digest_text("".join(map(digest_sources, (PACKAGE, EVAL / "vllm_worker.py")))),
         "recipe": None if form == "dense" or form in CONVERTED else make_recipe(form, args.sparsity),
-        "asked": [PROMPTS, ROUNDS, DTYPES.get(form.removeprefix(DENSE))],
+        "asked": [PROMPTS, CALIBRATION, ROUNDS, DTYPES.get(form.removeprefix(DENSE))],
         "versions": read_versions(args.python),
     }
 
@@ -178,7 +182,7 @@ def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int 
         return make_tiny(kept / TINY) if model == TINY else Path(model)
     dense = make_form(model, "dense", sparsity, kept)
     recipe = "" if form in CONVERTED else make_recipe(form, sparsity, multiple)
-    what = [identify_model(str(dense)), sparsity, recipe, CALIBRATION, digest_sources(PACKAGE / "export")]
+    what = [identify_model(str(dense)), sparsity, recipe, CALIBRATION, digest_sources(PACKAGE)]
     folder = kept / f"{Path(model).name}-{form}-{digest_text(json.dumps(what))}"
     if folder.exists():
         return folder

@@ -30,7 +30,7 @@ from torch import nn
 from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from eval.measure import count_own_seconds
+from eval.measure import count_own_seconds, time_side_by_side
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.data import DEMO_CALIBRATION, make_calibration_dataset
 from struprune_plugin.evaluation import load_checkpoint
@@ -110,6 +110,7 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     if args.compile:
         called = {path: torch.compile(model, dynamic=False) for path, model in models.items()}
         options |= {"cache_implementation": "static", "compile_config": make_compile_config()}
+    time_turns = partial(time_side_by_side, pick=pick_tenth)
     prefill = time_turns({path: partial(m, ids) for path, m in called.items()}, args.repeats)
     prompt = {path: partial(run_linears, m, batch, args.length) for path, m in models.items()}
     token = {path: partial(run_linears, m, batch, 1) for path, m in models.items()}
@@ -131,19 +132,6 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
             row[f"{name}_reachable"] = whole[args.dense] / (linears[path] + rest)
         rows.append(row)
     return rows
-
-
-def time_turns(runs: dict[str, Any], repeats: int) -> dict[str, float]:
-    """Return the seconds of each run, of the fastest tenth of its turns; they take turns, and the first warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: pick_tenth(values[1:]) for name, values in seconds.items()}
 
 
 class TokenClock(BaseStreamer):

@@ -16,6 +16,7 @@ import transformers
 from families import MODEL_TYPES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from eval import serve
 from struprune_plugin.export import modeling_struprune
 
 
@@ -150,3 +151,13 @@ def test_every_layers_configuration_tells_its_head_size(save_family, prune_once,
     width = next(m.head_dim for m in dense.modules() if hasattr(m, "q_proj"))
     config = AutoConfig.from_pretrained(prune_once(folder, "head")[1])
     assert {layer.head_dim for layer in config.per_layer_config} == {width}
+
+
+@pytest.mark.parametrize(
+    ("form", "off", "passed"),
+    [("vo", 9e-4, True), ("vo", 2e-3, False), ("w8a8", 1.4, True), ("w8a8", 1.6, False), ("w4a16", 0.1, False)],
+)
+def test_vllm_s_answers_are_judged_by_transformers_and_quantised_ones_by_the_dense_model(form, off, passed):
+    rows = [{"model": "m", "form": name, "worst": worst} for name, worst in (("dense-w8a8", 0.5), (form, off))]
+    assert serve.passes(rows[1], rows) == passed  # w4a16: no dense one to compare with
+    assert not serve.passes({"model": "m", "form": form, "failed": "no server"}, rows)

@@ -43,7 +43,7 @@ from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.report import format_table
 
 PRUNED = ("uniform", "per_layer-none", "per_layer-vo", "per_layer-head")
-CONVERTED = ("uniform-padded", "masked", "block_configs")  # from per_layer-none
+CONVERTED = ("uniform-padded", "masked", "block_configs", "static")  # from per_layer-none
 _FOUR_BITS = {
     "num_bits": 4,
     "type": "int",

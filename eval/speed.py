@@ -102,10 +102,11 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     ids = torch.randint(4, dense.config.vocab_size, (batch, args.length)).to(dense.device)
     options: dict[str, Any] = {
         "max_new_tokens": args.new_tokens,
-        "min_new_tokens": args.new_tokens,
         "do_sample": False,
         "pad_token_id": 1,
     }
+    for model in models.values():  # else an early end, or the search for it in all logits
+        model.generation_config.eos_token_id = None
     called = models
     if args.compile:
         called = {path: torch.compile(model, dynamic=False) for path, model in models.items()}

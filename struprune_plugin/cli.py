@@ -47,7 +47,7 @@ from struprune_plugin.verify import check_undamaged, find_damage, verify_folder
 
 # Whatever needs torch or the host is imported by the command that needs it: help and early refusals take no seconds.
 _BOOTSTRAP = 100  # draws; above 0 lets lm-eval give standard errors, those of means have a formula and draw nothing
-_FORMS = ("uniform-padded", "masked", "block_configs", "gguf")  # of struprune_plugin.export.forms
+_FORMS = ("uniform-padded", "masked", "block_configs", "static", "gguf")  # of struprune_plugin.export.forms
 
 
 class _Parser(argparse.ArgumentParser):
@@ -214,8 +214,9 @@ def _add_convert(commands: Any) -> None:
         help="write a pruned folder in a form that stock classes load",
         description="Write a pruned folder in another form: the same function, other shapes. uniform-padded: all layers padded "
         "with zeros to the largest, stock classes load it. masked: the dense model's shapes, zeros where units went. "
-        "block_configs: every layer's own FFN width in the schema of Nemotron NAS models (LLaMA only). gguf: one file for "
-        "llama.cpp, every layer of its own size (LLaMA only).",
+        "block_configs: every layer's own FFN width in the schema of Nemotron NAS models (LLaMA only). static: every layer's "
+        "own sizes, linears that read the same input joined: the fastest in transformers. gguf: one file for llama.cpp, every "
+        "layer of its own size (LLaMA only).",
     )
     convert.add_argument("path", metavar="OUT", type=Path, help="a pruned folder")
     convert.add_argument("--to", required=True, choices=_FORMS, help="form to write")

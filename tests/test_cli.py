@@ -179,7 +179,7 @@ OPTIONS = {
     "eval": "--text --window --stride --max-tokens --tasks --output --json --quiet",
     "inspect": "PATH --json",
     "recipes": "",
-    "convert": "OUT --to uniform-padded masked block_configs --output --overwrite",
+    "convert": "OUT --to uniform-padded masked block_configs static --output --overwrite",
 }
 
 

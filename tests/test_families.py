@@ -303,6 +303,30 @@ def test_converted_forms_keep_the_function_and_load_by_stock_classes(saved, whol
     assert AutoTokenizer.from_pretrained(tmp_path)("a")
 
 
+def test_static_form_keeps_the_function_in_fewer_linears(saved, again, tmp_path):
+    convert_folder(saved[2], "static", tmp_path)
+    made = load(tmp_path)
+    assert type(made) is type(again)
+    assert made.num_parameters() == again.num_parameters()
+    family = check_model_type(made.config.model_type)
+    joined = 2 * (len(family.attention.producers) == 3) + (family.ffn.gated and len(family.ffn.producers) == 2)
+    first = [count_linears(model)[0] for model in (again, made)]
+    assert first[0] - first[1] == joined
+    torch.testing.assert_close(made(PROMPTS).logits, again(PROMPTS).logits, **CLOSE)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    assert torch.equal(made.generate(PROMPTS, **options), again.generate(PROMPTS, **options))
+    made.save_pretrained(tmp_path / "saved")
+    assert torch.equal(load(tmp_path / "saved")(PROMPTS).logits, made(PROMPTS).logits)
+    with pytest.raises(ValueError, match="model: must be in the per-layer form, got the static one"):
+        convert_folder(tmp_path, "masked", tmp_path / "masked")
+
+
+def count_linears(model):
+    """Return the number of linears of every decoder layer."""
+    path = check_model_type(model.config.model_type).layers
+    return [sum(isinstance(m, torch.nn.Linear) for m in layer.modules()) for layer in model.get_submodule(path)]
+
+
 def test_a_model_pruned_twice_is_padded_and_refused_by_the_masked_form(twice, tmp_path):
     model, out = twice
     with pytest.raises(ValueError, match="masked must start from a model that was pruned in one run"):

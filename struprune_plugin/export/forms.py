@@ -18,7 +18,7 @@ from struprune_plugin.model.layers import find_decoder_layers, measure_layer
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.units import UnitGroup, find_groups
 
-Form = Literal["uniform-padded", "masked", "block_configs", "gguf"]
+Form = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"]
 
 
 def load_pruned(folder: Path) -> PreTrainedModel:
@@ -39,6 +39,7 @@ def load_pruned(folder: Path) -> PreTrainedModel:
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{folder}: must not be quantised, it is. Convert first, quantise afterwards.")
+    find_family(model)  # refuses the static form
     return model
 
 
@@ -48,6 +49,7 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
     - ``uniform-padded``: all layers padded with zeros to the largest: stock classes load it
     - ``masked``: the dense model's shapes, zeros where units went: stock classes load it
     - ``block_configs``: every layer's own FFN width, attention padded to the dense model's, as Nemotron NAS models
+    - ``static``: every layer's own sizes, linears that read the same input joined: the fewest steps in transformers
     - ``gguf``: one file for llama.cpp: every layer's own FFN width and heads, values padded to the width of keys
 
     :param output: an empty folder
@@ -64,6 +66,8 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
         _restore_units(model, read_manifest(source / MANIFEST_NAME))
     elif form == "uniform-padded":
         _pad_layers(model)
+    elif form == "static":
+        _fuse_layers(model)
     else:
         model = _adopt_blocks(model)
     model.save_pretrained(output)
@@ -139,6 +143,20 @@ def _pad_layers(model: PreTrainedModel) -> None:
             if group.num_units < width:
                 _grow(model, group, width)
     adopt_stock(model, config)
+
+
+def _fuse_layers(model: PreTrainedModel) -> None:
+    family = find_family(model)
+    fused = {}
+    for owner, name, producers, parts in (
+        (family.attention.module, "qkv_proj", family.attention.producers, 3),
+        (family.ffn.output.rpartition(".")[0], "gate_up_proj", family.ffn.producers, 2),
+    ):
+        if len(producers) == parts:  # else the family has them joined, or nothing to join
+            fused[f"{owner}.{name}"] = list(producers)
+    layout = {**model.config.layout, "fused": fused}
+    modeling.fuse_layers(model, layout)
+    model.config.layout = layout
 
 
 def _measure_dense_heads(model: PreTrainedModel) -> int:

@@ -52,6 +52,8 @@ def derive_class(name: str) -> Any:
         super(made, self).__init__(dense)
         copy_settings(dense, config)
         fit_layers(self, dense, config)
+        if "fused" in config.layout:
+            fuse_layers(self, config.layout)
 
     members = {"__init__": __init__, "config_class": derive_class(PREFIX + stock.config_class.__name__)}
     made = type(name, (stock,), {**members, "__module__": __name__})
@@ -86,13 +88,18 @@ def copy_settings(old: Any, new: Any) -> None:
     new._experts_implementation = old._experts_implementation
 
 
+def list_layers(model: Any, layout: dict[str, Any]) -> Any:
+    """Return the decoder layers of a model, with its head or without."""
+    path = layout["layers"]
+    if not hasattr(model, path.split(".")[0]):
+        path = path.removeprefix(f"{model.base_model_prefix}.")
+    return model.get_submodule(path)
+
+
 def fit_layers(model: Any, dense: Any, config: Any) -> None:
     """Give every layer of a dense model, fresh or on the meta device, the sizes that the configuration says."""
     layout = config.layout
-    path = layout["layers"]
-    if not hasattr(model, path.split(".")[0]):  # the model without its head
-        path = path.removeprefix(f"{model.base_model_prefix}.")
-    for layer, sizes in zip(model.get_submodule(path), config.per_layer_config, strict=True):
+    for layer, sizes in zip(list_layers(model, layout), config.per_layer_config, strict=True):
         attention = layer.get_submodule(layout["attention"])
         heads, wide = sizes.num_attention_heads, _read_width(attention)
         if sizes.value_head_dim != wide or _cuts_by_config(layout):  # else the stock class does, and is faster
@@ -117,6 +124,59 @@ def fit_layers(model: Any, dense: Any, config: Any) -> None:
             if name in linears:
                 _resize(linears[name], in_features=columns[part])
     share_config(model, dense, config)
+
+
+def fuse_layers(model: Any, layout: dict[str, Any]) -> None:
+    """Give a pruned model, loaded, fresh or on the meta device, its static form: the same function in fewer, larger steps.
+
+    Linears that read the same input become one, whose rows are those of its parts in order: a layer makes queries, keys and
+    values at once, and what it gates with their gates. RMS norms become calls of torch's own.
+
+    :param layout: of the configuration; ``fused`` names the linears to be, and their parts
+    """
+    for layer in list_layers(model, layout):
+        for name, parts in layout["fused"].items():
+            owner_name, _, own_name = name.rpartition(".")
+            owner = layer.get_submodule(owner_name)
+            short = [part.rpartition(".")[2] for part in parts]
+            if not hasattr(owner, short[0]):  # a mixture of experts
+                continue
+            setattr(owner, own_name, _join([getattr(owner, part) for part in short]))
+            for part in short:
+                delattr(owner, part)
+            if owner_name == layout["attention"]:
+                adopt_attention(owner, layout).rows = {own_name: tuple(layout["rows"][part][0] for part in parts)}
+            else:
+                owner.__class__ = _derive_gated(type(owner))
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.__class__ = _derive_norm(type(module))
+
+
+def _join(linears: list[Any]) -> nn.Linear:
+    first, rows = linears[0], sum(linear.out_features for linear in linears)
+    made = nn.Linear(first.in_features, rows, bias=first.bias is not None, device="meta")
+    for name in dict(made.named_parameters()):
+        values = torch.cat([getattr(linear, name).detach() for linear in linears])
+        setattr(made, name, nn.Parameter(values, requires_grad=getattr(first, name).requires_grad))
+    return made
+
+
+@cache
+def _derive_gated(stock: type) -> type:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+    return type(PREFIX + stock.__name__, (stock,), {"forward": forward, "__module__": __name__})
+
+
+@cache
+def _derive_norm(stock: type) -> type:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+    return type(PREFIX + stock.__name__, (stock,), {"forward": forward, "__module__": __name__})
 
 
 def share_config(model: Any, old: Any, new: Any) -> None:
@@ -287,13 +347,15 @@ def rotate(
     :param cos: shape [batch, tokens, rotated width]
     :param sin: the same
     """
-    heads, states = query.shape[1], torch.cat((query, key), 1)
-    cos, sin, width = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
-    first, second = states[..., : width // 2], states[..., width // 2 : width]
-    rotated = states[..., :width] * cos + torch.cat((-second, first), -1) * sin
-    if width < states.shape[-1]:
+    states, width = torch.cat((query, key), 1), cos.shape[-1]
+    whole = width == states.shape[-1]
+    turning = states if whole else states[..., :width]
+    first, second = turning.chunk(2, -1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = turning * cos + torch.cat((-second, first), -1) * sin  # rounded as stock code does
+    if not whole:
         rotated = torch.cat((rotated, states[..., width:]), -1)
-    return rotated[:, :heads], rotated[:, heads:]
+    return rotated.split_with_sizes((query.shape[1], key.shape[1]), 1)
 
 
 def attend_one(

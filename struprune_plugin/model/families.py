@@ -180,8 +180,14 @@ FAMILIES = (
 def find_family(model: nn.Module) -> Family:
     """Return the description of a model's family.
 
-    :raises ValueError: the architecture is not supported; the message lists those that are
+    :raises ValueError: the architecture is not supported; the message lists those that are. Or the model is in the static form
     """
+    layout = getattr(getattr(model, "config", None), "layout", None) or {}
+    if "fused" in layout:
+        raise ValueError(
+            "model: must be in the per-layer form, got the static one, whose linears are joined for running alone. Use the "
+            "folder that it was made from."
+        )
     return check_model_type(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 

@@ -145,7 +145,8 @@ def fuse_layers(model: Any, layout: dict[str, Any]) -> None:
             for part in short:
                 delattr(owner, part)
             if owner_name == layout["attention"]:
-                adopt_attention(owner, layout).rows = {own_name: tuple(layout["rows"][part][0] for part in parts)}
+                adopt_attention(owner, layout).joined = True
+                owner.rows = {own_name: tuple(layout["rows"][part][0] for part in parts)}
             else:
                 owner.__class__ = _derive_gated(type(owner))
     for module in model.modules():
@@ -245,6 +246,7 @@ class StruPruneAttention:
     :ivar output: name of the output projection
     :ivar interleaved: whether a fused projection's rows come head by head
     :ivar norms: names of the norms of queries and keys, where it has them
+    :ivar joined: whether one linear of ours makes queries, keys and values
     """
 
     wide: int
@@ -253,6 +255,7 @@ class StruPruneAttention:
     output: str
     interleaved: bool
     norms: tuple[str, ...]
+    joined: bool = False
 
     def forward(
         self: Any,
@@ -268,11 +271,7 @@ class StruPruneAttention:
             given |= {"layer_past": layer_past}
             kwargs |= {name: value for name, value in given.items() if value is not None}
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
-        query, key, value = self._project(hidden_states)
-        if self.norms:
-            query, key = getattr(self, self.norms[0])(query), getattr(self, self.norms[1])(key)
-        if position_embeddings is not None:
-            query, key = rotate(query, key, *position_embeddings)
+        query, key, value = self._make_states(hidden_states, position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -310,6 +309,30 @@ class StruPruneAttention:
         fused = len(self.rows) == 1 and not self.interleaved  # stock code cuts those by the config's head count
         return self.value_head_dim == self.wide and not fused
 
+    def _make_states(self: Any, hidden: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
+        """Return queries, keys and values, normed and rotated, each of shape [batch, heads, tokens, width]."""
+        if self.joined and positions is not None and not self.norms:
+            both, value = self._project_joined(hidden)
+        else:
+            query, key, value = self._project(hidden)
+            if self.norms:
+                query, key = getattr(self, self.norms[0])(query), getattr(self, self.norms[1])(key)
+            if positions is None:
+                return query, key, value
+            both = torch.cat((query, key), 1)
+        num_keys = value.shape[1]
+        query, key = rotate(both, *positions).split_with_sizes((both.shape[1] - num_keys, num_keys), 1)
+        return query, key, value
+
+    def _project_joined(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys as one, of shape [batch, heads, tokens, width], and values."""
+        rows = getattr(self, next(iter(self.rows)))(hidden)
+        wide, narrow, shape = self.wide, self.value_head_dim, (*hidden.shape[:-1], -1)
+        value_heads = rows.shape[-1] // ((getattr(self, "num_key_value_groups", 1) + 1) * wide + narrow)
+        cut = rows.shape[-1] - value_heads * narrow
+        both, value = rows.split_with_sizes((cut, value_heads * narrow), -1)
+        return both.view(*shape, wide).transpose(1, 2), value.view(*shape, narrow).transpose(1, 2)
+
     def _project(self: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return queries, keys and values, each of shape [batch, heads, tokens, width]."""
         shape = hidden.shape[:-1]
@@ -334,28 +357,23 @@ class StruPruneAttention:
         return [found[part] for part in ("query", "key", "value")]
 
 
-def rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate queries and keys by position, together: x cos + (-second half of x, first half of x) sin.
 
     Stock code does it apart, in twice as many steps, which is what a new token's seconds go to. Some families rotate the first
     channels only.
 
-    :param query: shape [batch, heads, tokens, width]
-    :param key: shape [batch, value heads, tokens, width]
+    :param states: shape [batch, heads, tokens, width], of queries and of keys
     :param cos: shape [batch, tokens, rotated width]
     :param sin: the same
     """
-    states, width = torch.cat((query, key), 1), cos.shape[-1]
+    width = cos.shape[-1]
     whole = width == states.shape[-1]
     turning = states if whole else states[..., :width]
     first, second = turning.chunk(2, -1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated = turning * cos + torch.cat((-second, first), -1) * sin  # rounded as stock code does
-    if not whole:
-        rotated = torch.cat((rotated, states[..., width:]), -1)
-    return rotated.split_with_sizes((query.shape[1], key.shape[1]), 1)
+    turned = torch.cat((-second, first), -1).mul_(sin.unsqueeze(1))
+    rotated = (turning * cos.unsqueeze(1)).add_(turned)  # not addcmul: rounded as stock code does
+    return rotated if whole else torch.cat((rotated, states[..., width:]), -1)
 
 
 def attend_one(
@@ -375,7 +393,7 @@ def attend_one(
     shared = batch * key.shape[1]
     key, value = key.reshape(shared, -1, width), value.reshape(shared, -1, value.shape[-1])
     query = query.reshape(shared, -1, width)
-    logits = torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scaling)
+    logits = torch.bmm(query, key.mT).mul_(scaling)
     if mask is not None:
         mask, logits = mask[:, 0, :, : key.shape[1]], logits.view(batch, heads, -1)
         hidden = torch.finfo(logits.dtype).min

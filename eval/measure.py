@@ -13,22 +13,23 @@ from compressed_tensors.utils import patch_attr
 from struprune_plugin.device.account import LiveBytes
 
 
-def time_side_by_side(
-    runs: Mapping[str, Callable[[], object]],
-    repeats: int = 7,
-    pick: Callable[[list[float]], float] = statistics.median,
-) -> dict[str, float]:
-    """Return the seconds of each run, by default their median; rounds are interleaved, so that noise hits all alike."""
+def time_side_by_side(runs: Mapping[str, Callable[[], object]], repeats: int = 7) -> dict[str, float]:
+    """Return the median seconds of each run, in turns."""
+    return {name: statistics.median(values) for name, values in time_turns(runs, repeats).items()}
+
+
+def time_turns(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each run in every turn; runs take turns, so that noise hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(repeats + 1):
+    for turn in range(repeats + 1):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if round_:  # the first round warms up
+            if turn:  # the first warms up
                 seconds[name].append(time.perf_counter() - start)
-    return {name: pick(values) for name, values in seconds.items()}
+    return seconds
 
 
 @contextmanager

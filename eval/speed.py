@@ -4,8 +4,8 @@ python -m eval.speed --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30 -
 python -m eval.speed --dense ../shared/testbed/opt-lab --sparsity 0.1,0.3,0.5 --channel-multiple 1,64 --output results/speed
 
 With ``--sparsity`` models are pruned here, all layers alike and fast: their sizes matter, not their weights. ``generate`` writes
-the new tokens, and each is timed. Models take turns, and each figure is the fastest tenth's of all turns: others may share the
-machine, so many short turns tell more than a few long ones.
+the new tokens, and each is timed. Models take turns: seconds are the fastest tenth's of all turns, a speed-up is the median of
+the ratios that two models have in the same turn. Others may share the machine, so many short turns tell more than a few long ones.
 
 *ideal*: the speed-up that the weights kept in all linears would give, the head's too. *linears*: what the products of all linears
 take, everything else left out. *else*: the rest. *reachable*: the speed-up of this model's linears beside the dense model's rest,
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 import warnings
@@ -30,7 +31,7 @@ from torch import nn
 from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from eval.measure import count_own_seconds, time_side_by_side
+from eval.measure import count_own_seconds, time_turns
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.data import DEMO_CALIBRATION, make_calibration_dataset
 from struprune_plugin.evaluation import load_checkpoint
@@ -111,7 +112,6 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     if args.compile:
         called = {path: torch.compile(model, dynamic=False) for path, model in models.items()}
         options |= {"cache_implementation": "static", "compile_config": make_compile_config()}
-    time_turns = partial(time_side_by_side, pick=pick_tenth)
     prefill = time_turns({path: partial(m, ids) for path, m in called.items()}, args.repeats)
     prompt = {path: partial(run_linears, m, batch, args.length) for path, m in models.items()}
     token = {path: partial(run_linears, m, batch, 1) for path, m in models.items()}
@@ -124,13 +124,14 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     for path, model in models.items():
         row = {"model": path, "batch": batch, "parameters": model.num_parameters() / dense.num_parameters()}
         row["linears"] = _count_linears(model) / _count_linears(dense)
-        for name, (whole, linears) in seconds.items():
-            rest = whole[args.dense] - linears[args.dense]
-            row[name] = batch * (args.length if name == "prefill" else 1) / whole[path]
-            row[f"{name}_seconds"], row[f"{name}_linears_seconds"] = whole[path], linears[path]
-            row[f"{name}_speedup"] = whole[args.dense] / whole[path]
-            row[f"{name}_linears_speedup"] = linears[args.dense] / linears[path]
-            row[f"{name}_reachable"] = whole[args.dense] / (linears[path] + rest)
+        for name, (wholes, products) in seconds.items():
+            whole, linears = pick_tenth(wholes[path]), pick_tenth(products[path])
+            dense_whole, dense_linears = pick_tenth(wholes[args.dense]), pick_tenth(products[args.dense])
+            row[name] = batch * (args.length if name == "prefill" else 1) / whole
+            row[f"{name}_seconds"], row[f"{name}_linears_seconds"] = whole, linears
+            row[f"{name}_speedup"] = compare_turns(wholes[args.dense], wholes[path])
+            row[f"{name}_linears_speedup"] = compare_turns(products[args.dense], products[path])
+            row[f"{name}_reachable"] = dense_whole / (linears + dense_whole - dense_linears)
         rows.append(row)
     return rows
 
@@ -148,8 +149,10 @@ class TokenClock(BaseStreamer):
         pass
 
 
-def time_tokens(models: dict[str, Any], ids: torch.Tensor, options: dict[str, Any], repeats: int) -> dict[str, float]:
-    """Return the seconds of a new token in ``generate``, after the first, of the fastest tenth of all tokens of all turns."""
+def time_tokens(
+    models: dict[str, Any], ids: torch.Tensor, options: dict[str, Any], repeats: int
+) -> dict[str, list[float]]:
+    """Return the seconds of all new tokens in ``generate`` but each turn's first."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(repeats + 1):
         for name, model in models.items():
@@ -158,7 +161,12 @@ def time_tokens(models: dict[str, Any], ids: torch.Tensor, options: dict[str, An
             if turn:  # the first warms up
                 written = clock.times[1:]  # the first is handed out with the prompt's end
                 seconds[name] += [after - before for before, after in pairwise(written)]
-    return {name: pick_tenth(values) for name, values in seconds.items()}
+    return seconds
+
+
+def compare_turns(dense: list[float], pruned: list[float]) -> float:
+    """Return how many times as fast a model is, the median over turns."""
+    return statistics.median(before / after for before, after in zip(dense, pruned, strict=True))
 
 
 def pick_tenth(values: list[float]) -> float:

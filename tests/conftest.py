@@ -10,6 +10,7 @@ import functools
 import gc
 import multiprocessing
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,11 @@ SHAPES = {  # name -> OPT configuration: the usual one, and that of OPT-350m (no
     "post_norm": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "no_bias": {"enable_bias": False},
 }
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, and let processes of tests hear it, where a shell started this in the background and told it not to."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

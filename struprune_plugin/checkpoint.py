@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from struprune_plugin.model.families import check_model_type
+from struprune_plugin.model.families import check_form, check_model_type
 
 _FORMS = (
     "model.safetensors",
@@ -32,10 +32,11 @@ Header = dict[str, list[int]]  # tensor -> shape
 def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
     """Return the configuration of a checkpoint; refuse, without reading weights, one that cannot be pruned.
 
-    :raises ValueError: nothing to load there; an unsupported architecture; quantised weights; a weight file that is cut off
+    :raises ValueError: nothing to load there; an unsupported architecture or form; quantised weights; a weight file that is cut off
         or is none; a tensor that the configuration asks for and that is missing, or of another shape
     """
     config = read_config(model, revision, trust_remote_code)
+    check_form(config)
     check_model_type(config.model_type)
     if Path(model).is_dir() and not _list_files(Path(model)):
         raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")

@@ -215,7 +215,7 @@ def _add_convert(commands: Any) -> None:
         description="Write a pruned folder in another form: the same function, other shapes. uniform-padded: all layers padded "
         "with zeros to the largest, stock classes load it. masked: the dense model's shapes, zeros where units went. "
         "block_configs: every layer's own FFN width in the schema of Nemotron NAS models (LLaMA only). static: every layer's "
-        "own sizes, linears that read the same input joined: the fastest in transformers. gguf: one file for llama.cpp, every "
+        "own sizes, linears that read the same input joined: the fewest steps in transformers. gguf: one file for llama.cpp, every "
         "layer of its own size (LLaMA only).",
     )
     convert.add_argument("path", metavar="OUT", type=Path, help="a pruned folder")

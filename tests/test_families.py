@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticC
 
 from eval.equivalence import mask_dense
 from struprune_plugin import StruPruneModifier, cli, read_manifest
+from struprune_plugin.checkpoint import check_checkpoint
 from struprune_plugin.evaluation import load_checkpoint, run_tasks
 from struprune_plugin.export import adopt_attention, adopt_config
 from struprune_plugin.export.forms import convert_folder
@@ -317,8 +318,12 @@ def test_static_form_keeps_the_function_in_fewer_linears(saved, again, tmp_path)
     assert torch.equal(made.generate(PROMPTS, **options), again.generate(PROMPTS, **options))
     made.save_pretrained(tmp_path / "saved")
     assert torch.equal(load(tmp_path / "saved")(PROMPTS).logits, made(PROMPTS).logits)
-    with pytest.raises(ValueError, match="model: must be in the per-layer form, got the static one"):
-        convert_folder(tmp_path, "masked", tmp_path / "masked")
+    for refused in (
+        lambda: convert_folder(tmp_path, "masked", tmp_path / "m"),
+        lambda: check_checkpoint(str(tmp_path)),
+    ):
+        with pytest.raises(ValueError, match="model: '.*' must be in the per-layer form, got the static one"):
+            refused()
 
 
 def count_linears(model):

@@ -145,8 +145,7 @@ def fuse_layers(model: Any, layout: dict[str, Any]) -> None:
             for part in short:
                 delattr(owner, part)
             if owner_name == layout["attention"]:
-                adopt_attention(owner, layout).joined = True
-                owner.rows = {own_name: tuple(layout["rows"][part][0] for part in parts)}
+                adopt_attention(owner, layout).rows = {own_name: tuple(layout["rows"][part][0] for part in parts)}
             else:
                 owner.__class__ = _derive_gated(type(owner))
     for module in model.modules():
@@ -246,7 +245,6 @@ class StruPruneAttention:
     :ivar output: name of the output projection
     :ivar interleaved: whether a fused projection's rows come head by head
     :ivar norms: names of the norms of queries and keys, where it has them
-    :ivar joined: whether one linear of ours makes queries, keys and values
     """
 
     wide: int
@@ -255,7 +253,6 @@ class StruPruneAttention:
     output: str
     interleaved: bool
     norms: tuple[str, ...]
-    joined: bool = False
 
     def forward(
         self: Any,
@@ -306,12 +303,17 @@ class StruPruneAttention:
 
     def fits_stock(self) -> bool:
         """Tell whether the stock class' own function gives the output."""
-        fused = len(self.rows) == 1 and not self.interleaved  # stock code cuts those by the config's head count
-        return self.value_head_dim == self.wide and not fused
+        return (
+            self.value_head_dim == self.wide and not self.is_joined()
+        )  # stock code cuts those by the config's head count
+
+    def is_joined(self) -> bool:
+        """Tell whether one linear makes all queries, then all keys, then all values."""
+        return len(self.rows) == 1 and not self.interleaved
 
     def _make_states(self: Any, hidden: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
         """Return queries, keys and values, normed and rotated, each of shape [batch, heads, tokens, width]."""
-        if self.joined and positions is not None and not self.norms:
+        if self.is_joined() and positions is not None and not self.norms:
             both, value = self._project_joined(hidden)
         else:
             query, key, value = self._project(hidden)
@@ -320,9 +322,7 @@ class StruPruneAttention:
             if positions is None:
                 return query, key, value
             both = torch.cat((query, key), 1)
-        num_keys = value.shape[1]
-        query, key = rotate(both, *positions).split_with_sizes((both.shape[1] - num_keys, num_keys), 1)
-        return query, key, value
+        return *_part(rotate(both, *positions), value), value
 
     def _project_joined(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys as one, of shape [batch, heads, tokens, width], and values."""
@@ -335,6 +335,9 @@ class StruPruneAttention:
 
     def _project(self: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return queries, keys and values, each of shape [batch, heads, tokens, width]."""
+        if self.is_joined():
+            both, value = self._project_joined(hidden)
+            return [*_part(both, value), value]
         shape = hidden.shape[:-1]
         widths = {"query": self.wide, "key": self.wide, "value": self.value_head_dim}
         if len(self.rows) == len(widths):
@@ -346,15 +349,17 @@ class StruPruneAttention:
         repeated = {"query": getattr(self, "num_key_value_groups", 1), "key": 1, "value": 1}
         found = {}
         for name, parts in self.rows.items():
-            rows = getattr(self, name)(hidden)
             shares = [repeated[part] * widths[part] for part in parts]
-            if self.interleaved:
-                rows = rows.unflatten(-1, (-1, sum(shares)))
-            else:
-                shares = [share * rows.shape[-1] // sum(shares) for share in shares]
+            rows = getattr(self, name)(hidden).unflatten(-1, (-1, sum(shares)))
             for part, piece in zip(parts, rows.split(shares, -1), strict=True):
                 found[part] = piece.reshape(*shape, -1, widths[part]).transpose(1, 2)
         return [found[part] for part in ("query", "key", "value")]
+
+
+def _part(both: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return queries and keys; there are as many heads of keys as of values."""
+    num_keys = value.shape[1]
+    return both.split_with_sizes((both.shape[1] - num_keys, num_keys), 1)
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -180,15 +180,23 @@ FAMILIES = (
 def find_family(model: nn.Module) -> Family:
     """Return the description of a model's family.
 
-    :raises ValueError: the architecture is not supported; the message lists those that are. Or the model is in the static form
+    :raises ValueError: the architecture is not supported; the message lists those that are. Or as :func:`check_form` does
     """
-    layout = getattr(getattr(model, "config", None), "layout", None) or {}
-    if "fused" in layout:
+    config = getattr(model, "config", None)
+    check_form(config)
+    return check_model_type(getattr(config, "model_type", type(model).__name__))
+
+
+def check_form(config: Any) -> None:
+    """Refuse the configuration of a model whose linears are joined.
+
+    :raises ValueError: it is in the static form
+    """
+    if "fused" in (getattr(config, "layout", None) or {}):
         raise ValueError(
-            "model: must be in the per-layer form, got the static one, whose linears are joined for running alone. Use the "
-            "folder that it was made from."
+            f"model: {config._name_or_path!r} must be in the per-layer form, got the static one, whose linears are joined for "
+            "running alone. Use the folder that it was made from."
         )
-    return check_model_type(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
 def check_model_type(model_type: str) -> Family:

@@ -25,9 +25,7 @@ def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: dict) 
     settings = manifest["settings"]
     sliced = dict(pruned.named_parameters())
     for name, parameter in dense.named_parameters():
-        if (
-            name in sliced and parameter.shape == sliced[name].shape
-        ):  # norms, queries and keys: what a block's tuning may have changed
+        if name in sliced and parameter.shape == sliced[name].shape:  # queries and keys: what ADMM may have changed
             parameter.data.copy_(sliced[name].data)
     keep = {entry["name"]: torch.tensor(entry["keep"]) for entry in manifest["groups"]}
     fields = (settings["attention_unit"], settings["prune_ffn"], settings["targets"], settings["ignore"])

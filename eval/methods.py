@@ -48,7 +48,7 @@ _SPELLED: dict[str, Any] = {
     "max_swaps": 0,
     "output": "per_layer",
     "tuning_epochs": 0,
-    "tuning_learning_rate": 0.02,
+    "tuning_learning_rate": 0.01,
 }
 
 

@@ -45,7 +45,7 @@ LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
     "+ rotated values": Row(spell(**_ROTATED)),
     "+ swaps": Row(spell(**_SWAPPED)),
     BEST: Row(spell(**_DAMPED)),
-    "+ block tuning": Row(spell(**_TUNED)),
+    "+ FFN tuning": Row(spell(**_TUNED)),
     "+ LoRA with distillation": Row(spell(**_TUNED), DISTILL),
 }
 ASIDE: dict[str, Row] = {  # measured beside the ladder

@@ -151,7 +151,7 @@ INTERNALS = [
     Internal(f"{_OFFLOAD}:disable_offloading", "device/room.py", "a layer's weights stay while it is worked on", _CT),
     Internal(f"{_OFFLOAD}:disable_onloading", "device/residence.py", "to look at weights where they are", _CT),
     Internal(f"{_OFFLOAD}:load_offloaded_model", "entrypoint.py", "models larger than the memory", _CT),
-    Internal(f"{_OFFLOAD}:remove_dispatch", "layer/tuning.py", "weights that can be trained", _CT),
+    Internal(f"{_OFFLOAD}:remove_dispatch", "recovery/adapters.py", "weights that can be trained", _CT),
     Internal(f"{_OFFLOAD}:set_onload_device", "recovery/adapters.py", "the same, given back", _CT),
     Internal(f"{_OFFLOAD}.cache:CPUCache.offload", "device/account.py", "what it moves counts", _CT),
     Internal(f"{_OFFLOAD}.cache:DiskCache.onload", "device/account.py", "the same", _CT),
@@ -191,6 +191,7 @@ INTERNALS = [
     Internal("compressed_tensors.utils:match_name", "model/units/__init__.py", "the same", _CT),
     Internal("compressed_tensors.utils:patch_attr", "device/account.py", "to change what is put back", _CT),
     # -- transformers ---------------------------------------------------------------------------------------------
+    Internal("transformers.activations:ACT2FN", "model/ffn.py", "an FFN apart from its layer", _TF),
     Internal(
         "transformers.conversion_mapping:get_checkpoint_conversion_mapping",
         "export/modeling_struprune.py",

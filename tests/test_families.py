@@ -148,7 +148,7 @@ def test_zero_sparsity_is_the_identity(dense, whole, tmp_path):
 
 
 def test_allocators_and_tuning_run_in_every_family(dense, whole, tmp_path):
-    """Softmax, Algorithm 3's weight norms, ADMM where it is defined, and the tuning of a layer with the family's arguments."""
+    """Softmax, Algorithm 3's weight norms, ADMM where it is defined, and the tuning of an FFN with the family's activation."""
     model_type = whole.config.model_type
     gated_silu = model_type in {"opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3"}
     options = {"sparsity": 0.2, "allocation": "softmax_inverse", "temperature": 4.0, "tuning_epochs": 1}
@@ -322,7 +322,7 @@ def test_static_form_keeps_the_function_in_fewer_linears(saved, again, tmp_path)
         lambda: convert_folder(tmp_path, "masked", tmp_path / "m"),
         lambda: check_checkpoint(str(tmp_path)),
     ):
-        with pytest.raises(ValueError, match="model: '.*' must be in the per-layer form, got the static one"):
+        with pytest.raises(ValueError, match=r"model: '.*' must be in the per-layer form, got the static one"):
             refused()
 
 

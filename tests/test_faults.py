@@ -36,7 +36,7 @@ STAGES = {  # stage -> what runs in its midst
     "allocation": "struprune_plugin.passes.allocation.measure_restored_curve",
     "statistics": "struprune_plugin.layer.gather.accumulate_tokens",
     "pruning": "struprune_plugin.layer.prune.slice_group",
-    "tuning": "struprune_plugin.layer.prune.tune_layer",
+    "tuning": "struprune_plugin.layer.tuning.tune_ffn",
     "teacher": "struprune_plugin.recovery.teacher.LayeredTeacher.write_logits",
     "LoRA": "struprune_plugin.recovery.step.Stepper.take",
     "quantising": "llmcompressor.modifiers.quantization.QuantizationModifier.on_calibration_end",

@@ -82,6 +82,7 @@ class MomentGatherer:
     def finish(self, group: UnitGroup) -> GroupMoments:
         """Return a group's moments, of all processes' batches, whole in the first process, once."""
         moments, sums = self._close(self._sums.pop(group.name), group), self._held.pop(group.name, None)
+        self._visits.pop(group.name, None)
         if sums is None:
             return GroupMoments(moments)
         held = self._close(sums, group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from struprune_plugin.layer.decide import Decision, decide_group
 from struprune_plugin.layer.gather import LayerObserver
 from struprune_plugin.layer.methods import Methods, Plan
 from struprune_plugin.layer.records import GroupRecord
-from struprune_plugin.layer.restore import can_refine, refine_group
+from struprune_plugin.layer.restore import can_refine, refine_group, solve_again
 from struprune_plugin.layer.signals import Signals
-from struprune_plugin.layer.tuning import TuningRecord, tune_layer
+from struprune_plugin.layer.tuning import TuningRecord, prepare_tuning
 from struprune_plugin.model.surgery import rotate_group, slice_group
 from struprune_plugin.model.units.group import UnitGroup
 
@@ -59,7 +59,8 @@ def prune_layer(
     """Remove units from every group of a decoder layer, in place, and restore what remains.
 
     Each group in turn: statistics of its consumer's inputs, as the groups before it left them; which units stay and what the
-    weights on them are; surgery. A layer is left alone as long as nothing has gone: its inputs are the dense ones.
+    weights on them are; surgery; where asked for, an FFN is tuned, and its consumer solved once more. A layer is left alone as
+    long as nothing has gone: its inputs are the dense ones.
 
     :param groups: of this layer, in the order in which the model computes them
     :param observed: what the layer has shown on the calibration data, and can show again
@@ -67,7 +68,7 @@ def prune_layer(
     :param changed: whether anything has gone from a layer before
     :param progress: where the run is, for progress bars
     """
-    records = []
+    records, tuning = [], None
     for group in groups:
         with room.stage("statistics"):
             gathered = observed.collect_moments(layer, group, f"{progress}{group.consumer.split('.')[-1]} statistics")
@@ -76,17 +77,19 @@ def prune_layer(
             decision = decide_group(layer, group, gathered, observed, plan, methods, signals, room, restores=changed)
         del gathered
         record = decision.record
+        tune = None
+        if methods.tuning and group.unit.is_ffn and record.kept < group.num_units:
+            with room.stage("tuning"):
+                tune = prepare_tuning(layer, group, observed, signals.roots.get(group.name), methods.tuning, room)
         if changed and methods.restoration.refines and can_refine(group):
             record = _refine(layer, group, decision, observed, methods, room)
         elif changed:
             with room.stage("surgery"):
                 _slice(layer, group, decision, room)
+        if tune is not None:
+            with room.stage("tuning"):
+                tuning, record = _tune(layer, group, tune, record, observed, methods, room)
         records.append(record)
-    tuning = None
-    if methods.tuning and changed:
-        with room.stage("tuning"):
-            where = groups[0].layer_name if groups else ""
-            tuning = tune_layer(layer, observed.calls, observed.dense.outputs, methods.tuning, where, room)
     return LayerOutcome(records, tuning, changed)
 
 
@@ -106,3 +109,22 @@ def _refine(
         admm = refine_group(layer, group, decision.keep, decision.weight, observed, methods, room)
     solve = replace(decision.record.solve, admm=admm, error_after=admm.error_after)
     return replace(decision.record, solve=solve)
+
+
+def _tune(
+    layer: nn.Module,
+    group: UnitGroup,
+    tune: Callable[[UnitGroup], TuningRecord],
+    record: GroupRecord,
+    observed: LayerObserver,
+    methods: Methods,
+    room: Room,
+) -> tuple[TuningRecord, GroupRecord]:
+    """Tune a sliced FFN, and solve its consumer once more on what it now reads."""
+    now = group.resize(record.kept)
+    tuning = tune(now)
+    if tuning.best_epoch and methods.restoration.solves:
+        solve = solve_again(layer, now, observed, methods, room)
+        record = replace(record, solve=replace(solve, error_before=record.solve.error_before, swaps=record.solve.swaps))
+    room.release(layer)
+    return tuning, record

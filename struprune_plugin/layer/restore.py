@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from struprune_plugin.device.room import Room
 from struprune_plugin.layer.admm import run_admm
-from struprune_plugin.layer.gather import GroupMoments, LayerObserver, accumulate_tokens, check_finite, make_group_sums
+from struprune_plugin.layer.criteria import read_dense
+from struprune_plugin.layer.gather import GroupMoments, LayerObserver
 from struprune_plugin.layer.methods import Methods
 from struprune_plugin.layer.records import ADMMRecord, SolveRecord
 from struprune_plugin.maths.elimination import expand_units
@@ -17,7 +18,7 @@ from struprune_plugin.maths.rotation import rotate_columns, rotate_moments
 from struprune_plugin.maths.solve import choose_damping, damp_moments, solve_kept_weights
 from struprune_plugin.maths.statistics import Moments, measure_error, with_bias_index
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.surgery import set_weight, slice_group
+from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.model.units.group import UnitGroup
 
 
@@ -87,18 +88,25 @@ def refine_group(
     visits = observed.visit_batches(layer, group, f"{group.name} inputs")
     result = run_admm(layer, group, keep, weight, visits, methods.admm, room)
     slice_group(layer, group, keep, result.consumer, result.producers)
-    consumer = find_linear(layer, group.consumer)
-    sums = make_group_sums(layer, group, keep.device, room)
-    for visit in observed.visit_batches(layer, group, f"{group.name} closing"):
-        accumulate_tokens(sums, visit.inputs, visit.target, visit.call.tokens, visit.call.length, room)
-    check_finite(sums, group)
-    moments = sums.gather()
-    damped = damp_moments(moments, result.consumer.double(), methods.damping, consumer.bias is not None)
-    columns = torch.arange(len(keep) * group.columns_per_unit, device=moments.gram.device)
-    solved = solve_kept_weights(damped, columns, group.name)
-    set_weight(consumer, solved.weight)
-    error = measure_error(moments, solved.weight) / max(float(moments.target_energy), 1e-300)
-    return ADMMRecord(result.objective, error)
+    closing = solve_again(layer, group.resize(len(keep)), observed, methods, room)
+    return ADMMRecord(result.objective, closing.error_after)
+
+
+def solve_again(
+    layer: nn.Module, group: UnitGroup, observed: LayerObserver, methods: Methods, room: Room
+) -> SolveRecord:
+    """Re-solve a sliced group's consumer, in place, on what it now reads, damped towards its present weights.
+
+    :param group: as it now is
+    """
+    gathered = observed.collect_moments(layer, group, f"{group.name} closing")
+    with room.solving():
+        dense, has_bias = read_dense(layer, group, room), find_linear(layer, group.consumer).bias is not None
+        system = System(gathered, damp_moments(gathered.all, dense, methods.damping, has_bias), dense, has_bias)
+        everything = torch.arange(group.num_units, device=gathered.all.gram.device)
+        weight, record = solve_group(system, group, everything, 0, methods, restores=True)
+    set_consumer(layer, group, weight)
+    return record
 
 
 def can_refine(group: UnitGroup) -> bool:

@@ -1,147 +1,248 @@
-"""Tune all weights of one pruned decoder layer towards the output of the dense one, by gradient descent on that layer alone."""
+"""Tune an FFN that has lost channels towards what the dense one gives on the same inputs, by gradient descent on that FFN alone.
+
+A least-squares solve moves the weights behind the channels that stay. Here those before them learn, too. What an FFN gives depends
+on one token alone, and the dense FFN answers for any input: inputs drawn like those seen teach as well, and guard against
+learning a few thousand tokens by heart.
+"""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compressed_tensors.offload import remove_dispatch
-from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from struprune_plugin.device.room import Room
-from struprune_plugin.layer.calls import LayerCall, take_hidden
-from struprune_plugin.model.layers import QUANTISER_PARAMETERS
-from struprune_plugin.model.surgery import set_parameter
+from struprune_plugin.layer.calls import Visit
+from struprune_plugin.layer.gather import LayerObserver
+from struprune_plugin.maths.solve import find_root
+from struprune_plugin.model.ffn import FFN, read_ffn, write_ffn
+from struprune_plugin.model.units.group import UnitGroup
 
+_BATCH = 512  # tokens seen in one step; as many are drawn
+_HOLD_EVERY = 8  # sequences
+_WARM_UP = 5  # steps
 _FLOOR = 1e-3  # of a parameter's root mean square, so that a bias of zeros learns too
+_JITTER = 1e-4  # of the inputs' mean variance, added to each: some may never vary
 
 
 @dataclass(frozen=True)
 class TuningSettings:
-    """Fields of the recipe, see :class:`~struprune_plugin.modifiers.pruning.StruPruneModifier`."""
+    """Fields of the recipe, see :class:`~struprune_plugin.modifiers.pruning.StruPruneModifier`.
+
+    :param activation: of the model's FFNs, as transformers calls it
+    """
 
     epochs: int
     learning_rate: float
-    holdout: float = 0.125
+    activation: str
 
 
 @dataclass(frozen=True)
 class TuningRecord:
     """What the manifest tells of a tuned layer.
 
-    :param holdout: held-out error of every epoch, relative to the energy of the target, epoch 0 first
-    :param best_epoch: whose parameters the layer has
+    :param holdout: held-out error of every epoch, relative to the energy of the dense FFN's output, epoch 0 first
+    :param best_epoch: whose parameters the FFN has
     """
 
     holdout: list[float]
     best_epoch: int
 
 
-def tune_layer(
-    layer: nn.Module,
-    calls: Sequence[LayerCall],
-    wanted: Sequence[Tensor],
-    settings: TuningSettings,
-    where: str,
-    room: Room,
-) -> TuningRecord:
-    """Train all parameters of a layer on ``||layer(x) - y||^2`` in float32, and leave those of the best epoch in it.
+@dataclass(frozen=True)
+class FFNData:
+    """What an FFN sees of the calibration data, on the host; no padding.
 
-    Adam with a rate that is relative to each parameter's root mean square and falls along a half cosine; one recorded
-    batch a step. The last batches are held out; epoch 0 is the layer as it was.
-
-    :param calls: what the layer is called with on the pruned path
-    :param wanted: output of the dense layer on the dense path, one a call, on the host, shape [batch, sequence, d]
+    :param inputs: shape [tokens, d]
+    :param weights: what an error counts at each token: the inverse energy of the residual stream that it lands on, as the norms
+        that follow count it, mean 1, shape [tokens], float32
+    :param held: which tokens are of sequences held out, shape [tokens], bool
     """
-    num_held = max(1, round(settings.holdout * len(calls))) if len(calls) > 1 else 0
-    pairs = list(zip(calls, wanted, strict=True))
-    train, held = pairs[: len(pairs) - num_held], pairs[len(pairs) - num_held :] or pairs
-    with HooksMixin.disable_hooks(), torch.enable_grad():
-        student = _copy_float(layer, calls[0].device, room)
-        parameters = list(student.parameters())
-        optimizer = torch.optim.Adam(
-            [
-                {"params": [p], "lr": 0.0, "scale": max(p.detach().square().mean().sqrt().item(), _FLOOR)}
-                for p in parameters
-            ]
-        )
-        curve = [_measure(student, held, room)]
-        best, best_epoch = _read_state(student, room), 0
-        num_steps, step = settings.epochs * len(train), 0
-        for epoch in tqdm(range(1, settings.epochs + 1), desc=f"tuning {where}"):
-            for call, target in train:
-                rate = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * step / num_steps))
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * group["scale"]
-                loss = _find_loss(student, call, target, room)
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                step += 1
-            curve.append(_measure(student, held, room))
-            if curve[-1] < curve[best_epoch]:
-                best, best_epoch = _read_state(student, room), epoch
-        student.to("meta")  # hooks hold it in cycles, and its memory with it
-    if best_epoch:
-        _write_state(layer, best)
-    return TuningRecord(curve, best_epoch)
 
-
-def _copy_float(layer: nn.Module, device: torch.device, room: Room) -> nn.Module:
-    """Return a plain float32 copy of a layer, free of the host's offloading and a quantiser's parameters, all of it trainable."""
-    student = copy.deepcopy(layer)
-    remove_dispatch(student)
-    for module in student.modules():
-        for name in QUANTISER_PARAMETERS & module._parameters.keys():  # those of one later in the recipe: no values yet
-            del module._parameters[name]
-    student = student.to(dtype=torch.float32)
-    for module in student.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(room.to_device(parameter.detach(), device)))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, room.to_device(buffer, device))
-    return student
-
-
-def _find_loss(student: nn.Module, call: LayerCall, target: Tensor, room: Room) -> Tensor:
-    """Return the squared error over the tokens that are no padding, relative to the target's energy."""
-    difference, energy = _compare(student, call, target, room)
-    return difference.square().sum() / energy
-
-
-def _compare(student: nn.Module, call: LayerCall, target: Tensor, room: Room) -> tuple[Tensor, Tensor]:
-    def widen(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return room.to_device(value, call.device, torch.float32 if value.is_floating_point() else value.dtype)
-
-    output = student(widen(call.hidden), *tree_map(widen, call.args), **tree_map(widen, call.kwargs))
-    output = take_hidden(output).flatten(0, -2)
-    target = widen(target).flatten(0, -2)
-    if call.tokens is not None:
-        tokens = room.to_device(call.tokens, output.device)
-        output, target = output[tokens], target[tokens]
-    return output - target, target.square().sum()
+    inputs: Tensor
+    weights: Tensor
+    held: Tensor
 
 
 @torch.no_grad()
-def _measure(student: nn.Module, pairs: Sequence[tuple[LayerCall, Tensor]], room: Room) -> float:
-    parts = [_compare(student, call, target, room) for call, target in pairs]
-    return sum(float(d.square().sum()) for d, _ in parts) / max(sum(float(e) for _, e in parts), 1e-300)
+def gather_inputs(group: UnitGroup, dense: FFN, visits: Iterable[Visit], room: Room) -> FFNData:
+    """Take down what the FFN sees, every eighth sequence as held out.
+
+    :param visits: all batches
+    """
+    inputs, weights, held, first = [], [], [], 0
+    for visit in visits:
+        batch, length = visit.call.hidden.shape[:2]
+        stream = room.to_device(visit.call.hidden, visit.source.device).flatten(0, 1).float()
+        if not group.wiring.normed_output:
+            stream = stream + group.wiring.residual_scale * dense(visit.source.to(dense.second[0].dtype)).float()
+        apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
+        first += batch
+        tokens = slice(None) if visit.call.tokens is None else visit.call.tokens.cpu()
+        source, counts = room.to_host(visit.source), room.to_host(1 / stream.square().mean(-1).clamp(min=1e-30))
+        with room.on_host():
+            inputs.append(source[tokens])
+            weights.append(counts[tokens])
+            held.append(apart[tokens])
+    with room.on_host():
+        counts = torch.cat(weights)
+        return FFNData(torch.cat(inputs), counts / counts.mean(), torch.cat(held))
 
 
-def _read_state(student: nn.Module, room: Room) -> dict[str, Tensor]:
-    return {name: room.to_host(parameter).clone() for name, parameter in student.named_parameters()}
+def prepare_tuning(
+    layer: nn.Module,
+    group: UnitGroup,
+    observed: LayerObserver,
+    root: Tensor | None,
+    settings: TuningSettings,
+    room: Room,
+) -> Callable[[UnitGroup], TuningRecord]:
+    """Take down an FFN that is about to lose channels, and what it sees; return what tunes it once it has lost them.
+
+    Parameters of that as in :func:`tune_ffn`.
+    """
+    dense = read_ffn(layer, group, settings.activation)
+    data = gather_inputs(group, dense, observed.visit_batches(layer, group, f"{group.name} inputs"), room)
+    return lambda now: tune_ffn(layer, now, dense, data, root, settings, room)
 
 
-def _write_state(layer: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give a layer new parameters, in their dtype."""
-    for name, value in state.items():
-        set_parameter(layer, name, value)
+def tune_ffn(
+    layer: nn.Module,
+    group: UnitGroup,
+    dense: FFN,
+    data: FFNData,
+    root: Tensor | None,
+    settings: TuningSettings,
+    room: Room,
+) -> TuningRecord:
+    """Train a sliced FFN on the dense one's answers, in place, unless that helps nowhere on tokens held out.
+
+    Minimises ``sum_t w_t ||R (f(x_t) - f_dense(x_t))||^2`` over the tokens seen and as many inputs drawn from a normal
+    distribution of their mean and covariance; w_t as in :class:`FFNData`, R the root of the output's Fisher information. Adam
+    with a rate that is relative to each parameter's root mean square and falls along a half cosine. Weights are float32; products
+    are of the layer's own dtype. The best epoch's weights stay; epoch 0 is the FFN as it was.
+
+    :param group: as it now is
+    :param dense: the FFN before it lost channels
+    :param root: R, shape [d, d]; None counts all outputs alike
+    """
+    trial = _Trial(dense, data, root, room)
+    now = read_ffn(layer, group, settings.activation)
+    student = now.copy(torch.float32)
+    parameters = student.list_parameters()
+    scales = [max(float(p.detach().square().mean().sqrt()), _FLOOR) for p in parameters]
+    adam = torch.optim.Adam([{"params": [p]} for p in parameters], betas=(0.9, 0.99))
+    curve, best, best_epoch = [trial.measure(student)], now, 0
+    batches = math.ceil(len(trial.train) / _BATCH)  # an epoch
+    generator, step = torch.Generator().manual_seed(0), 0
+    for epoch in tqdm(range(1, settings.epochs + 1), desc=f"tuning {group.name}"):
+        for tokens in trial.shuffle(generator, batches):
+            falling = 0.5 * (1 + math.cos(math.pi * step / (settings.epochs * batches)))
+            rate = settings.learning_rate * falling * min(1.0, (step + 1) / _WARM_UP)
+            for place, scale in zip(adam.param_groups, scales, strict=True):
+                place["lr"] = rate * scale
+            with torch.enable_grad():
+                loss = trial.find_loss(student, tokens, generator)
+                adam.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+            adam.step()
+            step += 1
+        curve.append(trial.measure(student))
+        if curve[-1] < curve[best_epoch]:
+            best, best_epoch = student.copy(), epoch
+    if best_epoch:
+        write_ffn(layer, group, best)
+    return TuningRecord(curve, best_epoch)
+
+
+class _Trial:
+    """The dense FFN's answers, and how far another's are off.
+
+    :ivar train: tokens that are not held out, on the host
+    """
+
+    def __init__(self, dense: FFN, data: FFNData, root: Tensor | None, room: Room):
+        self._dense, self._data, self._room = dense, data, room
+        self._like = dense.second[0]
+        self._root = None if root is None else room.to_device(root, self._like.device, torch.float32)
+        with room.on_host():
+            self.train = (~data.held).nonzero().flatten()
+            self._apart = data.held.nonzero().flatten() if data.held.any() else self.train
+        self._mean, self._root_of_spread = self._describe_inputs()
+
+    def _describe_inputs(self) -> tuple[Tensor, Tensor]:
+        """Return the inputs' weighed mean, shape [d], and a root of their covariance, shape [d, d], float32."""
+        size, device = self._data.inputs.shape[1], self._like.device
+        total, products = torch.zeros(size, device=device), torch.zeros(size, size, device=device)
+        with self._room.on_host():
+            count = float(self._data.weights[self.train].sum())
+        for tokens in self._split(self.train):
+            seen, weights = self._take(tokens)
+            total += (seen * weights[:, None]).sum(0)
+            products.addmm_((seen * weights[:, None]).mT, seen)
+        mean = total / count
+        spread = (products / count - torch.outer(mean, mean)).double()
+        spread.diagonal().add_(_JITTER * spread.diagonal().mean().clamp(min=1e-30))
+        return mean, find_root(spread).float()
+
+    def _take(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and weights of tokens on the device, float32."""
+        with self._room.on_host():
+            inputs, weights = self._data.inputs[tokens], self._data.weights[tokens]
+        device = self._like.device
+        return self._room.to_device(inputs, device).float(), self._room.to_device(weights, device)
+
+    def shuffle(self, generator: torch.Generator, parts: int) -> Sequence[Tensor]:
+        """Return the tokens that are not held out, in another order, in so many parts."""
+        with self._room.on_host():
+            return self.train[torch.randperm(len(self.train), generator=generator)].chunk(parts)
+
+    def _split(self, tokens: Tensor) -> Sequence[Tensor]:
+        with self._room.on_host():
+            return tokens.split(_BATCH)
+
+    def find_loss(self, student: FFN, tokens: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the mean error at tokens seen and at as many drawn inputs."""
+        seen, weights = self._take(tokens)
+        with self._room.on_host():
+            noise = torch.randn(seen.shape, generator=generator)  # the same for every device
+        with self._narrow():
+            drawn = self._mean + self._room.to_device(noise, seen.device) @ self._root_of_spread
+            given, wanted = self._answer(student, torch.cat([seen, drawn.to(seen.dtype)]))
+            return self._weigh(given - wanted, torch.cat([weights, torch.ones_like(weights)])) / len(given)
+
+    @torch.no_grad()
+    def measure(self, student: FFN) -> float:
+        """Return the error at the tokens held out, relative to the energy of the dense FFN's output."""
+        error = energy = 0.0
+        for tokens in self._split(self._apart):
+            seen, weights = self._take(tokens)
+            with self._narrow():
+                given, wanted = self._answer(student, seen)
+                error += float(self._weigh(given - wanted, weights))
+                energy += float(self._weigh(wanted, weights))
+        return error / max(energy, 1e-300)
+
+    def _narrow(self) -> AbstractContextManager[Any]:
+        """Let products be of bfloat16 where the layer is of 16 bits."""
+        device, is_narrow = self._like.device.type, self._like.dtype in (torch.bfloat16, torch.float16)
+        can = is_narrow and torch.amp.is_autocast_available(device)
+        return torch.autocast(device, torch.bfloat16) if can else nullcontext()
+
+    def _answer(self, student: FFN, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the student's outputs and the dense FFN's, float32."""
+        with torch.no_grad():
+            wanted = self._dense(inputs.to(self._like.dtype)).float()
+        return student(inputs).float(), wanted
+
+    def _weigh(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum over tokens of what outputs, or errors, count."""
+        if self._root is not None:
+            outputs = (outputs @ self._root.mT).float()
+        return (outputs.square().sum(-1) * weights).sum()

@@ -20,7 +20,7 @@ from struprune_plugin.maths.elimination import expand_units
 from struprune_plugin.maths.rotation import rotate_columns
 from struprune_plugin.maths.statistics import append_bias, with_bias_index
 from struprune_plugin.model.families import find_family
-from struprune_plugin.model.layers import QUANTISER_PARAMETERS, find_linear, list_linears, read_counts
+from struprune_plugin.model.layers import find_linear, list_linears, read_counts
 from struprune_plugin.model.units.group import UnitGroup
 
 
@@ -170,18 +170,15 @@ class LayerCopy:
 
     :param linears: (weight, bias) by name
     :param counts: sizes that the attention module keeps in attributes, by name
-    :param others: all other parameters, by name; empty where only :func:`slice_group` is to be undone
     """
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
     counts: dict[str, int]
-    others: dict[str, Tensor]
 
     def list_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by the names of the parameters."""
         parts = {f"{name}.weight": weight for name, (weight, _) in self.linears.items()}
-        parts |= {f"{name}.bias": bias for name, (_, bias) in self.linears.items() if bias is not None}
-        return parts | self.others
+        return parts | {f"{name}.bias": bias for name, (_, bias) in self.linears.items() if bias is not None}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], linears: Sequence[str], counts: dict[str, int]) -> LayerCopy:
@@ -189,16 +186,11 @@ class LayerCopy:
 
         :param linears: which names are linears
         """
-        left = dict(tensors)
-        pairs = {name: (left.pop(f"{name}.weight"), left.pop(f"{name}.bias", None)) for name in linears}
-        return cls(pairs, counts, left)
+        return cls({name: (tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in linears}, counts)
 
 
-def copy_layer(model: nn.Module, layer: nn.Module, whole: bool = False) -> LayerCopy:
-    """Take down all linears of a decoder layer, and the sizes that its attention module keeps in attributes.
-
-    :param whole: all other parameters too
-    """
+def copy_layer(model: nn.Module, layer: nn.Module) -> LayerCopy:
+    """Take down all linears of a decoder layer, and the sizes that its attention module keeps in attributes."""
 
     def hold(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", copy=True)
@@ -206,30 +198,15 @@ def copy_layer(model: nn.Module, layer: nn.Module, whole: bool = False) -> Layer
     family = find_family(model)
     linears = {name: read_weight(find_linear(layer, name)) for name in list_linears(family, layer)}
     held = {name: (hold(weight), None if bias is None else hold(bias)) for name, (weight, bias) in linears.items()}
-    known = {f"{name}.{leaf}" for name in linears for leaf in ("weight", "bias")} | QUANTISER_PARAMETERS
-    others = {
-        name: hold(parameter.detach())
-        for name, parameter in (layer.named_parameters() if whole else ())
-        if name not in known and name.rpartition(".")[2] not in known
-    }
-    return LayerCopy(held, read_counts(layer.get_submodule(family.attention.module)), others)
+    return LayerCopy(held, read_counts(layer.get_submodule(family.attention.module)))
 
 
 def restore_layer(model: nn.Module, layer: nn.Module, copy: LayerCopy) -> None:
     """Give a layer back what was taken down of it, to the bit."""
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
-    for name, value in copy.others.items():
-        set_parameter(layer, name, value)
     for name, count in copy.counts.items():
         setattr(layer.get_submodule(find_family(model).attention.module), name, count)
-
-
-def set_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
-    """Give a parameter a new value, by assignment (the host keeps parameters in offload caches), in its dtype."""
-    module, leaf = layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-    old = getattr(module, leaf)
-    setattr(module, leaf, nn.Parameter(value.to(old.device, old.dtype), old.requires_grad))
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:

@@ -85,8 +85,9 @@ class StruPruneModifier(StructuredModifier):
         curves' plan as it is
     :param max_swaps: after the elimination, exchange at most so many kept units of a module for removed ones, while the
         re-solved error falls; with ``obs``, for units of one column that were not rotated
-    :param tuning_epochs: passes over the calibration data in which every layer, once pruned, is tuned towards the dense
-        one's output, see :func:`~struprune_plugin.layer.tuning.tune_layer`; 0 leaves it as solved
+    :param tuning_epochs: passes over the calibration data in which every FFN that has lost channels is tuned towards what the
+        dense one gives on the same inputs, see :func:`~struprune_plugin.layer.tuning.tune_ffn`; its consumer is then solved once
+        more. 0 leaves it as solved
     :param tuning_learning_rate: of Adam, relative to the root mean square of every parameter
     :param replay: a ``struprune.json`` whose kept units and settings to repeat on the same calibration data
 
@@ -105,7 +106,7 @@ class StruPruneModifier(StructuredModifier):
     trial_samples: int = Field(default=4, ge=0)
     max_swaps: int = Field(default=100, ge=0)
     tuning_epochs: int = Field(default=0, ge=0)
-    tuning_learning_rate: float = Field(default=0.02, gt=0, allow_inf_nan=False)
+    tuning_learning_rate: float = Field(default=0.01, gt=0, allow_inf_nan=False)
 
     _pipeline_options: dict[str, Any] = PrivateAttr(default_factory=dict)
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
@@ -137,15 +138,6 @@ class StruPruneModifier(StructuredModifier):
                     f"replay: {name} must be {settings[name]!r} as in {values['replay']}, got {values[name]!r}. Leave it out."
                 )
         return {**settings, **values}
-
-    @model_validator(mode="after")
-    def _check_tuning(self) -> StruPruneModifier:
-        if self.tuning_epochs and self.target == "local":
-            raise ValueError(
-                f"tuning_epochs must be 0 where target is local, got {self.tuning_epochs}: no dense path is run to learn "
-                "from. Set target: residual."
-            )
-        return self
 
     @model_validator(mode="after")
     def _default_to_uniform(self) -> StruPruneModifier:
@@ -194,7 +186,7 @@ class StruPruneModifier(StructuredModifier):
         self._room = room = self._spans.enter_context(enter_room(state.model, self._placement, self.measure_memory))
         self._peaks = self._spans.enter_context(room.watch())
         self._started = time.perf_counter()
-        methods = self._make_own_methods()
+        methods = self._make_own_methods(state.model)
         options = self._pipeline_options
         planner = Planner(self, job, methods, state, room, options, self.trial_samples, self._evidence)
         allocated = self._stage_before.allocated if self._stage_before is not None else None
@@ -306,8 +298,11 @@ class StruPruneModifier(StructuredModifier):
         if problem:
             raise ValueError(f"output: uniform must have {problem}.")
 
-    def _make_own_methods(self) -> Methods:
-        tuning = TuningSettings(self.tuning_epochs, self.tuning_learning_rate) if self.tuning_epochs else None
+    def _make_own_methods(self, model: PreTrainedModel) -> Methods:
+        activation = getattr(model.config, find_family(model).ffn.activation_key)
+        tuning = None
+        if self.tuning_epochs:
+            tuning = TuningSettings(self.tuning_epochs, self.tuning_learning_rate, activation)
         return self.make_methods(self.target, self.max_swaps, tuning)
 
     def _plan_early(self, model: PreTrainedModel, job: Job) -> Plan | None:

@@ -65,7 +65,7 @@ class LayerLog:
         record: dict[str, Any] = {"outcome": outcome.to_dict(), "counts": {}}
         tensors: dict[str, Tensor] = {}
         if outcome.changed:
-            copy = copy_layer(model, layer, whole=outcome.tuning is not None)
+            copy = copy_layer(model, layer)
             record["counts"], tensors = copy.counts, copy.list_tensors()
         self._journal.write(_name(index), record, tensors)
 

@@ -156,7 +156,8 @@ def test_allocators_and_tuning_run_in_every_family(dense, whole, tmp_path):
     run_oneshot(str(dense), output_dir=str(tmp_path / "out"), **options)
     manifest = read_manifest(tmp_path / "out")
     curves = [record["holdout"] for record in manifest["tuning"].values()]
-    assert len(curves) == 2
+    smaller = [group for group in manifest["groups"] if group["kind"] == "ffn" and group["kept"] < group["num_units"]]
+    assert len(curves) == len(smaller) > 0
     assert all(len(curve) == 2 and min(curve) <= curve[0] for curve in curves)
     assert any(group["admm"] for group in manifest["groups"]) == gated_silu
 

@@ -124,7 +124,7 @@ def _tune(
     now = group.resize(record.kept)
     tuning = tune(now)
     if tuning.best_epoch and methods.restoration.solves:
-        solve = solve_again(layer, now, observed, methods, room)
-        record = replace(record, solve=replace(solve, error_before=record.solve.error_before, swaps=record.solve.swaps))
+        solve, was = solve_again(layer, now, observed, methods, room), record.solve
+        record = replace(record, solve=replace(solve, error_before=was.error_before, swaps=was.swaps, admm=was.admm))
     room.release(layer)
     return tuning, record

@@ -110,6 +110,20 @@ def test_tuning_follows_the_sensitivity():
     assert errors[1] < 0.8 * errors[0]
 
 
+@torch.no_grad()
+def test_what_an_error_counts_may_be_of_any_size():
+    """Fisher information falls with the size of a model; Adam's epsilon must not notice."""
+    found = []
+    for scale in (1.0, 1e-8):
+        torch.manual_seed(0)
+        layer, group = _make_ffn()
+        data, dense = _make_data(layer, group), read_ffn(layer, group, "relu")
+        root = scale * torch.eye(find_linear(layer, group.consumer).out_features)
+        tune_ffn(layer, _halve(layer, group), dense, data, root, _settings(), Room())
+        found.append(layer.fc1.weight.clone())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+
+
 def _make_visits(layer, group, tokens=None):
     generator = torch.Generator().manual_seed(0)
     hidden = [torch.randn(3, 8, 32, generator=generator) for _ in range(4)]

@@ -28,6 +28,7 @@ _BATCH = 512  # tokens seen in one step; as many are drawn
 _HOLD_EVERY = 8  # sequences
 _WARM_UP = 5  # steps
 _FLOOR = 1e-3  # of a parameter's root mean square, so that a bias of zeros learns too
+_FAINTEST = 1e-3  # of the median energy of a stream: below, a token counts no more
 _JITTER = 1e-4  # of the inputs' mean variance, added to each: some may never vary
 
 
@@ -76,7 +77,7 @@ def gather_inputs(group: UnitGroup, dense: FFN, visits: Iterable[Visit], room: R
 
     :param visits: all batches
     """
-    inputs, weights, held, first = [], [], [], 0
+    inputs, energies, held, first = [], [], [], 0
     for visit in visits:
         batch, length = visit.call.hidden.shape[:2]
         stream = room.to_device(visit.call.hidden, visit.source.device).flatten(0, 1).float()
@@ -85,14 +86,15 @@ def gather_inputs(group: UnitGroup, dense: FFN, visits: Iterable[Visit], room: R
         apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
         first += batch
         tokens = slice(None) if visit.call.tokens is None else visit.call.tokens.cpu()
-        source, counts = room.to_host(visit.source), room.to_host(1 / stream.square().mean(-1).clamp(min=1e-30))
+        source, energy = room.to_host(visit.source), room.to_host(stream.square().mean(-1))
         with room.on_host():
             inputs.append(source[tokens])
-            weights.append(counts[tokens])
+            energies.append(energy[tokens])
             held.append(apart[tokens])
     with room.on_host():
-        counts = torch.cat(weights)
-        return FFNData(torch.cat(inputs), counts / counts.mean(), torch.cat(held))
+        energy = torch.cat(energies)
+        weights = 1 / energy.clamp(min=max(_FAINTEST * float(energy.median()), 1e-30))
+        return FFNData(torch.cat(inputs), weights / weights.mean(), torch.cat(held))
 
 
 def prepare_tuning(
@@ -175,6 +177,7 @@ class _Trial:
             self.train = (~data.held).nonzero().flatten()
             self._apart = data.held.nonzero().flatten() if data.held.any() else self.train
         self._mean, self._root_of_spread = self._describe_inputs()
+        self._energy = self._sum(lambda seen: self._dense(seen.to(self._like.dtype)).float())  # of what is held out
 
     def _describe_inputs(self) -> tuple[Tensor, Tensor]:
         """Return the inputs' weighed mean, shape [d], and a root of their covariance, shape [d, d], float32."""
@@ -208,26 +211,29 @@ class _Trial:
             return tokens.split(_BATCH)
 
     def find_loss(self, student: FFN, tokens: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the mean error at tokens seen and at as many drawn inputs."""
+        """Return the mean error at tokens seen and at as many drawn inputs, relative to the dense output's mean energy."""
         seen, weights = self._take(tokens)
         with self._room.on_host():
             noise = torch.randn(seen.shape, generator=generator)  # the same for every device
         with self._narrow():
             drawn = self._mean + self._room.to_device(noise, seen.device) @ self._root_of_spread
             given, wanted = self._answer(student, torch.cat([seen, drawn.to(seen.dtype)]))
-            return self._weigh(given - wanted, torch.cat([weights, torch.ones_like(weights)])) / len(given)
+            error = self._weigh(given - wanted, torch.cat([weights, torch.ones_like(weights)])) / len(given)
+        return error * len(self._apart) / self._energy
 
-    @torch.no_grad()
     def measure(self, student: FFN) -> float:
         """Return the error at the tokens held out, relative to the energy of the dense FFN's output."""
-        error = energy = 0.0
+        return self._sum(lambda seen: torch.sub(*self._answer(student, seen))) / self._energy
+
+    @torch.no_grad()
+    def _sum(self, find: Callable[[Tensor], Tensor]) -> float:
+        """Return what the outputs found for the tokens held out count, above 0."""
+        total = 0.0
         for tokens in self._split(self._apart):
             seen, weights = self._take(tokens)
             with self._narrow():
-                given, wanted = self._answer(student, seen)
-                error += float(self._weigh(given - wanted, weights))
-                energy += float(self._weigh(wanted, weights))
-        return error / max(energy, 1e-300)
+                total += float(self._weigh(find(seen), weights))
+        return max(total, 1e-300)
 
     def _narrow(self) -> AbstractContextManager[Any]:
         """Let products be of bfloat16 where the layer is of 16 bits."""

@@ -303,9 +303,7 @@ class StruPruneAttention:
 
     def fits_stock(self) -> bool:
         """Tell whether the stock class' own function gives the output."""
-        return (
-            self.value_head_dim == self.wide and not self.is_joined()
-        )  # stock code cuts those by the config's head count
+        return self.value_head_dim == self.wide and not self.is_joined()  # stock code cuts by the config's head count
 
     def is_joined(self) -> bool:
         """Tell whether one linear makes all queries, then all keys, then all values."""

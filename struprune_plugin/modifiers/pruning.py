@@ -299,9 +299,9 @@ class StruPruneModifier(StructuredModifier):
             raise ValueError(f"output: uniform must have {problem}.")
 
     def _make_own_methods(self, model: PreTrainedModel) -> Methods:
-        activation = getattr(model.config, find_family(model).ffn.activation_key)
         tuning = None
         if self.tuning_epochs:
+            activation = getattr(model.config, find_family(model).ffn.activation_key)
             tuning = TuningSettings(self.tuning_epochs, self.tuning_learning_rate, activation)
         return self.make_methods(self.target, self.max_swaps, tuning)
 

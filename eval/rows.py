@@ -206,7 +206,7 @@ def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
         windows = torch.tensor(dataset["input_ids"])
         result = getattr(import_module(module), function)(work.model, windows, sparsity)
         return {
-            **score_all(result.model, tokenizer, work),
+            **score_all(result.model.float(), tokenizer, work),
             "removed": result.removed,
             "bytes": None,
             "seconds": result.seconds,

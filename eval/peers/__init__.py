@@ -1,6 +1,7 @@
 """Other structured pruning methods, written anew from their papers, to compare with on the same work.
 
-All of them take OPT and LLaMA, under grouped-query attention too.
+All of them take OPT and LLaMA, under grouped-query attention too. FASP, OSSCAR and FLAP load a model in its own dtype, as
+``oneshot`` does, so that their seconds compare; the others need float32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 class PeerResult:
     """A model that another method made, ready to score.
 
-    :param model: in float32
+    :param model: ready to score, in the dtype that it was pruned in
     :param removed: fraction of the parameters of the decoder layers' linears that is gone; what a method adds is counted
         against it, and what it only sets to zero is not there in a deployment and so counts as gone
     :param seconds: of the method alone, loading and scoring left out

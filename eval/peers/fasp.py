@@ -41,7 +41,7 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
     :param sparsity: of the parameters of all decoder linears, in [0, 1)
     :param damping: ridge, relative to the mean diagonal of the Gram matrix
     """
-    model, _ = load_checkpoint(folder)
+    model, _ = load_checkpoint(folder, "auto")
     start = time.perf_counter()
     groups = find_groups(model, "vo")
     sizes = [GroupSize(g.name, g.kind, g.num_units, g.unit_cost, 1) for g in groups]

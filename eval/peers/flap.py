@@ -44,7 +44,7 @@ def prune_flap(folder: str, windows: Tensor, sparsity: float, batch_size: int = 
     :param sparsity: of the parameters of all decoder linears, in [0, 1)
     :raises ValueError: the contract of ``sparsity``
     """
-    model, _ = load_checkpoint(folder)
+    model, _ = load_checkpoint(folder, "auto")
     start = time.perf_counter()
     groups, dense = find_groups(model, "head"), count_prunable_parameters(model)
     layers = dict(find_decoder_layers(model))

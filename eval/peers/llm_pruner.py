@@ -44,7 +44,7 @@ def prune_llm_pruner(
     :param length: tokens of each, at most
     :raises ValueError: the contract of ``sparsity``, or a model of less than three decoder layers
     """
-    model, _ = load_checkpoint(folder)
+    model, _ = load_checkpoint(folder, "float32")  # gradients are summed in it
     start = time.perf_counter()
     first, last = find_spared_layers(len(find_decoder_layers(model)))
     layers = dict(find_decoder_layers(model))

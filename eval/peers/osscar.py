@@ -52,7 +52,7 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
     """
     if not 0 <= sparsity < 1:
         raise ValueError(f"osscar: sparsity must be in [0, 1), got {sparsity}. Change it.")
-    model, _ = load_checkpoint(folder)
+    model, _ = load_checkpoint(folder, "auto")
     groups = find_groups(model, "head")
     dense = count_prunable_parameters(model)
     kept = plan_counts(groups, dense, sparsity)

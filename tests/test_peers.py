@@ -95,6 +95,15 @@ def test_a_peer_of_nothing_is_the_identity(peer, dense_folder):
     assert peer == "SliceGPT" or result.removed == 0
 
 
+@pytest.mark.parametrize("peer", ["FASP", "OSSCAR", "FLAP"])
+def test_a_peer_prunes_in_the_dtype_of_the_checkpoint(peer, tmp_path):
+    model, _ = load_checkpoint(str(MODELS["llama"](tmp_path)))
+    model.bfloat16().save_pretrained(tmp_path)
+    result = UNIT_PEERS[peer](str(tmp_path), make_windows(), 0.25)
+    assert {parameter.dtype for parameter in result.model.parameters()} == {torch.bfloat16}
+    assert measure_perplexity(result.model.float(), make_windows().flatten(), 32) > 0
+
+
 @pytest.mark.parametrize("sparsity", [0.1, 0.25])
 @pytest.mark.parametrize("peer", UNIT_PEERS)
 def test_a_peer_removes_what_is_asked(peer, sparsity, dense_folder):

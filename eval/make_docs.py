@@ -115,7 +115,7 @@ WHEN: dict[str, str] = {
     "restoration": "`admm` for the paper's variants; `none` to see what deletion alone does",
     "target": "`local` to save the dense path, whose hidden states wait on the host",
     "damping": "a number, say 0.01, to save the search, or for equal terms with other methods",
-    "tuning_epochs": "6 where twice the seconds do not matter",
+    "tuning_epochs": "6 where two to three times the seconds do not matter",
     "tuning_learning_rate": "lower it where the held-out error in the manifest rises from epoch 0 on",
     "alpha": "to weigh ADMM's linear terms against its activation terms",
     "beta": "the same, from the other side",

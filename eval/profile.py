@@ -83,9 +83,9 @@ def main() -> None:
 
 
 def _prepare(args: argparse.Namespace) -> tuple[PreTrainedModel, Dataset]:
-    """Return (model, calibration windows), the model in its own dtype, a shape without weights in float32."""
+    """Return (model, calibration windows): float32, which ``eval.scale`` counts in, but beside FASP the checkpoint's dtype."""
     if args.model:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto" if args.fasp else "float32")
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         return model, make_calibration_dataset(args.data, tokenizer, args.samples, args.length)
     config = make_opt_config(args.shape, num_hidden_layers=args.layers, vocab_size=2048)

@@ -1,7 +1,7 @@
 """Other structured pruning methods, written anew from their papers, to compare with on the same work.
 
 All of them take OPT and LLaMA, under grouped-query attention too. FASP, OSSCAR and FLAP load a model in its own dtype, as
-``oneshot`` does, so that their seconds compare; the others need float32.
+``oneshot`` does, so that their seconds compare; the others stay in float32.
 """
 
 from __future__ import annotations

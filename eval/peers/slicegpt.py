@@ -142,7 +142,7 @@ def prune_slicegpt(folder: str, windows: Tensor, slice_fraction: float, round_to
     :param round_to: the width left is rounded down to a multiple of this; 1 cuts exactly
     :raises ValueError: the contract of ``slice_fraction``, another family, or an OPT of another shape (as OPT-350m)
     """
-    model, _ = load_checkpoint(folder, "float32")  # rotated weights lose more to rounding than the dense ones
+    model, _ = load_checkpoint(folder, "float32")  # so that no rotation is rounded
     width = count_kept_channels(model, slice_fraction, round_to)
     dense = count_prunable_parameters(model)
     start = time.perf_counter()

@@ -43,6 +43,18 @@ def test_eliminate_directions_basis_is_orthogonal(blocks, copies):
     torch.testing.assert_close(basis @ basis.mT, eye, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize(("blocks", "copies"), LAYOUTS)
+@pytest.mark.parametrize("gone", [0, 2, 5])
+def test_eliminate_directions_ends_where_asked_and_keeps_the_same_space(blocks, copies, gone):
+    _, _, damped = make_problem(n=blocks * copies * 5, tokens=80)
+    whole, part = (eliminate_directions(damped, blocks, copies, "x", count) for count in (None, gone))
+    torch.testing.assert_close(part.basis[:, :gone], whole.basis[:, :gone])
+    torch.testing.assert_close(part.increase[:gone], whole.increase[:gone])
+    assert part.increase[gone:].isinf().all()
+    spaces = [found.basis[:, gone:].mT @ found.basis[:, gone:] for found in (part, whole)]
+    torch.testing.assert_close(*spaces, atol=1e-10, rtol=0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_eliminate_directions_first_direction_beats_every_channel_and_random_directions(seed):
     _, _, damped = make_problem(n=5, seed=seed)

@@ -108,7 +108,8 @@ def _select_units(ranking: Ranking, plan: Plan) -> tuple[Tensor, Tensor | None, 
     num_keep, device = plan.kept[group.name], weighed.gram.device
     rotation = None
     if methods.rotates(group) and num_keep < group.num_units:
-        rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
+        gone = (group.num_units - num_keep) // group.num_blocks
+        rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name, gone)
     if plan.units is not None:
         return torch.tensor(plan.units[group.name], device=device), None, rotation, 0
     if num_keep == group.num_units:

@@ -25,14 +25,17 @@ class Rotation:
     """An orthogonal basis of every value head, in the order of removal.
 
     :param basis: rows are directions, the first to go first, shape [blocks, width, width], float64
-    :param increase: increase of the least-squares error when every block loses its next direction, shape [width], float64
+    :param increase: increase of the least-squares error when every block loses its next direction, shape [width], float64;
+        infinite for directions that stay
     """
 
     basis: Tensor
     increase: Tensor
 
 
-def eliminate_directions(damped: Moments, num_blocks: int, copies: int, where: str) -> Rotation:
+def eliminate_directions(
+    damped: Moments, num_blocks: int, copies: int, where: str, num_remove: int | None = None
+) -> Rotation:
     """Remove one direction of every block a round, each time the one whose removal raises the re-solved error least.
 
     Removing direction u of a block means ``W_b u = 0``, which raises ``min_W ||Y - W P||^2`` by
@@ -43,6 +46,7 @@ def eliminate_directions(damped: Moments, num_blocks: int, copies: int, where: s
 
     :param damped: from :func:`~struprune_plugin.maths.solve.damp_moments`
     :param where: name of the linear, for the error
+    :param num_remove: directions of every block to remove; all where None, for curves that read off every prefix
     """
     size = damped.gram.shape[0] - 1
     pairs = num_blocks * copies
@@ -58,13 +62,15 @@ def eliminate_directions(damped: Moments, num_blocks: int, copies: int, where: s
     )  # a view: it follows
     left = torch.eye(width, dtype=inverse.dtype, device=inverse.device).expand(num_blocks, width, width)
     basis, increases = [], []
-    for _ in range(width):
+    for _ in range(width if num_remove is None else num_remove):
         sums = (part.reshape(num_blocks, copies, width, width).sum(1) for part in (spread, energy))
         direction = _find_directions(next(sums), next(sums), left)
         basis.append((left @ direction)[..., 0])
         gone = basis[-1].repeat_interleave(copies, dim=0)
         increases.append(_remove(inverse, weight, energy, gone))
         left = left @ torch.linalg.qr(direction, mode="complete").Q[..., 1:]
+    basis += left.unbind(2)  # those that stay, in any basis
+    increases += [inverse.new_tensor(torch.inf)] * left.shape[2]
     return Rotation(torch.stack(basis, dim=1), torch.stack(increases))
 
 

@@ -210,14 +210,16 @@ def _split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_absolute(widened: Tensor) -> Tensor:
-    """Return the sum of absolute inputs over tokens, float32 or better, without a copy of them, shape [n]."""
+    """Return the sum of absolute inputs over tokens, float32 or better, shape [n]."""
     dtype = torch.float32 if widened.dtype is torch.bfloat16 else None
-    return torch.linalg.vector_norm(widened[:, :-1], 1, dim=0, dtype=dtype)
+    if widened.is_cuda:
+        return torch.linalg.vector_norm(widened[:, :-1], 1, dim=0, dtype=dtype)  # without a copy
+    return widened[:, :-1].abs().sum(0, dtype=dtype)  # four times as fast there
 
 
 def _measure_energy(targets: Tensor) -> Tensor:
-    """Return the sum of squares in float64, without a widened copy."""
-    return torch.linalg.vector_norm(targets, dim=1, dtype=torch.float64).square().sum()
+    """Return the sum of squares, those of a token in the targets' dtype, all in float64."""
+    return torch.linalg.vector_norm(targets, dim=1).double().square().sum()
 
 
 def reorder_moments(moments: Moments, order: Tensor) -> Moments:

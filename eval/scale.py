@@ -120,14 +120,15 @@ def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[st
 
 
 def _count_elimination(size: Size, n: int, removed: float, rates: Rates) -> float:
-    """Return seconds: inverse, weights and panels at the float64 rate, and reads of the panels at the memory's.
+    """Return seconds: inverse, weights and downdates at the float64 rate, and traffic of the downdates at the memory's.
 
-    A removal takes 2 n^2 operations on H^-1, 2 d n on W, and 4 d n for its share of the columns of W^T W.
+    A removal takes 2 n^2 operations on H^-1 and 2 d n on W; both are read and written once for 32 removals.
     """
     left = 1 - removed
-    panels = 2 / 3 * n**3 * (1 - left**3) + 3 * size.hidden * n**2 * (1 - left**2)
-    reads = 8 * 64 * (n + size.hidden) * removed * n
-    return (n**3 + 4 * size.hidden * n**2 + panels) / rates.double + reads / rates.memory
+    square, cube = n**2 * (1 - left**2) / 2, n**3 * (1 - left**3) / 3  # sums of n and n^2 over the removals
+    downdates = 2 * cube + 2 * size.hidden * square
+    traffic = 2 * 8 / 32 * (cube + size.hidden * square)
+    return (n**3 + 4 * size.hidden * n**2 + downdates) / rates.double + traffic / rates.memory
 
 
 def _count_solves(size: Size, kept: float) -> float:

@@ -5,7 +5,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo pictures test lint lock audit upgrade-test serve-test llama-test clean
+.PHONY: demo pictures test fuzz portability-test lint lock audit upgrade-test serve-test llama-test clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -26,6 +26,21 @@ lint: .venv/installed
 test: lint  ## lint, types and all tests
 	$(BIN)/python -m pytest
 
+fuzz: .venv/installed  ## new random cases, twenty times as many; what fails is added to its test as an explicit example
+	$(BIN)/python -m pip install -q 'hypothesis[codemods]'
+	rm -rf .hypothesis/patches
+	STRUPRUNE_FUZZ=20 $(BIN)/python -m pytest -m hypothesis || { git apply -v .hypothesis/patches/*.patch; exit 1; }
+	$(BIN)/python -m eval.fuzz --examples 10000 --seed $$(date +%s)
+
+.venv-other/installed: pyproject.toml constraints.txt
+	$(OTHER) -m venv .venv-other
+	.venv-other/bin/python -m pip install -q -c constraints.txt -e '.[dev,plots]'
+	touch $@
+
+# OTHER=python3.13 runs them on another Python, too; off Linux's CPU builds, pip gets several GB of torch for it.
+portability-test: .venv/installed $(if $(OTHER),.venv-other/installed)  ## tests as other machines would run them: threads, kernels, instruction sets
+	$(BIN)/python -m eval.portability --python $(BIN)/python $(if $(OTHER),.venv-other/bin/python)
+
 .venv-lock/installed:
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install -q uv pip-audit
@@ -45,7 +60,7 @@ upgrade-test:  ## all tests against the newest versions that pyproject.toml allo
 	$(PYTHON) -m venv .venv-upgrade
 	.venv-upgrade/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[dev,plots]' $(TORCH)
 	.venv-upgrade/bin/python -m pip list --format freeze | grep -E '^(torch|transformers|llmcompressor|compressed-tensors|lm[-_]eval|peft|datasets)=='
-	.venv-upgrade/bin/python -m pytest -n 0 -q tests/test_host_internals.py
+	.venv-upgrade/bin/python -m pytest -n 0 -q tests/project/test_host_internals.py
 	.venv-upgrade/bin/python -m pytest
 
 .venv-vllm/installed: Makefile

@@ -2,4 +2,4 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["struprune_plugin", "struprune_plugin.*"]), "struprune_plugin.recipes"])
+setup(packages=[*find_packages(include=["struprune_plugin", "struprune_plugin.*"]), "struprune_plugin.recipe_files"])

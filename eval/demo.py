@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from eval.measure import measure_peak_bytes, time_turns
-from struprune_plugin import cli
-from struprune_plugin.data import DEMO_MODEL, DEMO_TEST, read_texts, tokenize_texts
-from struprune_plugin.evaluation import load_checkpoint, measure_perplexity, run_tasks
-from struprune_plugin.manifest import read_manifest
-from struprune_plugin.report import format_bytes, format_table, measure_cache_bytes, measure_weight_bytes
+from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
+from struprune_plugin.evaluation.text import DEMO_MODEL, DEMO_TEST, read_texts, tokenize_texts
+from struprune_plugin.reporting.tables import format_table, measure_cache_bytes, measure_weight_bytes
+from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.manifest import read_manifest
 
 TASKS = ("struprune_demo_text", "struprune_demo_word_order")
 NEW_TOKENS, TURNS = 16, 12  # of what is timed
@@ -45,10 +46,8 @@ def main() -> int:
             {name: min(seconds) for name, seconds in time_turns(runs, TURNS).items()} for runs in (forward, generate)
         )  # the fastest turns: others may share the machine
         peak = {name: measure_peak_bytes(model, forward[name]) for name, (model, _) in loaded.items()}
-    scores = {
-        name: run_tasks(model, tok, TASKS, "eval/tasks", include_defaults=False)
-        for name, (model, tok) in loaded.items()
-    }
+    manager = check_tasks(TASKS, "eval/tasks", include_defaults=False)
+    scores = {name: run_tasks(model, tok, TASKS, manager) for name, (model, tok) in loaded.items()}
     columns = {
         name: [
             f"{model.num_parameters():,}",

@@ -19,8 +19,8 @@ import torch
 from datasets import Dataset
 
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
-from struprune_plugin.data import DEMO_CALIBRATION, DEMO_MODEL, load_tokenizer, make_calibration_dataset
-from struprune_plugin.report import format_table
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, load_tokenizer, make_calibration_dataset
+from struprune_plugin.reporting.tables import format_table
 
 Kept = dict[str, frozenset[int]]  # by module
 
@@ -39,8 +39,8 @@ def find_kept(model: str, dataset: Dataset, fields: dict[str, Any], dtype: str, 
             shuffle_calibration_samples=False,
             precision=dtype,
         )
-        groups = read_manifest(Path(folder) / "out")["groups"]
-    return {group["name"]: frozenset(group["keep"]) for group in groups}
+        groups = read_manifest(Path(folder) / "out").groups
+    return {group.name: frozenset(group.keep) for group in groups}
 
 
 def count_others(found: Kept, first: Kept) -> int:

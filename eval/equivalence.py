@@ -8,28 +8,32 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin import read_manifest
-from struprune_plugin.maths.statistics import append_bias
+from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.report import format_table
+from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.storage.manifest import Manifest
 
 
-def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: dict) -> None:
+def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: Manifest) -> None:
     """Give the dense model the pruned one's weights at the manifest's indices, and zeros elsewhere."""
-    settings = manifest["settings"]
     sliced = dict(pruned.named_parameters())
     for name, parameter in dense.named_parameters():
         if name in sliced and parameter.shape == sliced[name].shape:  # queries and keys: what ADMM may have changed
             parameter.data.copy_(sliced[name].data)
-    keep = {entry["name"]: torch.tensor(entry["keep"]) for entry in manifest["groups"]}
-    fields = (settings["attention_unit"], settings["prune_ffn"], settings["targets"], settings["ignore"])
-    for group, smaller in zip(find_groups(dense, *fields), find_groups(pruned, *fields), strict=True):
+    keep = {record.name: torch.tensor(record.keep) for record in manifest.groups}
+    kinds = [record.kind for record in manifest.groups]
+    unit: Any = next((kind for kind in kinds if kind != "ffn"), "none")
+    for group, smaller in zip(*(find_groups(model, unit, "ffn" in kinds) for model in (dense, pruned)), strict=True):
+        if group.name not in keep:
+            continue
         source = pruned.get_submodule(group.layer_name)
         new = {name: append_bias(*read_weight(find_linear(source, name))) for name in group.producers}
         layer = dense.get_submodule(group.layer_name)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from eval.measure import time_side_by_side
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.report import format_table, measure_weight_bytes
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
 
 _PEAK = 1024  # bytes a unit of ru_maxrss
 

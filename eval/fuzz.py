@@ -27,14 +27,14 @@ import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from llmcompressor.modifiers import Modifier
+from pydantic import BaseModel
 from transformers.utils import logging as transformers_logging
 
 from struprune_plugin import LoRARecoveryModifier, RecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
-from struprune_plugin.checkpoint import check_checkpoint
-from struprune_plugin.layer.records import AllocationRecord
-from struprune_plugin.manifest import digest_manifest, read_manifest
-from struprune_plugin.recipe import list_recipes, load_recipe
-from struprune_plugin.report import format_table, summarize_layers, summarize_manifest
+from struprune_plugin.recipes.load import list_recipes, load_recipe
+from struprune_plugin.reporting.tables import format_table, summarize_layers, summarize_manifest
+from struprune_plugin.storage.checkpoint import check_checkpoint
+from struprune_plugin.storage.manifest import digest_manifest, read_manifest
 
 _FORM = re.compile(r".+(must|refuses the recipe: ).+")  # in one line: a dot matches no line break
 _SHARES = {"recipes": 0.55, "manifests": 0.35, "configs": 0.1}
@@ -90,8 +90,11 @@ _JUNK = st.recursive(
 def _draw_value(draw: Any, kind: type[Modifier], name: str) -> Any:
     """Draw a value of a field: nonsense, the default, or one of a few that may pass."""
     default = kind.model_fields[name].get_default(call_default_factory=True)
+    nested = default.model_dump() if isinstance(default, BaseModel) else {}
     return draw(
-        _JUNK | st.just(default) | st.sampled_from([0.3, 0.5, 1, 2, 8, True, False, "head", "wanda", "admm", "uniform"])
+        (_JUNK | make_content(nested) if nested else _JUNK)
+        | st.just(nested or default)
+        | st.sampled_from([0.3, 0.5, 1, 2, 8, True, False, "head", "wanda", "admm", "uniform"])
     )
 
 
@@ -106,10 +109,7 @@ def make_recipe(draw: Any) -> str:
             names = draw(st.lists(st.sampled_from(sorted(kind.model_fields)), max_size=4, unique=True))
             fields = {one: _draw_value(draw, kind, one) for one in names}
             if draw(st.booleans()):
-                fields.setdefault(
-                    "sparsity" if "sparsity" in kind.model_fields else "rank",
-                    0.3 if "sparsity" in kind.model_fields else 4,
-                )
+                fields.setdefault(*(("sparsity", 0.3) if "sparsity" in kind.model_fields else ("batch_size", 4)))
         else:
             keys = st.sampled_from(
                 ["scheme", "targets", "ignore", "sparsity", "mask_structure", "mappings", "config_groups"]
@@ -181,7 +181,11 @@ def fuzz_recipes(num_examples: int, work: Path, start: int) -> Tally:
     shipped = [file.read_text(encoding="utf-8") for file in list_recipes().values()]
     examples = make_recipe() | make_text(shipped).map(lambda text: text + "\n")
     changes = st.dictionaries(
-        st.sampled_from(["sparsity", "targets", "x", "StruPruneModifier.damping", "."]), _JUNK, max_size=1
+        st.sampled_from(
+            ["sparsity", "targets", "x", "StruPruneModifier.dampening_frac", "allocation.temperature", "."]
+        ),
+        _JUNK,
+        max_size=1,
     )
     return _run(lambda pair: load_recipe(pair[0], pair[1]), st.tuples(examples, changes), num_examples, start)
 
@@ -201,12 +205,11 @@ def fuzz_manifests(num_examples: int, work: Path, start: int) -> Tally:
                 content["sha256"] = digest_manifest(content)
             file.write_text(json.dumps(content), encoding="utf-8")
         manifest = read_manifest(file)
-        assert manifest == signed or not isinstance(example, tuple) or example[1] or "sha256" not in manifest, (
+        assert json.loads(json.dumps(manifest.model_dump())) == good or not isinstance(example, tuple) or example[1], (
             "no change is silent"
         )
         summarize_layers(manifest)
         summarize_manifest(manifest)
-        AllocationRecord.from_dict(manifest["allocation"])
         load_recipe(yaml.safe_dump({"s_stage": {"s_modifiers": {"StruPruneModifier": {"replay": str(file)}}}}))
 
     return _run(read, examples, num_examples, start)
@@ -252,7 +255,7 @@ def make_manifest() -> dict[str, Any]:
         }
         for layer in range(2)
         for name, kind, units, blocks, keep in (
-            ("self_attn.o_proj", "vo", 8, 2, [0, 2, 5, 6]),
+            ("self_attn.o_proj", "value_channels", 8, 2, [0, 2, 5, 6]),
             ("mlp.down_proj", "ffn", 6, 1, [1, 2, 5]),
         )
     ]
@@ -270,6 +273,7 @@ def make_manifest() -> dict[str, Any]:
         "allocation": {"method": "softmax", "temperature": 1.0, "searched": [{"temperature": 1.0, "error": 0.1}]},
         "memory_measure": "none",
         "stages": [{"name": "solve", "seconds": 0.1, "peak_bytes": None}],
+        "sensitivity": {},
         "tuning": {},
         "groups": groups,
         "recovery": {"settings": {"rank": 8}, "steps": 3, "tokens_seen": 9, "seconds": 0.1},

@@ -31,24 +31,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SIZES = {"vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 64}
 SIZES |= {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
-ADMM = {"restoration": "admm", "admm_steps": 2, "admm_inner_steps": 2}
-NOT_ROTARY = (
-    "admm_inner_steps",
-    "attention_method",
-)  # of ADMM on attention: refused where positions rotate queries and keys
-ROTARY = (
-    "llama",
-    "gemma3_text",
-    "phi3",
-    "gpt_neox",
-)  # so that against a commit from before that refusal settings differ there
+ADMM = {"method": "admm", "steps": 2, "inner_steps": 2}
+FFN_ADMM = {"method": "admm", "steps": 2}  # where positions rotate queries and keys
+ROTARY = ("llama", "gemma3_text", "phi3", "gpt_neox")
 PRUNE = "StruPruneModifier"
+_LORA = {"adapters": {"rank": 2}, "schedule": {"epochs": 1}, "loss": {"kl": 1.0}}
 EVERYWHERE: dict[str, list[dict[str, Any]]] = {  # stages of a recipe: modifier -> fields
     "default": [{PRUNE: {"sparsity": 0.3}}],
     "head": [{PRUNE: {"sparsity": 0.3, "attention_unit": "head"}}],
     "uniform": [{PRUNE: {"sparsity": 0.3, "allocation": "uniform"}}],
     "softmax": [{"SparsityAllocatorModifier": {"sparsity": 0.3, "allocation": "softmax"}}, {PRUNE: {}}],
-    "admm": [{PRUNE: {"sparsity": 0.3, **ADMM}}],
+    "admm": [{PRUNE: {"sparsity": 0.3, "weight_update": ADMM}}],
     "replay": [{PRUNE: {"replay": "default"}}],
 }
 MORE: dict[str, list[dict[str, Any]]] = {  # on OPT and LLaMA alone
@@ -56,24 +49,42 @@ MORE: dict[str, list[dict[str, Any]]] = {  # on OPT and LLaMA alone
         name: [{PRUNE: {"sparsity": 0.3, "importance": name, "allocation": "softmax", "attention_unit": "head"}}]
         for name in ("wanda", "wanda_l2", "magnitude", "snip", "l0")
     },
-    "closed_form": [{PRUNE: {"sparsity": 0.3, "importance": "closed_form", "allocation": "global_threshold", **ADMM}}],
+    "closed_form": [
+        {
+            PRUNE: {
+                **{"sparsity": 0.3, "allocation": "global_threshold", "weight_update": ADMM},
+                "importance": {**ADMM, "method": "closed_form"},
+            }
+        }
+    ],
     "closed_form, FFN": [{PRUNE: {"sparsity": 0.1, "importance": "closed_form", "attention_unit": "none"}}],
-    "inverse, as printed": [{PRUNE: {"sparsity": 0.2, "allocation": "softmax_inverse", "as_printed": True}}],
-    "full search": [{PRUNE: {"sparsity": 0.3, "allocation": "softmax", "search": "full", "temperature": [1.0, 4.0]}}],
-    "block": [{PRUNE: {"sparsity": 0.3, "target": "block", "rotate_values": False}}],
-    "local": [{PRUNE: {"sparsity": 0.3, "target": "local", "sensitivity": "none", "damping": 0.01}}],
-    "deletion": [{PRUNE: {"sparsity": 0.3, "restoration": "none", "importance": "wanda"}}],
-    "deletion, obs": [{PRUNE: {"sparsity": 0.3, "restoration": "none"}}],
+    "inverse, as printed": [{PRUNE: {"sparsity": 0.2, "allocation": {"rule": "softmax_inverse", "as_printed": True}}}],
+    "full search": [
+        {PRUNE: {"sparsity": 0.3, "allocation": {"rule": "softmax", "search": "full", "temperature": [1.0, 4.0]}}}
+    ],
+    "block": [{PRUNE: {"sparsity": 0.3, "reconstruct": "block", "rotate_values": False}}],
+    "local": [{PRUNE: {"sparsity": 0.3, "reconstruct": "local", "sensitivity": "none", "dampening_frac": 0.01}}],
+    "deletion": [{PRUNE: {"sparsity": 0.3, "weight_update": "none", "importance": "wanda"}}],
+    "deletion, obs": [{PRUNE: {"sparsity": 0.3, "weight_update": "none"}}],
     "uniform output": [{PRUNE: {"sparsity": 0.3, "output": "uniform", "attention_unit": "none"}}],
-    "tuned": [{PRUNE: {"sparsity": 0.3, "tuning_epochs": 2}}],
-    "counted": [{PRUNE: {"sparsity": 0.3, "measure_memory": True}}],
+    "tuned": [{PRUNE: {"sparsity": 0.3, "ffn_tuning": {"epochs": 2}}}],
     "budget": [{PRUNE: {"sparsity": 0.3, "memory_budget": 600000}}],
-    "multiple": [{PRUNE: {"sparsity": 0.3, "channel_multiple": 4, "ignore": ["re:.*1.*"]}}],
-    "admm, method 1": [{PRUNE: {"sparsity": 0.3, "attention_unit": "head", "attention_method": 1, **ADMM}}],
-    "lora": [{PRUNE: {"sparsity": 0.3}}, {"LoRARecoveryModifier": {"rank": 2, "epochs": 1, "distill": "kl"}}],
+    "multiple": [{PRUNE: {"sparsity": 0.3, "width_multiple": 4, "ignore": ["re:.*1.*"]}}],
+    "admm, method 1": [
+        {PRUNE: {"sparsity": 0.3, "attention_unit": "head", "weight_update": {**ADMM, "attention_method": 1}}}
+    ],
+    "lora": [{PRUNE: {"sparsity": 0.3}}, {"LoRARecoveryModifier": _LORA}],
     "w8a8": [{PRUNE: {"sparsity": 0.3}}, {"QuantizationModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}],
 }
-VOLATILE = ("seconds", "peak_bytes", "versions", "base")  # and the manifest's digest, which is of these too
+VOLATILE = (
+    "seconds",
+    "peak_bytes",
+    "versions",
+    "base",
+    "settings",
+    "memory_measure",
+    "cache_bytes",  # which counts the headers of files
+)  # and the manifest's digest, which is of these too
 
 
 def save_model(model_type: str, folder: Path) -> None:
@@ -81,7 +92,7 @@ def save_model(model_type: str, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from struprune_plugin.data import DEMO_MODEL
+    from struprune_plugin.evaluation.text import DEMO_MODEL
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES, **MODELS[model_type])
@@ -101,7 +112,7 @@ def save_model(model_type: str, folder: Path) -> None:
 
 def run_all(output: Path, only: str) -> dict[str, dict[str, str]]:
     """Run every recipe on every model; return digests, or the refusal, by run."""
-    from struprune_plugin.data import DEMO_MODEL
+    from struprune_plugin.evaluation.text import DEMO_MODEL
 
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
@@ -112,7 +123,7 @@ def run_all(output: Path, only: str) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
         for name, folder in folders.items():
             recipes = EVERYWHERE | (MORE if name in ("opt", "llama") else {})
-            recipes = drop_unused(recipes) if name in ROTARY else recipes
+            recipes = adapt_to_rotary(recipes) if name in ROTARY else recipes
             for recipe, stages in recipes.items():
                 if only in f"{name}: {recipe}" or recipe == "default":
                     found[f"{name}: {recipe}"] = run_one(folder, stages, work / f"{name}-{recipe}", work)
@@ -120,17 +131,14 @@ def run_all(output: Path, only: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def drop_unused(recipes: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """Return recipes for models with rotary positions, without the fields that these refuse."""
+def adapt_to_rotary(recipes: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Return recipes for models with rotary positions, without the fields of ADMM on attention that these refuse."""
     return {
         recipe: [
             {
-                modifier: {
-                    field: value
-                    for field, value in fields.items()
-                    if field not in NOT_ROTARY
-                    or fields.get("importance") == "closed_form"  # refused for its own reason
-                }
+                modifier: {**fields, "weight_update": FFN_ADMM}
+                if isinstance(fields.get("weight_update"), dict) and "importance" not in fields
+                else fields
                 for modifier, fields in stage.items()
             }
             for stage in stages
@@ -172,7 +180,7 @@ def run_one(folder: Path, stages: list[dict[str, Any]], output: Path, work: Path
         return {"refused": str(error).replace(str(work), "")}
     manifest = strip(json.loads((output / "struprune.json").read_text()))
     manifest.pop("sha256", None)
-    told = json.dumps(manifest).replace(str(work), "")
+    told = json.dumps(manifest, sort_keys=True).replace(str(work), "")
     return {
         "weights": hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest(),
         "config": hashlib.sha256((output / "config.json").read_bytes()).hexdigest(),
@@ -188,21 +196,30 @@ def strip(value: Any) -> Any:
 
 
 def run_commit(commit: str, output: Path, only: str) -> None:
-    """Run everything with the package of another commit, in a process of its own."""
+    """Run everything with the package and the recipes' spelling of another commit, in a process of its own."""
     root = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as temporary:
         archive = subprocess.run(
-            ["git", "archive", commit, "struprune_plugin"], cwd=root, check=True, capture_output=True
+            ["git", "archive", commit, "struprune_plugin", "eval"], cwd=root, check=True, capture_output=True
         )
         subprocess.run(["tar", "x", "-C", temporary], input=archive.stdout, check=True)
-        command = [sys.executable, "-P", str(Path(__file__).resolve()), "--write", str(output), "--only", only]
+        command = [sys.executable, "-P", "eval/identity.py", "--write", str(output), "--only", only]
         subprocess.run(command, cwd=temporary, env={**os.environ, "PYTHONPATH": temporary}, check=True)
+
+
+def _normalise(told: str) -> str:
+    """Return a manifest, or a refusal, without what is volatile, in today's words for units; other texts as they are."""
+    if not told.startswith("{"):
+        return told
+    return json.dumps(strip(json.loads(told)), sort_keys=True).replace('"vo"', '"value_channels"')
 
 
 def describe(before: dict[str, str] | None, now: dict[str, str]) -> str:
     """Say in a word or two whether a run gave the same."""
     if before is None:
         return "new"
+    before = {name: _normalise(part) for name, part in before.items()}
+    now = {name: _normalise(part) for name, part in now.items()}
     parts = [part for part in {**before, **now} if before.get(part) != now.get(part)]
     return "same refusal" if not parts and "refused" in now else "same" if not parts else f"OTHER {', '.join(parts)}"
 
@@ -234,7 +251,7 @@ def main() -> int:
         print(f"{name:32} {word}")
         if word.startswith("OTHER"):
             for part in ("refused", "manifest"):
-                old, new = before[name].get(part, ""), now[name].get(part, "")
+                old, new = (_normalise(run[name].get(part, "")) for run in (before, now))
                 if old != new:
                     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
                     span = slice(max(at - 80, 0), at + 160)

@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from struprune_plugin.contents import FILES_NAME
-from struprune_plugin.data import DEMO_MODEL
-from struprune_plugin.manifest import MANIFEST_NAME, read_manifest
-from struprune_plugin.report import format_table
+from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.storage.listing import FILES_NAME
+from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
 PRUNE = "pruning_stage: {pruning_modifiers: {StruPruneModifier: {sparsity: 0.3}}}\n"
 QUANTISE = "quantising_stage: {quantising_modifiers: {GPTQModifier: {scheme: W8A8, ignore: [lm_head]}}}\n"
-_TRAINING = "{max_steps: 6, epochs: 3, batch_size: 4, holdout_steps: 4, checkpoint_steps: 2}"
+_TRAINING = "{schedule: {max_steps: 6, epochs: 3}, batch_size: 4, holdout: {steps: 4}, checkpoint_steps: 2}"
 RECOVER = f"recovery_stage: {{recovery_modifiers: {{RecoveryModifier: {_TRAINING}}}}}\n"
 RECIPES = {"pruned": PRUNE, "quantised": PRUNE + QUANTISE, "recovered": PRUNE + RECOVER}
 # of a run, in order; "again" is any of them, several times, "recovering" is of a recipe that recovers alone
@@ -164,7 +164,7 @@ def read_output(folder: Path) -> dict[str, str]:
     found = {}
     for file in sorted(folder.rglob("*")):
         if file.name == MANIFEST_NAME:
-            manifest = drop_volatile({name: value for name, value in read_manifest(file).items() if name != "sha256"})
+            manifest = drop_volatile(read_manifest(file).model_dump())
             found[file.name] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         elif file.is_file() and file.name != FILES_NAME:  # which holds the digest of the manifest
             found[file.relative_to(folder).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -267,13 +267,13 @@ class Stopwatch:
 @contextmanager
 def time_checkpoint() -> Iterator[Stopwatch]:
     """Give the seconds that a run in this process spends for its checkpoint alone."""
-    from struprune_plugin.modifiers import allocator, planning, pruning
-    from struprune_plugin.passes.journal import Journal
-    from struprune_plugin.passes.resume import LayerLog
+    from struprune_plugin.modifiers import allocator, planning, setup
+    from struprune_plugin.pruning.resume import LayerLog
+    from struprune_plugin.storage.resume_store import ResumeStore
 
-    places: list[tuple[Any, str]] = [(module, "open_journal") for module in (allocator, pruning)]
+    places: list[tuple[Any, str]] = [(setup, "open_store")]
     places += [(module, name) for module in (allocator, planning) for name in ("keep_allocation", "take_allocation")]
-    places += [(LayerLog, "keep"), (LayerLog, "take"), (Journal, "clear"), (Journal, "__init__")]
+    places += [(LayerLog, "keep"), (LayerLog, "take"), (ResumeStore, "clear"), (ResumeStore, "__init__")]
     watch = Stopwatch()
     with ExitStack() as stack:
         for owner, name in places:
@@ -284,7 +284,7 @@ def time_checkpoint() -> Iterator[Stopwatch]:
 def measure_cost(args: argparse.Namespace) -> None:
     """Prune once with a checkpoint, and print its share of the seconds."""
     from struprune_plugin import StruPruneModifier, oneshot
-    from struprune_plugin.data import DEMO_CALIBRATION, load_tokenizer, make_calibration_dataset
+    from struprune_plugin.evaluation.text import DEMO_CALIBRATION, load_tokenizer, make_calibration_dataset
 
     dataset = make_calibration_dataset(DEMO_CALIBRATION, load_tokenizer(args.cost), args.num_samples, 256)
     with tempfile.TemporaryDirectory() as temporary, time_checkpoint() as watch:

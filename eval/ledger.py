@@ -166,8 +166,8 @@ def identify_text(source: str) -> dict[str, str]:
 
 
 def resolve_fields(fields: Mapping[str, Any], sparsity: float) -> dict[str, Any]:
-    """Return all fields of a :class:`StruPruneModifier`, defaults too, but those that only watch or bound its memory."""
-    return _list_fields(StruPruneModifier(**{**fields, "sparsity": sparsity}), "measure_memory", "memory_budget")
+    """Return all fields of a :class:`StruPruneModifier`, defaults too, but what only bounds its memory."""
+    return _list_fields(StruPruneModifier(**{**fields, "sparsity": sparsity}), "memory_budget")
 
 
 def resolve_recovery(fields: Mapping[str, Any]) -> dict[str, Any]:

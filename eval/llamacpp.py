@@ -23,8 +23,8 @@ from typing import Any
 from eval.ledger import EVAL, PACKAGE, Ledger, Turn, digest_sources, digest_text, identify_model, read_names
 from eval.serve import FACTOR, PROMPTS, TINY, TOLERANCE, compare, load_peer, make_form
 from struprune_plugin.export.forms import convert_folder
-from struprune_plugin.export.llama_cpp import FILE_NAME, check_gguf, write_gguf
-from struprune_plugin.report import format_table
+from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
+from struprune_plugin.reporting.tables import format_table
 
 FORMS = ("dense", "per_layer-none", "per_layer-vo", "per_layer-head")
 TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K_M")

@@ -2,7 +2,6 @@
 
     python -m eval.make_docs              # writes what stands between the markers of docs/recipes.md, and the plot
     python -m eval.make_docs --check      # says what that would change; status 1 where something
-    python -m eval.make_docs --refusals   # prints the key of every refusal that docs/troubleshooting.md does not have
 
 What a field is, its type, default and range come from the code. When to touch it, and what a named value means, is written here.
 The plot's figures are those of the tables in docs/results.md.
@@ -11,7 +10,6 @@ The plot's figures are those of the tables in docs/results.md.
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import re
 import sys
@@ -23,71 +21,67 @@ from typing import Any, Literal, Union, get_args, get_origin
 import annotated_types
 import yaml
 from llmcompressor.modifiers import Modifier
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from struprune_plugin import LoRARecoveryModifier, RecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.allocation.rules import RULES, AllocationRule
+from struprune_plugin.pruning.importance import IMPORTANCES, Importance
+from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
+from struprune_plugin.storage.registry import Registry
 
+REGISTRIES: dict[Any, Registry[Any]] = {Importance: IMPORTANCES, WeightUpdate: WEIGHT_UPDATES, AllocationRule: RULES}
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RECIPES, TROUBLES = DOCS / "recipes.md", DOCS / "troubleshooting.md"
+RECIPES = DOCS / "recipes.md"
 RESULTS, PLOT = DOCS / "results.md", DOCS / "quality.svg"
 BEGIN, END = "<!-- fields: begin (python -m eval.make_docs writes what follows) -->", "<!-- fields: end -->"
 MODIFIERS: tuple[type[Modifier], ...] = (
     *(StruPruneModifier, SparsityAllocatorModifier, RecoveryModifier, LoRARecoveryModifier),
 )
 
+_STEPS = ("alpha", "beta", "steps", "inner_steps", "learning_rate", "attention_method")  # of ADMM
+
 # Titles of the page and the fields under them; a field that is in none goes under "Other".
 TOPICS: dict[str, tuple[str, ...]] = {
     "How much, and where": (
-        "sparsity",
-        "targets",
-        "ignore",
-        "attention_unit",
-        "prune_ffn",
-        "channel_multiple",
-        "output",
+        *("sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "width_multiple", "output"),
     ),
-    "Which units go": ("importance", "sensitivity", "rotate_values", "max_swaps"),
+    "Which units go": (
+        *("importance", "importance.max_swaps", "importance.max_sparsity", "importance.as_printed"),
+        *(f"importance.{name}" for name in _STEPS),
+        *("sensitivity", "sensitivity.samples", "rotate_values"),
+    ),
     "How much each layer loses": (
-        "allocation",
-        "allocation_samples",
-        "trial_samples",
-        "temperature",
-        "search",
-        "max_sparsity",
-        "rho",
-        "gamma",
-        "as_printed",
+        *("allocation", "allocation.samples", "allocation.trial_samples", "allocation.max_sparsity"),
+        *("allocation.temperature", "allocation.search", "allocation.as_printed", "allocation.rho", "allocation.gamma"),
+        *("allocation.threshold", "allocation.spread"),
     ),
-    "What remains": ("restoration", "target", "damping", "tuning_epochs", "tuning_learning_rate"),
-    "ADMM": ("alpha", "beta", "admm_steps", "admm_inner_steps", "admm_learning_rate", "attention_method"),
-    "Memory and repetition": ("memory_budget", "measure_memory", "replay"),
-    "What is trained": ("method", "memory", "losses", "hidden_distance"),
-    "Adapters": (
-        *("rank", "LoRARecoveryModifier.alpha", "LoRARecoveryModifier.targets", "dropout"),
-        *("RecoveryModifier.alpha", "RecoveryModifier.targets"),
+    "What remains": (
+        *("weight_update", *(f"weight_update.{name}" for name in _STEPS), "reconstruct", "dampening_frac"),
+        *("ffn_tuning", "ffn_tuning.epochs", "ffn_tuning.learning_rate"),
     ),
-    "Text": ("data", "text_column", "seq_length", "tokens"),
-    "Training": (
-        "epochs",
-        "max_steps",
-        "learning_rate",
-        "schedule",
-        "warmup_fraction",
-        "weight_decay",
-        "batch_size",
-        "gradient_checkpointing",
-        "max_grad_norm",
-        "seed",
-        "micro_batch_size",
-        "clipping",
-        "holdout_fraction",
-        "holdout_steps",
-        "patience",
-        "checkpoint_steps",
+    "Memory and repetition": ("memory_budget", "replay"),
+    "What is trained": (
+        "weights",
+        *("adapters", "adapters.rank", "adapters.alpha", "adapters.targets", "adapters.dropout"),
     ),
-    "Precision and place": ("compute", "state_dtype", "state_folder", "RecoveryModifier.memory_budget"),
-    "Distillation": ("distill", "distill_weight", "distill_temperature", "distill_top_k", "teacher"),
+    "Towards what": (
+        *("loss", "loss.cross_entropy", "loss.kl", "loss.kl.weight", "loss.kl.temperature", "loss.kl.top_k"),
+        *("loss.hidden", "loss.teacher"),
+    ),
+    "Text": (
+        *("data", "data.files", "data.column", "data.window", "data.tokens"),
+        *("holdout", "holdout.fraction", "holdout.steps", "holdout.patience"),
+    ),
+    "Steps": (
+        *("schedule", "schedule.epochs", "schedule.max_steps", "schedule.learning_rate", "schedule.decay"),
+        *("schedule.warmup_fraction", "batch_size", "micro_batch_size", "checkpoint_steps", "seed"),
+        *("optimizer", "optimizer.weight_decay", "optimizer.max_grad_norm", "optimizer.clipping"),
+        *("optimizer.state_dtype", "optimizer.state_folder"),
+    ),
+    "Precision and place": ("compute", "memory", "RecoveryModifier.memory_budget"),
 }
 
 # When to touch a field; by "Modifier.field" where two modifiers mean different things by one name.
@@ -97,145 +91,120 @@ WHEN: dict[str, str] = {
     "ignore": "to spare layers, the first and the last for instance",
     "attention_unit": "`head` where attention itself is to get faster, `none` where stock classes are to load the output",
     "prune_ffn": "`false` to prune attention alone",
-    "channel_multiple": "64 or 128 for tensor cores and tensor parallelism; quantisers that follow need no word of yours",
+    "width_multiple": "64 or 128 for tensor cores and tensor parallelism; quantisers that follow need no word of yours",
     "output": "`uniform` where no code of ours may travel with the output, for instance to serve it",
     "importance": "to compare; `wanda` scores without eliminating, and so takes less time",
+    "importance.max_swaps": "0 to save its time",
+    "importance.max_sparsity": "with that of the allocation",
+    "importance.as_printed": "to see what the paper's formula does as it is printed",
     "sensitivity": "`none` to save its seconds and its memory, or for the paper's variants",
+    "sensitivity.samples": "raise it where the calibration data are plenty and varied",
     "rotate_values": "`false` where kept value channels must be the dense model's own",
-    "trial_samples": "0 to save its time; more where calibration text is plentiful",
-    "max_swaps": "0 to save its time",
     "allocation": "`uniform` where all layers must shrink alike; `softmax…` and `global_threshold` for the paper's variants",
-    "allocation_samples": "raise it where the calibration data are plenty and varied",
-    "temperature": "one number to skip the search",
-    "search": "`full` where the seconds of one pruning run a temperature do not matter",
-    "max_sparsity": "lower it where a layer loses nearly all of its units",
-    "rho": "never: it cancels, and is here so that Algorithm 3 is complete",
-    "gamma": "1 to leave depth out of Algorithm 3; lower to spare early layers more",
-    "as_printed": "to see what the paper's formulas do as they are printed",
-    "restoration": "`admm` for the paper's variants; `none` to see what deletion alone does",
-    "target": "`local` to save the dense path, whose hidden states wait on the host",
-    "damping": "a number, say 0.01, to save the search, or for equal terms with other methods",
-    "tuning_epochs": "6 where two to three times the seconds do not matter",
-    "tuning_learning_rate": "lower it where the held-out error in the manifest rises from epoch 0 on",
+    "allocation.samples": "raise it where the calibration data are plenty and varied",
+    "allocation.trial_samples": "0 to save its time; more where calibration text is plentiful",
+    "allocation.temperature": "one number to skip the search",
+    "allocation.search": "`full` where the seconds of one pruning run per temperature do not matter",
+    "allocation.max_sparsity": "lower it where a layer loses nearly all of its units",
+    "allocation.rho": "never: it cancels, and is here so that Algorithm 3 is complete",
+    "allocation.gamma": "1 to leave depth out of Algorithm 3; lower to spare early layers more",
+    "allocation.as_printed": "to see what the paper's formulas do as they are printed",
+    "allocation.threshold": "to compare",
+    "allocation.spread": "higher to let layers differ more",
+    "weight_update": "`admm` for the paper's variants; `none` to see what deletion alone does",
     "alpha": "to weigh ADMM's linear terms against its activation terms",
     "beta": "the same, from the other side",
-    "admm_steps": "more where the objective in the manifest still falls at the last step",
-    "admm_inner_steps": "the same, for attention",
-    "admm_learning_rate": "lower it where attention's objective does not fall",
+    "steps": "more where the objective in the manifest still falls at the last step",
+    "inner_steps": "the same, for attention",
+    "importance.learning_rate": "lower it where attention's objective does not fall",
+    "weight_update.learning_rate": "lower it where attention's objective does not fall",
     "attention_method": "1 to compare with the paper's appendix",
+    "reconstruct": "`local` to save the dense path, whose hidden states wait on the host",
+    "dampening_frac": "a number, say 0.01, to save the search, or for equal terms with other methods",
+    "ffn_tuning": "`{epochs: 6}` where two to three times the seconds do not matter",
+    "ffn_tuning.epochs": "6 where two to three times the seconds do not matter",
+    "ffn_tuning.learning_rate": "lower it where the held-out error in the manifest rises from epoch 0 on",
     "memory_budget": "where the device must hold less than it has free",
-    "measure_memory": "to know, on a CPU, what an accelerator would hold",
     "replay": "to get the same model again, bit by bit",
-    "rank": "higher where training text is plenty",
     "SparsityAllocatorModifier.allocation": "as in a pruning stage; `uniform` needs no stage of its own",
-    "LoRARecoveryModifier.alpha": "with the rank, where their ratio is to stay",
-    "LoRARecoveryModifier.targets": "to train attention or the FFN alone",
-    "RecoveryModifier.alpha": "with the rank, where their ratio is to stay",
-    "RecoveryModifier.targets": "to train attention or the FFN alone",
-    "RecoveryModifier.learning_rate": "lower where the loss jumps",
-    "RecoveryModifier.seed": "to see how much of a difference is chance",
-    "RecoveryModifier.memory_budget": "where the device must hold less than it has free",
-    "method": "`lora` where training text is scarce, or the host's memory; `full` where text is plenty",
-    "memory": "`model` where all of it fits the device: faster",
-    "losses": "`cross_entropy` beside `kl` where the text is what the model will be used on; `hidden` where text is scarce",
-    "hidden_distance": "to compare",
+    "weights": "`norms_and_biases` where next to nothing may change",
+    "adapters": "where training text is scarce, or the host's memory",
+    "adapters.rank": "higher where training text is plenty",
+    "adapters.alpha": "with the rank, where their ratio is to stay",
+    "adapters.targets": "to train attention or the FFN alone",
+    "adapters.dropout": "above 0 where the held-out loss rises while the training loss falls",
+    "loss": "always: it says what the model is for",
+    "loss.cross_entropy": "beside `kl` where the text is what the model will be used on",
+    "loss.kl": "where the dense model is at hand; its own text need not be",
+    "loss.kl.weight": "beside another loss",
+    "loss.kl.temperature": "seldom",
+    "loss.kl.top_k": "higher where the disk is large",
+    "loss.hidden": "where text is scarce",
+    "loss.teacher": "where the checkpoint that is pruned was pruned before: name the dense one",
     "data": "always, but for a short repair: the calibration samples are few",
-    "text_column": "where the text has another name",
-    "seq_length": "as long as what the model will read",
-    "tokens": "with `data`, to bound the time",
-    "micro_batch_size": "lower where a micro-batch does not fit the device, higher where it idles",
-    "clipping": "`global` for the ordinary loop's numbers; with `method: full` a step takes half as long again",
-    "holdout_steps": "lower for a finer curve; each measurement is a pass over the held-out part",
-    "patience": "to stop where text repeats itself and nothing more is learnt",
-    "checkpoint_steps": "lower where steps are slow",
-    "compute": "`bfloat16` for a float32 model on a processor or card that multiplies it faster",
-    "state_dtype": "`bfloat16` where the host's memory is short",
-    "state_folder": "where the host's memory does not hold the moments",
-    "dropout": "above 0 where the held-out loss rises while the training loss falls",
-    "epochs": "more where the held-out loss still falls at the last one",
-    "max_steps": "to bound the time",
-    "learning_rate": "twice as high with `distill: kl`, as the shipped recipe has it; lower where the loss jumps",
-    "schedule": "seldom",
-    "warmup_fraction": "seldom",
-    "weight_decay": "seldom",
+    "data.files": "always",
+    "data.column": "where the text has another name",
+    "data.window": "as long as what the model will read",
+    "data.tokens": "to bound the time",
+    "holdout": "`null` to train on every sample, and to know less",
+    "holdout.fraction": "lower where text is scarce",
+    "holdout.steps": "lower for a finer curve; each measurement is a pass over the held-out part",
+    "holdout.patience": "to stop where text repeats itself and nothing more is learnt",
+    "schedule": "always",
+    "schedule.epochs": "more where the held-out loss still falls at the last one",
+    "schedule.max_steps": "to bound the time",
+    "schedule.learning_rate": "lower where the loss jumps; adapters take twice as much with `loss: {kl: 1.0}`",
+    "schedule.decay": "seldom",
+    "schedule.warmup_fraction": "seldom",
     "batch_size": "lower for more steps from few samples",
-    "gradient_checkpointing": "where training does not fit the device",
-    "max_grad_norm": "seldom",
+    "micro_batch_size": "lower where a micro-batch does not fit the device, higher where it idles",
+    "checkpoint_steps": "lower where steps are slow",
     "seed": "to see how much of a difference is chance",
-    "holdout_fraction": "0 to train on every sample, and to know less",
-    "distill": "`kl` where the dense model fits the device by itself",
-    "distill_weight": "below 1 where the text is what the model will be used on",
-    "distill_temperature": "seldom",
-    "distill_top_k": "higher where host memory is plenty",
-    "teacher": "where the checkpoint that is pruned was pruned before: name the dense one",
+    "optimizer": "seldom",
+    "optimizer.weight_decay": "seldom",
+    "optimizer.max_grad_norm": "seldom",
+    "optimizer.clipping": "`global` for the ordinary loop's numbers, where the host's memory holds all gradients",
+    "optimizer.state_dtype": "`bfloat16` where the host's memory is short",
+    "optimizer.state_folder": "where the host's memory does not hold the moments",
+    "compute": "`bfloat16` for a float32 model on a processor or card that multiplies it faster",
+    "memory": "`model` where all of it fits the device: weights need not travel",
+    "RecoveryModifier.memory_budget": "where the device must hold less than it has free",
 }
 
 # What the named values of a field mean; values that the code does not know are left out.
 CHOICES: dict[str, dict[str, str]] = {
     "attention_unit": {
         "head": "whole heads; under grouped queries a key-value head with its query heads",
-        "vo": "value channels, the same number from every value head; queries and keys stay",
+        "value_channels": "value channels, the same number from every value head; queries and keys stay",
         "none": "attention stays",
     },
-    "importance": {
-        "obs": "the exact rise of the re-solved least-squares error, units one by one",
-        "wanda": "sum of mean absolute input times absolute weight (paper, Algorithms 2 and 3)",
-        "wanda_l2": "norm of the input times norm of the column",
-        "magnitude": "sum of the absolute weights of all rows and columns of the unit",
-        "fluctuation": "FLAP's: the variance of the input over tokens, weighed by the squared norm of its column",
-        "snip": "absolute sum of weight times gradient; needs the whole model's backward pass",
-        "l0": "a learned hard-concrete gate a unit",
-        "closed_form": "the paper's Lemma 1, after `admm_steps` steps",
-    },
-    "restoration": {
-        "least_squares": "re-solve the consuming linear on the kept inputs",
-        "admm": "Algorithm 4, producers too, closed by one least-squares solve",
-        "none": "delete only",
-    },
-    "target": {
+    "reconstruct": {
         "residual": "what the dense residual stream is after the module: repairs inherited error",
         "block": "the dense module's output",
         "local": "the module's own output on the pruned path's inputs",
     },
-    "allocation": {
-        "uniform": "every module the same sparsity",
-        "error_curve": "the least sum of all modules' errors",
-        "softmax": "Algorithm 2",
-        "softmax_inverse": "Algorithm 3",
-        "global_threshold": "Algorithm 1, with `importance: closed_form`",
-        "block_influence": "ShortGPT's one minus the cosine of a layer's input and output, by the softmax rule",
-    },
-    "search": {"moments": "read off error curves", "full": "one whole pruning run a temperature"},
-    "sensitivity": {"fisher": "weigh errors by the Fisher information of the module's output", "none": "all alike"},
+    "allocation.search": {"moments": "read off error curves", "full": "one whole pruning run per temperature"},
     "output": {"per_layer": "every layer its own size", "uniform": "all layers the same size; stock classes load it"},
-    "schedule": {"cosine": "half a cosine to zero", "linear": "straight to zero", "constant": "no fall"},
-    "method": {
-        "lora": "low-rank adapters, merged",
-        "full": "all weights of the decoder layers and the norm after them",
+    "weights": {
+        "all": "all weights of the decoder layers and the norm after them",
         "norms_and_biases": "their vectors",
     },
-    "memory": {"layer": "one decoder layer on the device", "model": "all of it, and the graphs of a forward pass"},
-    "hidden_distance": {"cosine": "one minus the cosine", "fisher": "squares weighed by the Fisher information"},
-    "clipping": {"layer": "each layer's gradient by its own norm", "global": "by the norm of all"},
+    "schedule.decay": {"cosine": "half a cosine to zero", "linear": "straight to zero", "constant": "no fall"},
+    "memory": {"layer": "one decoder layer on the device", "model": "all of it"},
+    "optimizer.clipping": {"layer": "each layer's gradient by its own norm", "global": "by the norm of all"},
     "compute": {"model": "the model's dtype; bfloat16 for float16", "float32": "as it says", "bfloat16": "as it says"},
-    "distill": {"none": "cross entropy with the text", "kl": "the dense teacher's distribution"},
 }
 RANGES = {  # of fields that a validator checks, not the field itself
     "sparsity": "in [0, 1)",
-    "damping": "at least 0, finite",
-    "temperature": "above 0, finite",
+    "dampening_frac": "at least 0, finite",
+    "allocation.temperature": "above 0, finite",
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--refusals", action="store_true", help="list the refusals without a line in the docs")
     args = parser.parse_args()
-    if args.refusals:
-        missing = find_missing_refusals()
-        print("\n".join(f"{where}: {key}" for key, where in missing.items()) or "every refusal has its line")
-        return int(bool(missing))
     stale = {file: text for file, text in make_files().items() if not file.is_file() or file.read_text("utf-8") != text}
     for file, text in stale.items():
         print(f"{file.relative_to(ROOT)} {'is stale: python -m eval.make_docs' if args.check else 'written'}")
@@ -270,6 +239,9 @@ def make_fields() -> str:
     for modifier in MODIFIERS:
         fields = list_fields(modifier)
         parts.append(f"## {modifier.__name__}\n")
+        if modifier is LoRARecoveryModifier:
+            parts.append(describe_short_form(modifier, RecoveryModifier))
+            continue
         shared = [name for name in fields if modifier is not StruPruneModifier and is_shared(modifier, name)]
         if shared:
             listed = ", ".join(f"`{name}`" for name in shared)
@@ -282,15 +254,75 @@ def make_fields() -> str:
     return "\n".join(parts)
 
 
-def list_fields(modifier: type[Modifier]) -> list[str]:
-    """Return the recipe fields of a modifier, without the host's own."""
-    return [name for name in modifier.model_fields if name not in Modifier.model_fields]
+def describe_short_form(modifier: type[Modifier], long_form: type[Modifier]) -> str:
+    """Return what a short form has for defaults, where they differ from those of the long form."""
+    hosts = set(Modifier.model_fields)
+    ours, theirs = (kind().model_dump(exclude=hosts, exclude_none=True) for kind in (modifier, long_form))
+    told = [f"`{name}: {show_value(value)}`" for name, value in keep_differences(ours, theirs).items()]
+    return f"`{long_form.__name__}` with other defaults: {', '.join(told)}.\n"
+
+
+def keep_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a nested mapping that another one does not have, or has otherwise."""
+    found = {}
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        mine, other = ours.get(name), theirs.get(name)
+        if mine != other:
+            nested = isinstance(mine, dict) and isinstance(other, dict)
+            found[name] = keep_differences(mine, other) if nested else mine  # type: ignore[arg-type]
+    return found
+
+
+def list_fields(kind: type[BaseModel], before: str = "") -> list[str]:
+    """Return the recipe fields of a modifier, without the host's own; those of nested fields as ``field.inner``."""
+    names = []
+    for name, field in kind.model_fields.items():
+        if name not in Modifier.model_fields or before:
+            nested = find_nested(field.annotation)
+            names.append(f"{before}{name}")
+            for kind_of_field in list_methods(nested) if nested in REGISTRIES else [nested] if nested else []:
+                inner = list_fields(kind_of_field, f"{before}{name}.")
+                names += [n for n in inner if n not in names and n.rpartition(".")[2] not in ("method", "rule")]
+    return names
+
+
+def list_methods(base: Any) -> list[type[BaseModel]]:
+    """Return the classes of all methods of a kind."""
+    return [REGISTRIES[base][name] for name in REGISTRIES[base]]
+
+
+def find_methods(modifier: type[BaseModel], path: str) -> list[str]:
+    """Return the names of the methods that have a field of a field; none where it is not a method's."""
+    name, _, inner = path.partition(".")
+    base = find_nested(modifier.model_fields[name].annotation)
+    if not inner or base not in REGISTRIES:
+        return []
+    return [method for method in REGISTRIES[base] if inner in REGISTRIES[base][method].model_fields]
+
+
+def find_nested(annotation: Any) -> type[BaseModel] | None:
+    """Return the class of a nested field; None where it has none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(find_nested, get_args(annotation))), None)
+
+
+def find_field(kind: type[BaseModel], path: str) -> tuple[type[BaseModel], str, FieldInfo]:
+    """Return the class that owns a field, the field's name there, and the field."""
+    name, _, rest = path.partition(".")
+    field = kind.model_fields[name]
+    nested = find_nested(field.annotation)
+    if rest and nested in REGISTRIES:
+        nested = next(method for method in list_methods(nested) if rest in method.model_fields)
+    return find_field(nested, rest) if rest and nested else (kind, name, field)
 
 
 def is_shared(modifier: type[Modifier], name: str) -> bool:
     """Tell whether a field means what it means in StruPruneModifier."""
-    ours, theirs = modifier.model_fields[name], StruPruneModifier.model_fields.get(name)
-    if theirs is None or find_text(modifier, name) != find_text(StruPruneModifier, name):
+    if name not in list_fields(StruPruneModifier):
+        return False
+    ours, theirs = (find_field(kind, name)[2] for kind in (modifier, StruPruneModifier))
+    if find_text(modifier, name) != find_text(StruPruneModifier, name):
         return False
     return (ours.annotation, read_default(ours)) == (theirs.annotation, read_default(theirs))
 
@@ -309,7 +341,7 @@ def group_fields(modifier: type[Modifier], names: Sequence[str]) -> Iterator[tup
 
 def is_masked(modifier: type[Modifier], wanted: str) -> bool:
     """Tell whether a bare name of a topic is one that this modifier has an entry of its own for."""
-    return "." not in wanted and f"{modifier.__name__}.{wanted}" in WHEN
+    return f"{modifier.__name__}.{wanted}" in WHEN
 
 
 def format_fields(modifier: type[Modifier], names: Sequence[str]) -> str:
@@ -317,7 +349,7 @@ def format_fields(modifier: type[Modifier], names: Sequence[str]) -> str:
     rows = ["| field | type | default | range | what | when to touch it |", "|---|---|---|---|---|---|"]
     values = []
     for name in names:
-        field = modifier.model_fields[name]
+        field = find_field(modifier, name)[2]
         cells = (
             f"`{name}`",
             describe_type(field.annotation),
@@ -327,7 +359,9 @@ def format_fields(modifier: type[Modifier], names: Sequence[str]) -> str:
             find_advice(modifier, name),
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        meanings = CHOICES.get(name, {})
+        meanings, nested = CHOICES.get(name, {}), find_nested(field.annotation)
+        if nested in REGISTRIES:
+            values += [f"- `{name}`", *(f"    - `{n}`: {summarise(REGISTRIES[nested][n])}" for n in REGISTRIES[nested])]
         known = [f"    - `{value}`: {meanings[value]}" for value in list_choices(field.annotation) if value in meanings]
         if known:
             values += [f"- `{name}`", *known]
@@ -336,8 +370,18 @@ def format_fields(modifier: type[Modifier], names: Sequence[str]) -> str:
 
 def find_text(modifier: type[Modifier], name: str) -> str:
     """Return what the classes say of a field, the general ones first."""
-    texts = [read_params(cls.__dict__.get("__doc__") or "").get(name) for cls in reversed(modifier.__mro__)]
-    return "; ".join(to_markdown(text) for text in texts if text)
+    owner, leaf, _ = find_field(modifier, name)
+    texts = [read_params(cls.__dict__.get("__doc__") or "").get(leaf) for cls in reversed(owner.__mro__)]
+    methods = find_methods(modifier, name)
+    of = f" (with {', '.join(f'`{method}`' for method in methods)})" if methods else ""
+    return "; ".join(to_markdown(text) for text in texts if text) + of
+
+
+def summarise(kind: type[BaseModel]) -> str:
+    """Return what a method is, from its docstring."""
+    first = " ".join(inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0].split())
+    told = re.split(r"(?<=[a-z)`])\. (?=[A-Z])", to_markdown(first))[0].rstrip(".")
+    return told[0].lower() + told[1:] if told[1:2].islower() else told
 
 
 def read_params(docstring: str) -> dict[str, str]:
@@ -355,7 +399,7 @@ def to_markdown(text: str) -> str:
 
 
 def find_advice(modifier: type[Modifier], name: str) -> str:
-    return WHEN.get(f"{modifier.__name__}.{name}") or WHEN.get(name, "")
+    return WHEN.get(f"{modifier.__name__}.{name}") or WHEN.get(name) or WHEN.get(name.rpartition(".")[2], "")
 
 
 def list_choices(annotation: Any) -> list[str]:
@@ -376,6 +420,10 @@ def describe_type(annotation: Any) -> str:
         return f"list of {describe_type(parts[0])}s"
     if origin is dict:
         return f"{describe_type(parts[1])}s by name: {describe_type(parts[0])}"
+    if (nested := find_nested(annotation)) in REGISTRIES:
+        return ", ".join(f"`{name}`" for name in REGISTRIES[nested])
+    if nested:
+        return "fields below"
     return {float: "number", int: "whole number", bool: "`true` or `false`", str: "text"}[annotation]
 
 
@@ -384,9 +432,19 @@ def read_default(field: FieldInfo) -> Any:
 
 
 def format_default(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
     if value is None:
         return "none"
-    return "`" + yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip() + "`"
+    if isinstance(value, BaseModel):
+        key = next((key for key in ("method", "rule") if key in type(value).model_fields), "")
+        value = getattr(value, key) if key else value.model_dump(exclude_defaults=True)
+    return "" if value == {} else f"`{show_value(value)}`"
+
+
+def show_value(value: Any) -> str:
+    """Return a value as a recipe would have it, on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
 
 
 def describe_range(name: str, field: FieldInfo) -> str:
@@ -460,78 +518,6 @@ def draw_bars(rows: dict[str, tuple[float, str]]) -> str:
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
-
-
-# -- refusals -------------------------------------------------------------------------------------------------------
-
-# no reader meets these: Python's own protocols ask for them, or a ValueError tells on what they say
-_PASSED_OVER = {"AttributeError", "KeyError", "AssertionError", "TypeError", "YAMLError"}
-
-_TELLING = 25  # characters of a key that is not so general that it could stand for another
-
-
-def list_refusals() -> dict[str, str]:
-    """Return key phrase -> file of every message that the package raises with.
-
-    A key is what comes before ``, got`` or the end of the first sentence, with ``…`` for what the code fills in.
-    """
-    found = {}
-    for file in sorted((ROOT / "struprune_plugin").rglob("*.py")):
-        if file.stem.startswith("modeling_"):
-            continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or not node.args:
-                continue
-            name = ast.unparse(node.func).split(".")[-1]
-            if name.endswith("Error") and name not in _PASSED_OVER:  # most are raised at once, some a line later
-                for template in read_templates(node.args[0]):
-                    found[make_key(template)] = str(file.relative_to(ROOT))
-    return {key: where for key, where in found.items() if key.strip("… ")}
-
-
-def read_templates(node: ast.expr) -> list[str]:
-    """Return the texts that an expression may give, with ``…`` for what only a run knows."""
-    if isinstance(node, ast.Constant):
-        return [str(node.value)]
-    if isinstance(node, ast.JoinedStr):
-        return ["".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)]
-    if isinstance(node, ast.IfExp):
-        return read_templates(node.body) + read_templates(node.orelse)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return [left + right for left in read_templates(node.left) for right in read_templates(node.right)]
-    return ["…"]
-
-
-def make_key(template: str) -> str:
-    """Cut a message to what a reader recognises it by."""
-    text = re.sub(r"…(?: ?…)*", "…", " ".join(template.split()))
-    return re.split(r",? got:? |(?<=[\w…)])\. (?=[A-Z])", text)[0].strip(" .")
-
-
-def find_missing_refusals() -> dict[str, str]:
-    """Return key phrase -> file of the refusals that docs/troubleshooting.md does not name."""
-    lines = read_lines()
-    return {key: where for key, where in list_refusals().items() if not any(names(key, line) for line in lines)}
-
-
-def find_stale_lines() -> list[str]:
-    """Return the messages that docs/troubleshooting.md explains and no refusal gives."""
-    keys = list_refusals()
-    return [line for line in read_lines() if not any(names(key, line) for key in keys)]
-
-
-def read_lines() -> list[str]:
-    """Return the messages that the tables of docs/troubleshooting.md explain, warnings left out."""
-    page = TROUBLES.read_text(encoding="utf-8").partition("## Warnings")[0]
-    return re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
-
-
-def names(key: str, line: str) -> bool:
-    """Tell whether a line is about a refusal: its key, or one with a word where the code fills something in."""
-    if key == line:
-        return True
-    pattern = ".+".join(re.escape(part) for part in key.split("…"))
-    return len(key) > _TELLING and re.fullmatch(pattern, line) is not None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from compressed_tensors.utils import patch_attr
 
-from struprune_plugin.device.account import LiveBytes
+from eval.account import LiveBytes
 
 
 def time_side_by_side(runs: Mapping[str, Callable[[], object]], repeats: int = 7) -> dict[str, float]:

@@ -25,6 +25,7 @@ from datasets import Dataset
 from loguru import logger
 from transformers import AutoModelForCausalLM
 
+from eval.account import count_memory
 from eval.ledger import EVAL, Ledger, describe_code
 from eval.measure import fit_exponent
 from eval.methods import DEFAULT
@@ -39,10 +40,11 @@ from eval.paper_sizes import (
 )
 from eval.paper_tables import MEMORY_MODELS, PAPER_MEMORY
 from struprune_plugin import RecoveryModifier, oneshot
-from struprune_plugin.data import DEMO_MODEL
+from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.model.footprint import read_sizes
-from struprune_plugin.recovery.budget import BACKWARD_COPIES
-from struprune_plugin.report import format_table
+from struprune_plugin.recovery.memory import BACKWARD_COPIES
+from struprune_plugin.recovery.recovery_config import Loss
+from struprune_plugin.reporting.tables import format_table
 
 # mode -> memory budget in decoder layers; 0 is the least possible
 MODES: dict[str, float | None] = {"no budget": None, "4 layers": 4.0, "1 layer": 1.0, "least": 0.0}
@@ -65,12 +67,15 @@ def measure_recovery_memory(name: str, budget_layers: float | None, num_layers: 
     activations = BACKWARD_COPIES * sizes.activations
     budget = None if budget_layers is None else round(budget_layers * sizes.layer) + activations
     modifier = RecoveryModifier(
-        **{"losses": {"cross_entropy": 1.0}, "batch_size": 2, "micro_batch_size": 1, "holdout_fraction": 0.0},
-        **{"memory_budget": budget, "measure_memory": True},
+        loss=Loss(cross_entropy=1.0),
+        batch_size=2,
+        micro_batch_size=1,
+        holdout=None,
+        memory_budget=budget,
     )
     ids = torch.randint(4, config.vocab_size, (2, length))
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, count_memory():
         model.config._name_or_path = scratch
         (Path(scratch) / "config.json").write_text(json.dumps(model.config.to_dict()))
         options: dict[str, Any] = {"tokenizer": str(DEMO_MODEL), "batch_size": 1, "num_calibration_samples": 2}

@@ -14,13 +14,14 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
+from eval.account import count_memory
 from eval.ledger import describe_code, resolve_fields
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
-from struprune_plugin.data import DEMO_MODEL
-from struprune_plugin.device.placement import Demands, find_least_budget
-from struprune_plugin.model.families import find_family
+from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.model.footprint import read_sizes
-from struprune_plugin.model.layers import find_decoder_layers, find_linear
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
+from struprune_plugin.runtime.offload_plan import Demands, find_least_budget
+from struprune_plugin.storage.manifest import Manifest
 
 # name -> (hidden size, layers, heads), the published configurations; FFN 4 d, vocabulary 50,272, 2048 positions
 OPT_SIZES: dict[str, tuple[int, int, int]] = {
@@ -95,9 +96,10 @@ def count_sizes(name: str, config: PreTrainedConfig) -> ModelSize:
     """Count a model of a configuration, built without weights."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    layer, family = find_decoder_layers(model)[0][1], find_family(model)
-    attention = (*family.attention.producers, family.attention.output)
-    ffn = (*family.ffn.producers, family.ffn.output)
+    layer, layout = find_layouts(model)[0]
+    assert layout.attention is not None
+    attention = tuple(layout.attention.linears)
+    ffn = (*layout.ffns[0].producers, layout.ffns[0].output)
 
     def count(names: tuple[str, ...]) -> int:
         return sum(p.numel() for linear in names for p in find_linear(layer, linear).parameters())
@@ -192,7 +194,7 @@ def measure_pruning_memory(
     """Prune random weights of an OPT's shape; return the bytes of one layer, the peak on the device, and what led to it.
 
     The model has the published widths and vocabulary but few decoder layers, in bfloat16; calibration is as few sequences
-    as the widest solve needs, one at a time. What is counted: see ``struprune_plugin.device.account``.
+    as the widest solve needs, one at a time. What is counted: see ``eval.account``.
 
     :param fields: of :class:`StruPruneModifier`
     :param length: tokens of a sequence
@@ -207,26 +209,26 @@ def measure_pruning_memory(
     budget = None if budget_layers is None else round(budget_layers * layer)
     if budget == 0:
         budget = count_least_budget(model, fields, length)
-    modifier = StruPruneModifier(sparsity=sparsity, measure_memory=True, memory_budget=budget, **fields)
+    modifier = StruPruneModifier(sparsity=sparsity, memory_budget=budget, **fields)
     shown = {"layer_bytes": layer, "tokens": samples * length, "budget_bytes": budget}
     try:
-        manifest = prune_random(model, modifier, samples, length)
+        with count_memory():
+            manifest = prune_random(model, modifier, samples, length)
     except ValueError as error:
         return {**shown, "refused": str(error)}
-    stages = manifest["stages"]
-    whole = next(stage for stage in stages if stage["name"] == "whole pass")
+    whole = next(stage for stage in manifest.stages if stage.name == "whole pass")
     return {
         **shown,
-        "peak_bytes": whole["peak_bytes"],
-        "seconds": whole["seconds"],
-        "stages": stages,
-        "measure": manifest["memory_measure"],
+        "peak_bytes": whole.peak_bytes,
+        "seconds": whole.seconds,
+        "stages": manifest.model_dump()["stages"],
+        "measure": manifest.memory_measure,
     }
 
 
 def prune_random(
     model: PreTrainedModel, modifier: StruPruneModifier, samples: int, length: int, batch_size: int = 1
-) -> dict[str, Any]:
+) -> Manifest:
     """Prune a model that came from no folder, in place, on random tokens; return the manifest."""
     ids = torch.randint(4, model.config.vocab_size, (samples, length))
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})

@@ -37,7 +37,7 @@ from eval.paper_sizes import (
     measure_pruning_memory,
 )
 from eval.rows import Row, add_workload_arguments, list_refusals, read_workload, run_rows
-from struprune_plugin.report import format_table
+from struprune_plugin.reporting.tables import format_table
 
 SPARSITIES = (0.1, 0.2, 0.3)  # of the paper's tables
 # method -> perplexity of OPT-125M on (WikiText-2, C4) at those sparsities

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from struprune_plugin import cli
-from struprune_plugin.data import DEMO_MODEL
+from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation.text import DEMO_MODEL
 
 DOCS = Path(__file__).parents[1] / "docs"
 

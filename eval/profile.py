@@ -28,12 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTForCausalLM, Pr
 from eval.measure import count_own_seconds, time_side_by_side
 from eval.paper_sizes import make_opt_config
 from struprune_plugin import StruPruneModifier, oneshot
-from struprune_plugin.data import DEMO_MODEL, make_calibration_dataset
-from struprune_plugin.export import read_manifest
-from struprune_plugin.maths.statistics import MomentSums
+from struprune_plugin.evaluation.text import DEMO_MODEL, make_calibration_dataset
+from struprune_plugin.linalg.second_moments import MomentSums
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.report import format_table
+from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.storage.manifest import read_manifest
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
             )
             fasp = _time_fasp(args, dataset) if args.fasp and args.model else None
         total = time.perf_counter() - started
-        stages = {stage["name"]: stage["seconds"] for stage in read_manifest(Path(folder) / "out")["stages"]}
+        stages = {stage.name: stage.seconds for stage in read_manifest(Path(folder) / "out").stages}
     table = make_table(stages, floor, total)
     if fasp is not None:
         table += f"\n\nFASP: {fasp:.2f} s; the whole pass is {stages['whole pass'] / fasp:.2f} × that."
@@ -111,7 +111,7 @@ def measure_floor(model: PreTrainedModel, args: argparse.Namespace) -> dict[str,
     """
     like = {"device": model.device, "dtype": model.dtype}
     ids = torch.randint(4, model.config.vocab_size, (args.batch, args.length), device=model.device)
-    groups = find_groups(model, "vo")
+    groups = find_groups(model, "value_channels")
     sizes = {size for group in groups for size in _sizes(group, model)}
     inputs = {size: torch.randn(args.batch * args.length, size, **like) for size in sizes}
     runs = {"forward": partial(_run_layers, model, ids), "gram": partial(_make_grams, model, groups, inputs)}
@@ -142,7 +142,7 @@ def _run_layers(model: PreTrainedModel, ids: Tensor) -> None:
 
 def _make_grams(model: PreTrainedModel, groups: list[UnitGroup], inputs: dict[int, Tensor]) -> None:
     for group in groups:
-        sums = MomentSums(group.num_columns, model.config.hidden_size, model.device, torch.float32)
+        sums = MomentSums((group.num_columns, model.config.hidden_size), model.device, torch.float32)
         sums.add(inputs[group.num_columns], inputs[model.config.hidden_size])
 
 

@@ -27,18 +27,18 @@ from eval.measure import count_own_seconds
 from eval.methods import DISTILL, FASP, MORE_PEERS, SLICEGPT, spell
 from eval.rows import Row, Workload, add_workload_arguments, list_refusals, read_workload, run_row, run_rows
 from eval.zeroshot import METRICS, TASKS, format_scores
-from struprune_plugin.report import format_table
+from struprune_plugin.reporting.tables import format_table
 
-_VO = {"attention_unit": "vo"}
+_VO = {"attention_unit": "value_channels"}
 _CURVES = _VO | {"allocation": "error_curve"}
 _FISHER = _CURVES | {"sensitivity": "fisher"}
 _ROTATED = _FISHER | {"rotate_values": True}
-_SWAPPED = _ROTATED | {"max_swaps": 100}
-_DAMPED = _SWAPPED | {"damping": "auto"}
-_TUNED = _DAMPED | {"tuning_epochs": 6}
+_SWAPPED = _ROTATED | {"importance": {"method": "obs", "max_swaps": 100}}
+_DAMPED = _SWAPPED | {"dampening_frac": "auto"}
+_TUNED = _DAMPED | {"ffn_tuning": {"epochs": 6}}
 BEST = "+ damping by held-out text (default)"  # the best rung without tuning and recovery
 LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
-    "wanda, heads, least squares": Row(spell(importance="wanda", target="local")),
+    "wanda, heads, least squares": Row(spell(importance="wanda", reconstruct="local")),
     "obs, vo, residual, uniform": Row(spell(**_VO)),
     "+ error curves": Row(spell(**_CURVES)),
     "+ Fisher sensitivity": Row(spell(**_FISHER)),
@@ -50,7 +50,7 @@ LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
 }
 ASIDE: dict[str, Row] = {  # measured beside the ladder
     "uniform, rotated values": Row(spell(**_VO, rotate_values=True)),
-    "default with ADMM": Row(spell(**_DAMPED, restoration="admm")),
+    "default with ADMM": Row(spell(**_DAMPED, weight_update="admm")),
 }
 PEERS: dict[str, Row] = {"FASP": FASP, "SliceGPT": SLICEGPT, **MORE_PEERS}
 ROWS: dict[str, dict[str, Row]] = {

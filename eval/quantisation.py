@@ -29,10 +29,10 @@ from transformers import AutoTokenizer
 from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_text, resolve_fields
 from eval.rows import Workload, add_workload_arguments, read_workload, score_dense, score_model
 from struprune_plugin import oneshot, read_manifest
-from struprune_plugin.data import make_calibration_dataset
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.export import MANIFEST_NAME
-from struprune_plugin.report import format_table, measure_weight_bytes
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import make_calibration_dataset
+from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
+from struprune_plugin.storage.manifest import MANIFEST_NAME
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 QUANTISERS = {"W8A8": "struprune_w8a8.yaml", "W4A16": "struprune_w4a16_gptq.yaml"}
@@ -94,8 +94,8 @@ def compress_and_score(work: Workload, recipe: str, manifest: Path) -> dict[str,
         row: dict[str, Any] = {"removed": 0.0, "rounded": False, "seconds": time.perf_counter() - start}
         if (out / MANIFEST_NAME).exists():
             shutil.copyfile(out / MANIFEST_NAME, manifest)
-            budget = read_manifest(out)["budget"]
-            row |= {"removed": budget["met_sparsity"], "rounded": bool(budget["rounding"])}
+            budget = read_manifest(out).budget
+            row |= {"removed": budget.met_sparsity, "rounded": bool(budget.rounding)}
         perplexity = score_model(load_checkpoint(str(out))[0], tokenizer, work)
         return {"perplexity": perplexity, "bytes": measure_weight_bytes(out), **row}
 

@@ -28,26 +28,29 @@ import torch.nn.functional as F
 from loguru import logger
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from eval.account import count_memory
 from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model, identify_text
 from eval.measure import count_live_bytes, count_own_seconds, time_side_by_side
 from struprune_plugin import RecoveryModifier, StruPruneModifier, oneshot
-from struprune_plugin.data import make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.device.room import Room, open_room
-from struprune_plugin.maths.adam import AdamRates
+from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, tokenize_texts
+from struprune_plugin.layerwise.runner import LayerwiseRunner
+from struprune_plugin.layerwise.samples import Sample
 from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.recovery.layered import LayeredModel
-from struprune_plugin.recovery.samples import Sample
+from struprune_plugin.recovery.objective import Objective
+from struprune_plugin.recovery.recovery_config import Holdout, Loss, Optimizer, RecoveryConfig, Text
 from struprune_plugin.recovery.states import TrainedStates, list_trained
-from struprune_plugin.recovery.step import Objective, Stepper, StepSettings
-from struprune_plugin.report import format_bytes, format_table
+from struprune_plugin.recovery.step import Stepper
+from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.runtime.device_context import DeviceContext, open_device_context
+from struprune_plugin.storage.files import format_bytes
 
 TEXTS = {"wikitext2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 TRAINING = ("books_train.jsonl", "wikitext2_valid.jsonl")
 ROWS: dict[str, dict[str, Any]] = {
-    "LoRA, cross entropy": {"method": "lora", "losses": {"cross_entropy": 1.0}},
-    "LoRA, KL": {"method": "lora", "losses": {"kl": 1.0}},
-    "full, KL": {"method": "full", "losses": {"kl": 1.0}},
-    "full, KL + hidden": {"method": "full", "losses": {"kl": 1.0, "hidden": 1.0}},
+    "LoRA, cross entropy": {"adapters": {}, "loss": {"cross_entropy": 1.0}},
+    "LoRA, KL": {"adapters": {}, "loss": {"kl": 1.0}},
+    "full, KL": {"loss": {"kl": 1.0}},
+    "full, KL + hidden": {"loss": {"kl": 1.0, "hidden": 1.0}},
 }
 CPU = torch.device("cpu")
 
@@ -131,16 +134,14 @@ def read_watched(work: Work) -> dict[str, list[Sample]]:
 def recover(work: Work, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Recover the pruned model by one row; return the curve of perplexities against tokens and seconds of the steps."""
     folder = work.output / "-".join(re.findall(r"\w+", name)).lower()
+    loss = fields["loss"] if set(fields["loss"]) == {"cross_entropy"} else {**fields["loss"], "teacher": work.model}
     modifier = RecoveryModifier(
-        **fields,
-        teacher=None if set(fields["losses"]) == {"cross_entropy"} else work.model,
-        data=work.sources,
-        tokens=work.tokens,
-        seq_length=work.window,
+        **{**fields, "loss": loss},
+        data=Text(files=work.sources, tokens=work.tokens, window=work.window),
         batch_size=work.batch_size,
         micro_batch_size=work.batch_size,
-        holdout_steps=max(1, work.num_steps // work.points),
-        compute=work.compute,
+        holdout=Holdout(steps=max(1, work.num_steps // work.points)),
+        compute=work.compute,  # type: ignore[arg-type]  # one of the choices on the command line
         checkpoint_steps=work.checkpoint_steps,
     )
     modifier.watch(read_watched(work))
@@ -184,9 +185,9 @@ def measure_steps(work: Work, repeats: int) -> dict[str, Any]:
     runs: dict[str, Callable[[], object]] = {}
     peaks: dict[str, int] = {}
     for name, resident in (("under one layer", False), ("RecoveryModifier, memory: model", True)):
-        runs[name] = _make_step(model, samples, Room(), resident)
-    with open_room(count_on_cpu=True) as room, room.watch() as peak:
-        _make_step(model, samples, room, resident=False)()
+        runs[name] = _make_step(model, samples, DeviceContext(), resident)
+    with count_memory(), open_device_context() as context, context.watch() as peak:
+        _make_step(model, samples, context, resident=False)()
     peaks["under one layer"] = peak[0]
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     with _train_all(model):
@@ -212,14 +213,16 @@ class _train_all:  # used as a function
         self._model.zero_grad()
 
 
-def _make_step(model: PreTrainedModel, samples: list[Sample], room: Room, resident: bool) -> Callable[[], object]:
-    layered = LayeredModel(model, room, CPU, torch.float32, ahead=False, vocabulary=1024)
-    with room.on_host():
-        states = TrainedStates(list_trained(layered, "full"), AdamRates())
-    settings = StepSettings(max_norm=1.0, resident=resident, held_sums=None if resident else 0)
-    stepper = Stepper(layered, states, Objective(cross_entropy=1.0), settings)
+def _make_step(
+    model: PreTrainedModel, samples: list[Sample], context: DeviceContext, resident: bool
+) -> Callable[[], object]:
+    runner = LayerwiseRunner(model, context, CPU, torch.float32, ahead=False, vocabulary=1024)
+    with context.on_host():
+        states = TrainedStates(list_trained(runner, "all"), Optimizer())
+    config = RecoveryConfig(memory="model" if resident else "layer")
+    stepper = Stepper(runner, states, Objective(runner, Loss(cross_entropy=1.0)), config, None if resident else 0)
     count = sum(sample.num_targets for sample in samples)
-    return lambda: stepper.take([layered.start([sample]) for sample in samples], count, 1, 1e-9)
+    return lambda: stepper.take([runner.embed([sample]) for sample in samples], count, 1, 1e-9)
 
 
 def _make_plain_step(model: PreTrainedModel, samples: list[Sample]) -> Callable[[], object]:

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from eval.ledger import EVAL, Ledger, describe_code, identify_model, identify_text, resolve_fields, resolve_recovery
 from eval.zeroshot import TASKS, identify_tasks, score_tasks
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, read_manifest
-from struprune_plugin.data import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
-from struprune_plugin.evaluation import load_checkpoint, measure_perplexity
-from struprune_plugin.report import format_table, measure_weight_bytes
+from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
+from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
+from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
 
 _HERE = Path(__file__)
 _C4_TEXTS, _C4_WINDOWS = 1100, 256  # of the validation file, as SparseGPT's scripts (and all who follow them) score C4
@@ -217,15 +217,16 @@ def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
         modifier = StruPruneModifier(sparsity=sparsity, **row.fields)
         seconds = {"pruning": _run_stage(work.model, modifier, dataset, out)}
         manifest = read_manifest(out)
-        told: dict[str, Any] = {"removed": manifest["budget"]["met_sparsity"]}
-        told["method_seconds"] = next(s["seconds"] for s in manifest["stages"] if s["name"] == "whole pass")
-        objectives = {g["name"]: g["admm"]["objective"] for g in manifest["groups"] if g["admm"]}
+        told: dict[str, Any] = {"removed": manifest.budget.met_sparsity}
+        told["method_seconds"] = next(s.seconds for s in manifest.stages if s.name == "whole pass")
+        objectives = {g.name: g.admm.objective for g in manifest.groups if g.admm}
         if objectives:
             told["admm_objective"] = objectives
         if row.recovery is not None:
             dataset = make_calibration_dataset(work.recovery, tokenizer, work.recovery_samples, work.window)
-            teacher = work.model if row.recovery["distill"] == "kl" else None
-            recovery = LoRARecoveryModifier(**row.recovery, teacher=teacher)
+            loss = row.recovery["loss"]
+            loss = {**loss, "teacher": work.model} if "kl" in loss else loss
+            recovery = LoRARecoveryModifier(**{**row.recovery, "loss": loss})
             pruned, out = out, Path(scratch) / "recovered"
             seconds["recovery"] = _run_stage(str(pruned), recovery, dataset, out)
             record = recovery.record

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from eval.measure import count_own_seconds, fit_exponent, time_side_by_side
-from struprune_plugin.maths.statistics import count_sums
-from struprune_plugin.report import format_table
+from struprune_plugin.linalg.second_moments import count_sums
+from struprune_plugin.reporting.tables import format_table
 
 _DAMPINGS = 8  # solves that choose the damping, and the last one
 _SENSED = 16  # sequences that the sensitivity is measured on
@@ -234,10 +234,10 @@ def count_recovery_memory(size: Size, job: Recovery) -> dict[str, float]:
 def make_recovery_tables(size: Size, job: Recovery) -> str:
     """Return what a recovery takes, on paper."""
     left = size.layer * (1 - job.sparsity)
-    room = 2 * 2 * left - 2.0 * size.hidden * size.ffn * (
+    context = 2 * 2 * left - 2.0 * size.hidden * size.ffn * (
         1 - job.sparsity
     )  # beside a layer, in three, a gradient on its way
-    jobs = (replace(job, held=min(1.0, room / (4 * left))), job)
+    jobs = (replace(job, held=min(1.0, context / (4 * left))), job)
     usual, more = (count_recovery(size, each, CARD) for each in jobs)
     rows = [[name, f"{value:.1f}", f"{more[name]:.1f}"] for name, value in usual.items()]
     rows.append(["counted, nothing overlapped", *(f"{sum(hours.values()):.1f}" for hours in (usual, more))])

@@ -37,10 +37,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from eval.ledger import EVAL, PACKAGE, Ledger, Turn, digest_sources, digest_text, identify_model, read_names
 from struprune_plugin import oneshot
-from struprune_plugin.data import DEMO_CALIBRATION, DEMO_MODEL, make_calibration_dataset
-from struprune_plugin.evaluation import load_checkpoint
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, make_calibration_dataset
 from struprune_plugin.export.forms import convert_folder
-from struprune_plugin.report import format_table
+from struprune_plugin.reporting.tables import format_table
 
 PRUNED = ("uniform", "per_layer-none", "per_layer-vo", "per_layer-head")
 CONVERTED = ("uniform-padded", "masked", "block_configs", "static")  # from per_layer-none
@@ -227,9 +227,10 @@ def make_tiny(folder: Path) -> Path:
 
 def make_recipe(form: str, sparsity: float, multiple: int = 1) -> str:
     """Return a recipe that prunes to a form, the default but for its slowest parts, and quantises where it says so."""
-    fields: dict[str, Any] = {"sparsity": sparsity, "sensitivity": "none", "max_swaps": 0, "damping": 0.1}
+    fields: dict[str, Any] = {"sparsity": sparsity, "sensitivity": "none", "dampening_frac": 0.1}
+    fields["importance"] = {"method": "obs", "max_swaps": 0}
     if multiple > 1:
-        fields["channel_multiple"] = multiple
+        fields["width_multiple"] = multiple
     if form == "uniform" or form in QUANTISED:
         fields |= {"output": "uniform", "allocation": "uniform", "attention_unit": "none"}
     else:

@@ -1,7 +1,7 @@
 """Prefill and decode throughput of pruned models against the dense one, measured in one run, beside the ideal.
 
 python -m eval.speed --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30 --output results/speed
-python -m eval.speed --dense ../shared/testbed/opt-lab --sparsity 0.1,0.3,0.5 --channel-multiple 1,64 --output results/speed
+python -m eval.speed --dense ../shared/testbed/opt-lab --sparsity 0.1,0.3,0.5 --width-multiple 1,64 --output results/speed
 
 With ``--sparsity`` models are pruned here, all layers alike and fast: their sizes matter, not their weights. ``generate`` writes
 the new tokens, and each is timed. Models take turns: seconds are the fastest tenth's of all turns, a speed-up is the median of
@@ -33,9 +33,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval.measure import count_own_seconds, time_turns
 from struprune_plugin import StruPruneModifier, oneshot
-from struprune_plugin.data import DEMO_CALIBRATION, make_calibration_dataset
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.report import format_table
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, make_calibration_dataset
+from struprune_plugin.reporting.tables import format_table
 
 
 def main() -> None:
@@ -43,8 +43,8 @@ def main() -> None:
     parser.add_argument("--dense", required=True)
     parser.add_argument("--pruned", nargs="*", default=[])
     parser.add_argument("--sparsity", default="", help="also prune here, by so much each, comma-separated")
-    parser.add_argument("--channel-multiple", default="1", help="and with each of these")
-    parser.add_argument("--attention-unit", default="vo")
+    parser.add_argument("--width-multiple", default="1", help="and with each of these")
+    parser.add_argument("--attention-unit", default="value_channels")
     parser.add_argument("--batch", default="1,16")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=4, help="of a turn")
@@ -60,7 +60,7 @@ def main() -> None:
 
     models = {path: load_checkpoint(path)[0] for path in (args.dense, *args.pruned)}
     for sparsity in filter(None, args.sparsity.split(",")):
-        for multiple in args.channel_multiple.split(","):
+        for multiple in args.width_multiple.split(","):
             models[f"{sparsity}, multiple {multiple}"] = prune_fast(args, float(sparsity), int(multiple))
     with count_own_seconds():
         rows = [row for batch in args.batch.split(",") for row in measure_models(models, args, int(batch))]
@@ -83,12 +83,12 @@ def prune_fast(args: argparse.Namespace, sparsity: float, multiple: int) -> PreT
     tokenizer = AutoTokenizer.from_pretrained(args.dense)
     recipe = StruPruneModifier(
         sparsity=sparsity,
-        channel_multiple=multiple,
+        width_multiple=multiple,
         attention_unit=args.attention_unit,
         allocation="uniform",
         sensitivity="none",
         importance="magnitude",
-        restoration="none",
+        weight_update="none",
     )
     with tempfile.TemporaryDirectory() as folder:
         data = make_calibration_dataset(DEMO_CALIBRATION, tokenizer, 1, args.length)

@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, QuantizedCache, 
 
 from eval.ledger import Ledger, Turn, describe_code, identify_model, identify_text, read_names
 from eval.measure import count_own_seconds
-from struprune_plugin.data import DEMO_CALIBRATION, DEMO_MODEL, read_texts, tokenize_texts
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.report import format_table
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, read_texts, tokenize_texts
+from struprune_plugin.reporting.tables import format_table
 
 TOLERANCE = 1e-4  # of logits in float32, where kernels add up in another order
 PROMPT = 32  # tokens

@@ -11,12 +11,11 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.ledger import digest_sources, identify_text
-from struprune_plugin.evaluation import run_tasks
+from struprune_plugin.evaluation.scoring import check_tasks, run_tasks
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 TASKS = {"HellaSwag": "struprune_hellaswag", "PIQA": "struprune_piqa"}  # by what tables call them
 METRICS = ("acc", "acc_norm")
-_BOOTSTRAP = 100  # above 0 lets lm-eval give standard errors; those of means have a formula and draw nothing
 
 
 def identify_tasks(names: Sequence[str]) -> dict[str, Any]:
@@ -48,8 +47,7 @@ def score_tasks(
     if not names:
         return {}
     tasks = [TASKS[name] for name in names]
-    options: dict[str, Any] = {"bootstrap_iters": _BOOTSTRAP, "include_defaults": False}
-    found = run_tasks(model, tokenizer, tasks, str(TASKS_FOLDER), **options)
+    found = run_tasks(model, tokenizer, tasks, check_tasks(tasks, str(TASKS_FOLDER), include_defaults=False))
     keys = [key for metric in METRICS for key in (metric, f"{metric}_stderr")]
     return {name: {key: float(found[TASKS[name]][f"{key},none"]) for key in keys} for name in names}
 

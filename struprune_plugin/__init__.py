@@ -33,9 +33,9 @@ def _is_command_line() -> bool:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from struprune_plugin import _register
+    from struprune_plugin import registration
 
-    return getattr(_register, name)
+    return getattr(registration, name)
 
 
 if not TYPE_CHECKING and find_spec("llmcompressor") is None:
@@ -43,7 +43,7 @@ if not TYPE_CHECKING and find_spec("llmcompressor") is None:
 
     register_auto_classes()
 elif TYPE_CHECKING or not _is_command_line():
-    from struprune_plugin._register import (
+    from struprune_plugin.registration import (
         LoRARecoveryModifier,
         RecoveryModifier,
         SparsityAllocatorModifier,

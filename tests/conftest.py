@@ -1,38 +1,29 @@
-"""Tiny random models, data and helpers that all tests share. Nothing here needs a network."""
+"""Fixtures that all tests share."""
 
 import os
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads take twice as long over tensors this small
-
 import functools
 import gc
-import multiprocessing
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lm_eval.tasks.manager
 import pytest
-import torch
-from datasets import Dataset
-from families import make_model
+from helpers.families import make_model
+from helpers.models import (
+    ROOT,
+    SHAPES,
+    WIDE_MODELS,
+    run_oneshot,
+    save_model,
+    save_opt,
+)
 from llmcompressor.pipelines.sequential import pipeline
-from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
-
-from struprune_plugin import StruPruneModifier, cli, oneshot
-from struprune_plugin.data import DEMO_MODEL
-
-ROOT = Path(__file__).parents[1]
-VOCABULARY = 2048
-SHAPES = {  # name -> OPT configuration: the usual one, and that of OPT-350m (norms after, embeddings projected)
-    "pre_norm": {},
-    "post_norm": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
-    "no_bias": {"enable_bias": False},
-}
 
 
 def pytest_configure() -> None:
@@ -59,7 +50,7 @@ def few_tasks(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_traces() -> Iterator[None]:
-    """Let the host trace a model once for all runs on models like it; and no disk be waited for."""
+    """Let the host trace a model once for all runs on models like it."""
     trace, held = pipeline.trace_subgraphs, {}
 
     def trace_once(model, sample, *args):
@@ -76,8 +67,14 @@ def few_traces() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "trace_subgraphs", trace_once)
-        patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_disks(request, monkeypatch) -> None:
+    """Let no disk be waited for, but by the tests of what outlives a crash (marked `durable`)."""
+    if request.node.get_closest_marker("durable") is None:
+        monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def find_namespaces(model, graphs) -> list[tuple[str, dict]]:
@@ -85,72 +82,6 @@ def find_namespaces(model, graphs) -> list[tuple[str, dict]]:
     names = {module: name for name, module in model.named_modules()}
     found = [getattr(node.target, "__globals__", {}) for graph in graphs for node in graph.graph.nodes]
     return [(names[space["self"]], space) for space in {id(s): s for s in found if "torch.fx.wrap" in s}.values()]
-
-
-def start_cli(argv: Sequence[str], log: Path) -> multiprocessing.Process:
-    """Run the command line in a process of its own, as :func:`start_process`."""
-    return start_process(functools.partial(cli.main, argv), log)
-
-
-def start_process(target: Callable[[], int | None], log: Path) -> multiprocessing.Process:
-    """Run a function in a process of its own, a copy of this one: all that a start would import is there already.
-
-    :param log: file that takes what is printed
-    """
-
-    def run() -> None:
-        with log.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
-        sys.exit(target())
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    return process
-
-
-def make_opt(seed: int = 0, **changes) -> OPTForCausalLM:
-    torch.manual_seed(seed)
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
-        "word_embed_proj_dim": 24,
-        "ffn_dim": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "dropout": 0.0,
-        "init_std": 0.2,
-    }
-    model = OPTForCausalLM(OPTConfig(**(config | changes))).eval()
-    with torch.no_grad():  # biases and norms start at constants; give them values that matter
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0, 0.1)
-    return model
-
-
-def make_dataset(num_samples: int = 8, length: int = 32, seed: int = 1) -> Dataset:
-    ids = torch.randint(4, VOCABULARY, (num_samples, length), generator=torch.Generator().manual_seed(seed))
-    return Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
-
-
-def run_oneshot(model, recipe=None, dataset=None, **kwargs):
-    """Run our oneshot with the options that make it deterministic; ``kwargs`` that it lacks go to the modifier."""
-    ours = {k: kwargs.pop(k) for k in list(kwargs) if k in StruPruneModifier.model_fields}
-    if "replay" not in ours and "importance" not in ours and "allocation" not in ours:
-        ours = {
-            "trial_samples": 0,
-            **ours,
-        }  # which take a fifth of so short a run; the recipes' tests and `test_trials` have them
-    options = {"batch_size": 4, "shuffle_calibration_samples": False, "num_calibration_samples": 8} | kwargs
-    return oneshot(
-        model=model,
-        recipe=StruPruneModifier(**ours) if recipe is None else recipe,
-        dataset=make_dataset() if dataset is None else dataset,
-        **options,
-    )
 
 
 @pytest.fixture(scope="session")
@@ -167,7 +98,7 @@ def opt_folder(request, save_shape) -> Path:
 
 @pytest.fixture(scope="session")
 def save_family(tmp_path_factory) -> Callable[[str], Path]:
-    """A function that saves, once, a tiny model of a family, to be read only."""
+    """A function that saves, once, a tiny model of a type, to be read only."""
     return functools.cache(lambda model_type: save_model(make_model(model_type), tmp_path_factory.mktemp(model_type)))
 
 
@@ -189,36 +120,10 @@ def opt(save_shape) -> Path:
     return save_shape("pre_norm")
 
 
-def save_wide_opt(folder: Path) -> Path:
-    return save_opt(folder, hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
-
-
-def save_wide_llama(folder: Path) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return save_model(make_model("llama", **sizes), folder)
-
-
-WIDE_MODELS = {
-    "opt": save_wide_opt,
-    "llama": save_wide_llama,
-}  # family -> a tiny model whose widths a quantiser's groups of 32 divide
-
-
 @pytest.fixture(scope="session", params=WIDE_MODELS)
 def wide(request, tmp_path_factory) -> Path:
-    """A saved tiny model, in every family, wide enough for the quantisation recipes."""
+    """A saved tiny OPT and LLaMA, wide enough for the quantisation recipes."""
     return WIDE_MODELS[request.param](tmp_path_factory.mktemp(f"wide_{request.param}"))
-
-
-def save_opt(folder: Path, **changes) -> Path:
-    return save_model(make_opt(**changes), folder)
-
-
-def save_model(model, folder: Path) -> Path:
-    """Save a tiny model with the demo's tokenizer."""
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 from eval import identity
 from eval.accelerator.steps import Place, Step
 from struprune_plugin import oneshot
-from struprune_plugin.data import DEMO_CALIBRATION, DEMO_MODEL
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.export import read_manifest
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL
+from struprune_plugin.storage.manifest import read_manifest
 
 TOLERANCE = 1e-3
 _PRUNED: dict[str, Any] = {identity.PRUNE: {"sparsity": 0.3}}
@@ -33,7 +33,7 @@ _LAB = "opt-lab"
 class Case:
     """A model and a recipe.
 
-    :param model: a family's tiny model, or :data:`_LAB`
+    :param model: a type's tiny model, or :data:`_LAB`
     :param stages: of the recipe
     :param tolerance: of weights, relative to the largest of their tensor; and of the logits
     """
@@ -137,8 +137,8 @@ def _compare(name: str, place: Place) -> dict[str, Any]:
     """Prune here, and compare with what the CPU gave."""
     case, expected, found = CASES[name], _find_output(place, "reference", name), _find_output(place, "here", name)
     prune_case(case, place, found)
-    theirs, ours = (read_manifest(folder)["groups"] for folder in (expected, found))
-    same = [a["keep"] == b["keep"] for a, b in zip(theirs, ours, strict=True)]
+    theirs, ours = (read_manifest(folder).groups for folder in (expected, found))
+    same = [a.keep == b.keep for a, b in zip(theirs, ours, strict=True)]
     weights = measure_difference(load_file(expected / "model.safetensors"), load_file(found / "model.safetensors"))
     ids = torch.randint(4, 2000, (2, 32), generator=torch.Generator().manual_seed(3))
     logits = []

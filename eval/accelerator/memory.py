@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_iter
 
 from eval.accelerator.pruning import SPARSITY, TINY, Shape, make_random, release_cache
 from eval.accelerator.steps import Place, Step
+from eval.account import LiveBytes, count_memory
 from eval.paper_sizes import count_least_budget, prune_random
 from struprune_plugin import StruPruneModifier
-from struprune_plugin.device.account import LiveBytes
 from struprune_plugin.model.layers import find_decoder_layers
 
 WITHIN = 0.1  # the account's peak, of the counters'
@@ -52,9 +52,9 @@ _70B = Shape("LLaMA-2-70B", 80, 4)
 # Under these budgets systems are solved on the host: four layers of the default's would take it an hour. What is on the card does
 # not depend on how units are ranked, so ranking is made cheap there; with the least budget nothing is solved at all, for every
 # 64 tokens bring whole Gram matrices to the host. One layer of the default runs under either budget as well.
-_UNIFORM = {"allocation": "uniform", "max_swaps": 0, "damping": 0.01}
-_RANKED = {"allocation": "uniform", "importance": "wanda", "damping": 0.01}
-_SUMMED = {"allocation": "uniform", "importance": "wanda", "restoration": "none"}
+_UNIFORM = {"allocation": "uniform", "dampening_frac": 0.01, "importance": {"method": "obs", "max_swaps": 0}}
+_RANKED = {"allocation": "uniform", "importance": "wanda", "dampening_frac": 0.01}
+_SUMMED = {"allocation": "uniform", "importance": "wanda", "weight_update": "none"}
 CASES: tuple[Case, ...] = (
     Case(_7B, None, 330.0),
     Case(_7B, 4.0, 400.0, _UNIFORM),
@@ -87,7 +87,7 @@ def count_paper_seconds(case: Case) -> float:
     """
     shape, config = case.shape, case.shape.make_config(case.shape.layers)
     wide, hidden, heads = config.intermediate_size, config.hidden_size, config.num_attention_heads
-    ranks, solves = "importance" not in case.fields, case.fields.get("restoration") != "none"
+    ranks, solves = case.fields.get("importance") != "wanda", case.fields.get("weight_update") != "none"
     plans = "allocation" not in case.fields
     weights = 2 * hidden * hidden * (1 + config.num_key_value_heads / heads) + 3 * hidden * wide
     tokens = shape.length * _count_samples(case)
@@ -97,7 +97,7 @@ def count_paper_seconds(case: Case) -> float:
     share = SPARSITY + plans  # of all units, that eliminations remove
     elimination = ranks * (1 + plans) * 2 * inverse + ranks * share * 2 * inverse
     solve = solves * (
-        (1 + 5 * ("damping" not in case.fields)) * (kept**3 / 3 + 4 * kept**2 * hidden) + kept**2 * hidden
+        (1 + 5 * ("dampening_frac" not in case.fields)) * (kept**3 / 3 + 4 * kept**2 * hidden) + kept**2 * hidden
     )
     errors = 4 * kept**2 * hidden
     products = elimination + solve + errors
@@ -139,11 +139,15 @@ def measure_memory(case: Case, place: Place) -> dict[str, Any]:
     budget = None if case.budget is None else round(case.budget * layer)
     if case.budget is not None:
         budget = max(budget or 0, count_least_budget(model, case.fields, shape.length))
-    modifier = StruPruneModifier(sparsity=SPARSITY, memory_budget=budget, measure_memory=True, **case.fields)
+    modifier = StruPruneModifier(sparsity=SPARSITY, memory_budget=budget, **case.fields)
     account: CardBytes | None
-    with _hold_to(budget, place), CardBytes() if place.device.type == "cuda" else nullcontext() as account:
+    with (
+        _hold_to(budget, place),
+        CardBytes() if place.device.type == "cuda" else nullcontext() as account,
+        count_memory(),
+    ):
         manifest = prune_random(model, modifier, _count_samples(case), shape.length)
-    peak = max(stage["peak_bytes"] for stage in manifest["stages"])
+    peak = max(stage.peak_bytes or 0 for stage in manifest.stages)
     counted = peak if account is None else account.peak
     reserved = torch.cuda.max_memory_reserved() if place.device.type == "cuda" else None
     return {
@@ -152,8 +156,8 @@ def measure_memory(case: Case, place: Place) -> dict[str, Any]:
         "peak_bytes": peak,
         "account_bytes": counted,
         "reserved_bytes": reserved,
-        "peaks": {stage["name"]: stage["peak_bytes"] for stage in manifest["stages"]},
-        "measure": manifest["memory_measure"],
+        "peaks": {stage.name: stage.peak_bytes for stage in manifest.stages},
+        "measure": manifest.memory_measure,
         "passed": abs(counted / peak - 1) <= WITHIN and (budget is None or peak <= budget),
     }
 

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from eval.accelerator.pruning import TINY, Shape, make_random
 from eval.accelerator.steps import Place, Step
 from eval.speed import measure_models
-from struprune_plugin.export import adopt_attention, adopt_config
-from struprune_plugin.maths.elimination import expand_units, keep_last, order_units
-from struprune_plugin.maths.rounding import find_group_sparsity
-from struprune_plugin.maths.statistics import with_bias_index
+from struprune_plugin.allocation.rules.uniform import allocate_uniformly
+from struprune_plugin.export.convert import adopt_attention, adopt_config
+from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
+from struprune_plugin.linalg.rounding import find_group_sparsity
+from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.layers import count_prunable_parameters
 from struprune_plugin.model.surgery import read_consumer, slice_group
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.modifiers.widths import find_roundings, measure_groups
-from struprune_plugin.passes.allocation import make_uniform_plan
 
 FRACTIONS, MULTIPLES = (0.1, 0.3, 0.5), (1, 8, 64, 128)
 _SHAPE = Shape("LLaMA-2-7B", 32, 4, length=2048)
@@ -38,15 +38,15 @@ def list_output_steps(reduced: bool) -> list[Step]:
 
 def shrink(model: PreTrainedModel, fraction: float, multiple: int) -> PreTrainedModel:
     """Remove the last units of every module, all modules alike: the sizes that pruning gives, not its weights."""
-    groups = find_groups(model, "vo")
+    groups = find_groups(model, "value_channels")
     sizes = measure_groups(groups, find_roundings(model, groups, [], multiple))
-    plan = make_uniform_plan(sizes, find_group_sparsity(sizes, count_prunable_parameters(model), fraction))
-    adopt_attention(model)
+    plan = allocate_uniformly(sizes, find_group_sparsity(sizes, count_prunable_parameters(model), fraction))
+    adopt_attention(model, find_groups(model, "value_channels"))
     for group in groups:
         layer = model.get_submodule(group.layer_name)
         order = order_units(-torch.arange(group.num_units, dtype=torch.float64), group.num_blocks)
         keep = keep_last(order, group.num_units, plan.kept[group.name])
-        columns = with_bias_index(expand_units(keep, group.columns_per_unit), group.num_columns)
+        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
         slice_group(layer, group, keep, read_consumer(layer, group)[:, columns])
     adopt_config(model)
     return model

@@ -91,14 +91,14 @@ def measure_speed(shape: Shape, place: Place) -> dict[str, Any]:
     release_cache(place)
     modifier = StruPruneModifier(sparsity=SPARSITY)
     manifest = prune_random(model, modifier, shape.samples, shape.length, shape.batch)
-    stages = {stage["name"]: stage["seconds"] for stage in manifest["stages"]}
+    stages = {stage.name: stage.seconds for stage in manifest.stages}
     seconds, per_layer = stages["whole pass"], stages["whole pass"] / shape.layers
     return {
         "layers": shape.layers,
         "stages": stages,
         "floor": floor,
         "counted": sum(counted.values()),
-        "peaks": {stage["name"]: stage["peak_bytes"] for stage in manifest["stages"]},
+        "peaks": {stage.name: stage.peak_bytes for stage in manifest.stages},
         "ratio": seconds / floor["whole pass"],
         "layer_seconds": per_layer,
         "model_seconds": per_layer * shape.all_layers,

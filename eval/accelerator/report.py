@@ -10,7 +10,7 @@ from eval.accelerator.outputs import advise
 from eval.accelerator.pruning import TARGET, describe_speed
 from eval.accelerator.steps import Journal, Step
 from eval.speed import format_rows
-from struprune_plugin.report import format_table
+from struprune_plugin.reporting.tables import format_table
 
 Rows = Mapping[str, Mapping[str, Any]]
 

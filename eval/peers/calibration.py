@@ -7,16 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.device.room import Room
-from struprune_plugin.layer.calls import LayerCall
+from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.runtime.device_context import DeviceContext
 
 
 class _FirstLayerReached(Exception):
     """Ends a forward pass that has shown all that is wanted of it."""
 
 
-ROOM = Room()  # of every peer: all on the device, nothing counted
+ROOM = DeviceContext()  # of every peer: all on the device, nothing counted
 
 
 def record_calls(model: PreTrainedModel, windows: Tensor, batch_size: int = 8) -> list[LayerCall]:

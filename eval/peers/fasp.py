@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.layer.calls import LayerCall, capture_streams
-from struprune_plugin.layer.gather import accumulate_tokens, check_finite, make_group_sums
-from struprune_plugin.maths.elimination import expand_units, keep_last
-from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity, round_kept_counts
-from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
-from struprune_plugin.maths.statistics import Moments, reorder_moments
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.layerwise.calls import LayerCall
+from struprune_plugin.layerwise.capture import capture_streams
+from struprune_plugin.layerwise.statistics import accumulate_tokens, check_finite, make_group_sums
+from struprune_plugin.linalg.elimination import keep_last, unit_columns
+from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.linalg.second_moments import SecondMoments, select_inputs
+from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
 from struprune_plugin.model.units import find_groups
@@ -43,7 +44,7 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
     """
     model, _ = load_checkpoint(folder, "auto")
     start = time.perf_counter()
-    groups = find_groups(model, "vo")
+    groups = find_groups(model, "value_channels")
     sizes = [GroupSize(g.name, g.kind, g.num_units, g.unit_cost, 1) for g in groups]
     num_prunable = count_prunable_parameters(model)
     share = find_group_sparsity(sizes, num_prunable, sparsity)
@@ -62,7 +63,7 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
 
 def _gather_moments(
     layer: nn.Module, group: UnitGroup, calls: Sequence[LayerCall], hidden: Sequence[Tensor]
-) -> Moments:
+) -> SecondMoments:
     """Run the layer as it now is; return the moments of the group's consumer against its own outputs, in unit order."""
     sums = make_group_sums(layer, group, calls[0].device, ROOM)
     with capture_streams(layer, [group]) as take:
@@ -73,17 +74,17 @@ def _gather_moments(
             accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, call.length, ROOM)
     check_finite(sums, group)
     moments = sums.gather()
-    return reorder_moments(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))
+    return select_inputs(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))
 
 
-def _prune_group(layer: nn.Module, group: UnitGroup, moments: Moments, num_keep: int, damping: float) -> None:
+def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int, damping: float) -> None:
     """Rank a module's units by ``sum_o |W_oj| * ||X_j||_2`` over their columns, drop the lowest, restore the rest."""
     dense = read_consumer(layer, group)
     scores = dense[:, :-1].abs().sum(0) * moments.gram.diagonal()[:-1].double().sqrt()
     scores = scores.view(-1, group.columns_per_unit).sum(1)
     keep = keep_last(scores.argsort(stable=True), group.num_units, num_keep)
     damped = damp_moments(moments, dense, damping, find_linear(layer, group.consumer).bias is not None)
-    weight = solve_kept_weights(damped, expand_units(keep, group.columns_per_unit), group.name).weight
+    weight = solve_kept_weights(damped, unit_columns(keep, group.columns_per_unit), group.name).weight
     if group.kind == "ffn":
         slice_group(layer, group, keep, weight)
         return

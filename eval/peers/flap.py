@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.layer.calls import capture_streams
-from struprune_plugin.maths.elimination import expand_units
-from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity
-from struprune_plugin.maths.statistics import with_bias_index
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.layerwise.capture import capture_streams
+from struprune_plugin.linalg.elimination import unit_columns
+from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
+from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer, slice_group
 from struprune_plugin.model.units import find_groups
@@ -151,7 +151,7 @@ def _slice_and_compensate(layer: nn.Module, group: UnitGroup, keep: Tensor, mean
     """Slice a group; what its removed inputs gave on average becomes a bias of the consumer."""
     consumer = find_linear(layer, group.consumer)
     dense = read_consumer(layer, group)
-    columns = expand_units(keep.to(dense.device), group.columns_per_unit)
+    columns = unit_columns(keep.to(dense.device), group.columns_per_unit)
     lost = mean.index_fill(0, columns, 0)
     dense[:, -1] += dense[:, :-1] @ lost
     if consumer.bias is None:

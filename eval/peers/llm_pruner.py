@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval.peers import PeerResult
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.maths.elimination import expand_units, keep_last
-from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity, round_kept_counts
-from struprune_plugin.maths.statistics import with_bias_index
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.linalg.elimination import keep_last, unit_columns
+from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer, slice_group, sum_rows
 from struprune_plugin.model.units import find_groups
@@ -57,7 +57,7 @@ def prune_llm_pruner(
     for group, num_keep in zip(groups, kept, strict=True):
         layer = layers[group.layer_name]
         keep = keep_last(score_units(layer, group).argsort(stable=True), group.num_units, num_keep)
-        columns = with_bias_index(expand_units(keep, group.columns_per_unit), group.num_columns)
+        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
         slice_group(layer, group, keep, read_consumer(layer, group)[:, columns])
     model.zero_grad()
     removed = 1 - count_prunable_parameters(model) / dense

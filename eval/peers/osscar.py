@@ -5,7 +5,7 @@ Optimization" (ICML), written anew from the paper, with the settings of the auth
 the first layer to the last, with P the inputs on the pruned path and Y the dense model's outputs, it looks for the set S
 of kept units with the least ``min_W ||Y - W P_S||^2``.
 
-Legend as in ``struprune_plugin.maths.solve``: H gram [n + 1, n + 1], C cross [d, n + 1], the bias last; and
+Legend as in ``struprune_plugin.linalg.solve``: H gram [n + 1, n + 1], C cross [d, n + 1], the bias last; and
     A  [n + 1, n + 1]  (H_SS)^-1, zero where an input is not in S (or the bias)
     W  [d, n + 1]      C_S (H_SS)^-1, zero likewise
     U  [w]             the columns of one unit
@@ -14,20 +14,20 @@ Legend as in ``struprune_plugin.maths.solve``: H gram [n + 1, n + 1], C cross [d
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.layer.gather import LayerObserver
-from struprune_plugin.layer.targets import TARGETS
-from struprune_plugin.maths.elimination import eliminate_units, expand_units, keep_last
-from struprune_plugin.maths.rounding import GroupSize, find_group_sparsity, round_kept_counts
-from struprune_plugin.maths.solve import damp_moments, solve_kept_weights
-from struprune_plugin.maths.statistics import Moments, append_bias, with_bias_index
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.layerwise.dense_reference import TARGETS
+from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.linalg.elimination import eliminate_units, keep_last, unit_columns
+from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, with_bias_index
+from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_weight, slice_group
 from struprune_plugin.model.units import find_groups
@@ -59,13 +59,12 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
     start = time.perf_counter()
     calls = record_calls(model, windows)
     hidden = [call.hidden for call in calls]
-    observer = LayerObserver(TARGETS["block"], ROOM, all_groups=True)
+    observer = LayerStatistics(TARGETS["block"], ROOM, all_groups=True)
     changed, num_swaps = False, 0
     for name, layer in find_decoder_layers(model):
         members = [group for group in groups if group.layer_name == name]
         for call, stream in zip(calls, hidden, strict=True):
-            observer.before_layer(layer, members, (stream,), call.kwargs)
-            observer.after_layer(call.repeat(layer, ROOM, stream))
+            observer.run_layer(layer, members, replace(call, hidden=stream))
         for group in members:
             moments = observer.collect_moments(layer, group, group.name).all
             changed = changed or kept[group.name] < group.num_units
@@ -91,7 +90,7 @@ def plan_counts(groups: list[UnitGroup], num_prunable: int, sparsity: float) -> 
     return kept | dict(zip((size.name for size in ffn), round_kept_counts(ffn, [share] * len(ffn)), strict=True))
 
 
-def _prune_group(layer: nn.Module, group: UnitGroup, moments: Moments, num_keep: int) -> int:
+def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int) -> int:
     """Select, re-solve and slice one group; return the number of swaps."""
     consumer = find_linear(layer, group.consumer)
     dense = append_bias(*read_weight(consumer))
@@ -99,13 +98,13 @@ def _prune_group(layer: nn.Module, group: UnitGroup, moments: Moments, num_keep:
     order = eliminate_units(damped, group.columns_per_unit, group.name, num_remove=group.num_units - num_keep).order
     greedy = keep_last(order, group.num_units, num_keep)
     keep, num_swaps = search_swaps(damped, greedy, group.columns_per_unit)
-    weight = solve_kept_weights(damped, expand_units(keep, group.columns_per_unit), group.name).weight
+    weight = solve_kept_weights(damped, unit_columns(keep, group.columns_per_unit), group.name).weight
     weight[:, -1] = dense[:, -1]
     slice_group(layer, group, keep, weight)
     return num_swaps
 
 
-def subtract_bias(moments: Moments, bias: Tensor) -> Moments:
+def subtract_bias(moments: SecondMoments, bias: Tensor) -> SecondMoments:
     """Return the float64 moments of the targets ``Y - b 1^T``, which a linear meets by its weights alone.
 
     :param bias: b, shape [d], float64
@@ -113,16 +112,16 @@ def subtract_bias(moments: Moments, bias: Tensor) -> Moments:
     gram, cross = moments.gram.double(), moments.cross.double()
     sums, outputs = gram[:, -1], cross[:, -1]  # P 1 and Y 1
     energy = moments.target_energy - 2 * (bias @ outputs) + sums[-1] * bias.square().sum()
-    return Moments(gram, cross - bias[:, None] * sums, energy, moments.absolute_sum)
+    return SecondMoments(gram, cross - bias[:, None] * sums, energy, moments.absolute_sum)
 
 
-def search_swaps(damped: Moments, keep: Tensor, width: int) -> tuple[Tensor, int]:
+def search_swaps(damped: SecondMoments, keep: Tensor, width: int) -> tuple[Tensor, int]:
     """Swap removed units for kept ones until no single swap lowers the re-solved error.
 
     A step takes the removed unit whose addition lowers the error most and drops the other unit that is then worth least;
     where that gains nothing, it goes on to the next best. The end is an exact local optimum over all pairs.
 
-    :param damped: from :func:`struprune_plugin.maths.solve.damp_moments`
+    :param damped: from :func:`struprune_plugin.linalg.solve.damp_moments`
     :param keep: kept units, sorted, shape [kept], int64
     :param width: columns of one unit
     :return: (kept units, sorted, as many as before; number of swaps)
@@ -136,8 +135,8 @@ def search_swaps(damped: Moments, keep: Tensor, width: int) -> tuple[Tensor, int
     num_swaps = 0
     while swap := _find_swap(damped, state, kept, width):
         added, dropped = swap
-        _add_unit(damped, state, expand_units(kept.new_tensor([added], dtype=torch.int64), width))
-        _remove_unit(state, expand_units(kept.new_tensor([dropped], dtype=torch.int64), width))
+        _add_unit(damped, state, unit_columns(kept.new_tensor([added], dtype=torch.int64), width))
+        _remove_unit(state, unit_columns(kept.new_tensor([dropped], dtype=torch.int64), width))
         kept[added], kept[dropped] = True, False
         num_swaps += 1
     return kept.nonzero().flatten(), num_swaps
@@ -155,7 +154,7 @@ class _Support:
     weight: Tensor
 
 
-def _solve_support(damped: Moments, kept: Tensor, width: int) -> _Support:
+def _solve_support(damped: SecondMoments, kept: Tensor, width: int) -> _Support:
     rows = _support_rows(kept, width)
     inverse, weight = torch.zeros_like(damped.gram), torch.zeros_like(damped.cross)
     block = torch.cholesky_inverse(torch.linalg.cholesky(damped.gram[rows][:, rows]))
@@ -165,10 +164,10 @@ def _solve_support(damped: Moments, kept: Tensor, width: int) -> _Support:
 
 
 def _support_rows(kept: Tensor, width: int) -> Tensor:
-    return with_bias_index(expand_units(kept.nonzero().flatten(), width), len(kept) * width)
+    return with_bias_index(unit_columns(kept.nonzero().flatten(), width), len(kept) * width)
 
 
-def _add_unit(damped: Moments, state: _Support, columns: Tensor) -> None:
+def _add_unit(damped: SecondMoments, state: _Support, columns: Tensor) -> None:
     """Border A with a unit: with ``V = A H_SU`` and ``M = (H_UU - H_US V)^-1``, A grows by ``V M V^T`` (rank w).
 
     The weights of the unit are ``W_U = (C_U - W H_SU) M``, those of the others fall by ``W_U V^T``.
@@ -213,10 +212,10 @@ class _Additions:
     weights: Tensor
 
 
-def _propose_additions(damped: Moments, state: _Support, kept: Tensor, width: int) -> _Additions:
+def _propose_additions(damped: SecondMoments, state: _Support, kept: Tensor, width: int) -> _Additions:
     """Compute the quantities of :func:`_add_unit` for all removed units at once."""
     outside = (~kept).nonzero().flatten()
-    support, columns = _support_rows(kept, width), expand_units(outside, width)
+    support, columns = _support_rows(kept, width), unit_columns(outside, width)
     coupling = damped.gram[support][:, columns]
     steps = state.inverse[support][:, support] @ coupling
     own = columns.view(-1, width)
@@ -230,11 +229,11 @@ def _propose_additions(damped: Moments, state: _Support, kept: Tensor, width: in
     return _Additions(outside, gains, steps[:-1].view(-1, width, len(outside), width), inner, weights)
 
 
-def _find_swap(damped: Moments, state: _Support, kept: Tensor, width: int) -> tuple[int, int] | None:
+def _find_swap(damped: SecondMoments, state: _Support, kept: Tensor, width: int) -> tuple[int, int] | None:
     """Return (unit to add, unit to drop) of the first swap that lowers the error, by falling gain of the addition."""
     additions = _propose_additions(damped, state, kept, width)
     inside = kept.nonzero().flatten()
-    rows = expand_units(inside, width)
+    rows = unit_columns(inside, width)
     own = rows.view(-1, width)
     inverse = state.inverse[own[:, :, None], own[:, None, :]]
     weights = state.weight[:, rows].view(-1, len(inside), width)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls
-from struprune_plugin.evaluation import load_checkpoint
-from struprune_plugin.layer.calls import LayerCall
-from struprune_plugin.maths.statistics import append_bias
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.layerwise.calls import LayerCall
+from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_weight, set_weight
 

@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from struprune_plugin.export import modeling_struprune as modeling
-from struprune_plugin.model.families import FAMILIES
 
-_AUTO_CLASSES = (AutoModel, AutoModelForCausalLM)
+PRUNED_PREFIX = "struprune_"  # of the model_type of a pruned model
+_AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText)
 
 
-def _list_stock_configs() -> list[type[PreTrainedConfig]]:
-    return [CONFIG_MAPPING[model_type] for family in FAMILIES for model_type in family.model_types]
+class _PrunedConfigs(dict):
+    """What transformers' mapping of configurations holds beside its own; pruned ones are made when asked for."""
+
+    def __contains__(self, model_type: object) -> bool:
+        stock = str(model_type).removeprefix(PRUNED_PREFIX)
+        return super().__contains__(model_type) or (stock != model_type and stock in CONFIG_MAPPING)
+
+    def __getitem__(self, model_type: str) -> type[PreTrainedConfig]:
+        if not super().__contains__(model_type):
+            self[model_type] = register_type(CONFIG_MAPPING[model_type.removeprefix(PRUNED_PREFIX)])
+        return super().__getitem__(model_type)
 
 
 def register_auto_classes() -> None:
-    """Make transformers load pruned checkpoints without a trust flag, and save their modelling file with them."""
-    for stock in _list_stock_configs():
-        config = modeling.derive_class(modeling.PREFIX + stock.__name__)
-        AutoConfig.register(config.model_type, config, exist_ok=True)
-        config.register_for_auto_class("AutoConfig")
-        for auto in _AUTO_CLASSES:
-            model = modeling.derive_class(modeling.PREFIX + auto._model_mapping[stock].__name__)
-            auto.register(config, model, exist_ok=True)
-            model.register_for_auto_class(auto.__name__)
+    """Make transformers load pruned checkpoints of any of its types without a trust flag."""
+    if not isinstance(CONFIG_MAPPING._extra_content, _PrunedConfigs):
+        CONFIG_MAPPING._extra_content = _PrunedConfigs(CONFIG_MAPPING._extra_content)
+
+
+def register_type(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Register a stock configuration's pruned classes, and let saving them save their modelling file; return the configuration."""
+    config = modeling.derive_class(modeling.PREFIX + stock.__name__)
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    config.register_for_auto_class("AutoConfig")
+    for auto, found in _find_models(stock).items():
+        model = modeling.derive_class(modeling.PREFIX + found.__name__)
+        auto.register(config, model, exist_ok=True)
+        model.register_for_auto_class(auto.__name__)
+    return config
+
+
+def _find_models(stock: type[PreTrainedConfig]) -> dict[Any, Any]:
+    """Return the model classes that take a configuration, by auto class; a language model inside another does not."""
+    found = {auto: auto._model_mapping.get(stock, None) for auto in _AUTO_CLASSES}
+    found = {auto: model for auto, model in found.items() if getattr(model, "config_class", None) is stock}
+    if AutoModelForImageTextToText in found:
+        found.setdefault(AutoModelForCausalLM, found[AutoModelForImageTextToText])
+    for (
+        model_type,
+        name,
+    ) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():  # Emu 3's language model has no type of its own there
+        if (
+            AutoModelForCausalLM not in found
+            and model_type_to_module_name(model_type) == stock.__module__.split(".")[-2]
+        ):
+            model = getattr(transformers, name)
+            found |= {AutoModelForCausalLM: model} if model.config_class is stock else {}
+    return found
 
 
 def list_architectures() -> list[str]:
     """Return the class names of all pruned causal language models, as checkpoints name them."""
-    return [modeling.PREFIX + AutoModelForCausalLM._model_mapping[stock].__name__ for stock in _list_stock_configs()]
+    return sorted({modeling.PREFIX + name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
 
 
 def name_auto_classes(config: PreTrainedConfig) -> dict[str, str]:
     """Return a pruned configuration's ``auto_map``: engines ask for the class without a head too, which saving leaves out."""
     file = modeling.__name__.rpartition(".")[2]
-    found = {"AutoConfig": f"{file}.{type(config).__name__}"}
-    for auto in _AUTO_CLASSES:
-        found[auto.__name__] = f"{file}.{auto._model_mapping[type(config)].__name__}"
-    return found
+    stock = next(c for c in type(config).__mro__ if not c.__name__.startswith(modeling.PREFIX))
+    found = {auto.__name__: modeling.PREFIX + model.__name__ for auto, model in _find_models(stock).items()}
+    return {name: f"{file}.{made}" for name, made in {"AutoConfig": type(config).__name__, **found}.items()}

@@ -2,142 +2,218 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from compressed_tensors.distributed import is_source_process
-from compressed_tensors.offload.module import unwrap_offload_forward
-from huggingface_hub.errors import StrictDataclassError
 from loguru import logger
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune as modeling
-from struprune_plugin.export.classes import name_auto_classes
-from struprune_plugin.export.recipe import tidy_recipe
-from struprune_plugin.model.families import Family, find_family
-from struprune_plugin.model.layers import find_decoder_layers, has_ffn, measure_layer
+from struprune_plugin.export.any_class import (
+    describe_form,
+    describe_linears,
+    find_stock,
+    grow_padded,
+    keep_offload,
+    list_padded,
+    mark_padded,
+    restore_conv1d,
+)
+from struprune_plugin.export.classes import name_auto_classes, register_type
+from struprune_plugin.export.custom_code import derive_beside, is_custom
+from struprune_plugin.export.saved_recipe import tidy_recipe
+from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.layout import LayerLayout, Structure
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.kinds import VALUE, describe_padding
+from struprune_plugin.storage.checkpoint import find_checkpoint
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_WIDTH_KEYS = ("intermediate_size", "ffn_dim")  # of classes whose attention narrows
+_HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
 
 
-def describe_layout(family: Family) -> dict[str, Any]:
-    """Return what a pruned checkpoint's configuration says of its layers' linears."""
-    rows = {**family.attention.producers, **family.ffn.producers}
+def describe_layout(structure: Structure, width_key: str) -> dict[str, Any]:
+    """Return what a checkpoint whose attention is narrower says of its layers' linears."""
+    attention = next(kind.attention for kind in structure.kinds if kind.attention)
+    ffns = [ffn for kind in structure.kinds for ffn in kind.ffns]
+    rows = {**attention.producers, **{name: parts for ffn in ffns for name, parts in ffn.producers.items()}}
     return {
-        "layers": family.layers,
-        "attention": family.attention.module,
+        "layers": structure.layers,
+        "attention": attention.module,
         "rows": {name: list(parts) for name, parts in rows.items()},
-        "columns": {family.attention.output: "attention", family.ffn.output: "ffn"},
-        "width_key": family.ffn.width_key,
-        "interleaved": family.attention.interleaved,
+        "columns": {attention.output: "attention", **{ffn.output: "ffn" for ffn in ffns}},
+        "width_key": width_key,
+        "interleaved": bool(attention.repeated),
     }
 
 
-def adopt_attention(model: nn.Module) -> None:
-    """Let the attention modules of a dense model take values of any width; their function stays the same."""
-    family = find_family(model)
-    for _, layer in find_decoder_layers(model):
-        attention = layer.get_submodule(family.attention.module)
-        with _keep_offload(attention):
-            modeling.adopt_attention(attention, describe_layout(family))
+def can_narrow(model: PreTrainedModel) -> bool:
+    """Tell whether attention can have values of any width without padding: in classes whose forward pass is rewritten for it."""
+    config, structure = model.config, find_structure(model)
+    if config.get_text_config(decoder=True) is not config or describe_form(config) == "linears":
+        return False
+    modules = {
+        layout.attention and find_stock(type(_find_attention(layer, layout))) for layer, layout in find_layouts(model)
+    }
+    one_each = all(len(kind.ffns) <= 1 for kind in structure.kinds)
+    known = all(module and module.__name__ in modeling.NARROWING for module in modules)
+    return known and one_each and not is_custom(model) and not list_padded(model)
 
 
-@contextmanager
-def _keep_offload(module: nn.Module) -> Iterator[None]:
-    """Let a module's class change, and with it the forward function that the host's offloading wraps."""
-    with unwrap_offload_forward(module):
-        yield
-        module.__dict__.pop("forward", None)
+def check_heads(model: PreTrainedModel) -> None:
+    """Refuse to take whole heads where no code runs on what is left.
+
+    :raises ValueError: the same
+    """
+    attentions = [layout.attention for _, layout in find_layouts(model) if layout.attention]
+    if not any(attention.has_heads for attention in attentions):
+        problem = "modules in which a head meets nothing but itself"
+    elif not all(attention.takes_fewer_heads for attention in attentions) and not can_narrow(model):
+        problem = "modules that run with fewer heads"
+    else:
+        return
+    raise ValueError(
+        f"attention_unit: head must find {problem}, got {model.config.model_type!r}, whose attention does not. "
+        "Set attention_unit: value_channels or none."
+    )
+
+
+def adopt_attention(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
+    """Let the attention modules of a dense model take values of any width; their function stays the same.
+
+    :param groups: that will be pruned
+    """
+    if can_narrow(model):
+        said = describe_layout(find_structure(model), _find_width_key(model.config))
+        for layer, layout in find_layouts(model):
+            attention = _find_attention(layer, layout)
+            with keep_offload(attention):
+                modeling.adopt_attention(attention, said)
+        return
+    for group in groups:
+        if group.unit is VALUE:
+            layer = model.get_submodule(group.layer_name)
+            spread, gather = describe_padding(group)
+            linears = {name: find_linear(layer, name) for name in (*spread, group.consumer)}
+            if not any(hasattr(linear, "gather") for linear in linears.values()):
+                for name, linear in linears.items():
+                    mark_padded(linear, spread.get(name), None if name in spread else gather)
+
+
+def _find_attention(layer: nn.Module, layout: LayerLayout) -> nn.Module:
+    assert layout.attention is not None
+    return layer.get_submodule(layout.attention.module)
+
+
+def _find_width_key(config: PreTrainedConfig) -> str:
+    values = config.to_dict()
+    return next(name for name in _WIDTH_KEYS if name in values)
 
 
 def adopt_config(model: PreTrainedModel) -> None:
-    """Turn a sliced model into its pruned class, with a configuration read off the shapes of its layers."""
-    old, family = model.config, find_family(model)
-    config: Any = _make_pruned_config(old, family)
-    layers = [(layer, measure_layer(family, layer)) for _, layer in find_decoder_layers(model)]
-    config.value_head_dim = config.layout["head_dim"] = layers[0][1].head_dim
+    """Turn a sliced model into its pruned class, with a configuration read off the shapes of its layers.
+
+    :raises ValueError: another thing than linears of decoder layers differs from the dense class
+    """
+    if can_narrow(model):
+        _adopt_layers(model)
+    else:
+        _adopt_linears(model, describe_linears(model, find_structure(model).layers))
+    model.config.architectures = [type(model).__name__]
+
+
+def _adopt_linears(model: PreTrainedModel, layout: dict[str, Any]) -> None:
+    old = model.config
+    if is_custom(model):
+        config_class, model_class, auto_map = derive_beside(model)
+    else:
+        config_class = register_type(find_stock(type(old)))
+        model_class = modeling.derive_class(modeling.PREFIX + find_stock(type(model)).__name__)
+        auto_map = None
+    config: Any = copy.copy(old)  # text and vision configurations stay those of the modules inside
+    config.__class__ = config_class
+    config.layout = layout
+    config.auto_map = auto_map or name_auto_classes(config)
+    modeling.share_config(model, old, config)
+    with keep_offload(model):
+        model.__class__ = model_class
+
+
+def _adopt_layers(model: PreTrainedModel) -> None:
+    old, width_key = model.config, _find_width_key(model.config)
+    config: Any = _make_pruned_config(old, describe_layout(find_structure(model), width_key))
+    sizes = [(layout, measure_layer(layout, layer)) for layer, layout in find_layouts(model)]
+    config.value_head_dim = config.layout["head_dim"] = sizes[0][1].head_dim
     has_groups = hasattr(config, "num_key_value_heads")  # asked before layers differ, after which no one value is left
     per_layer: dict[int, dict[str, int]] = {}
-    for index, (layer, sizes) in enumerate(layers):
-        per_layer[index] = {"num_attention_heads": sizes.num_heads, "value_head_dim": sizes.value_head_dim}
+    for index, (layout, size) in enumerate(sizes):
+        per_layer[index] = {"num_attention_heads": size.num_heads, "value_head_dim": size.value_head_dim}
         if has_groups:
-            per_layer[index]["num_key_value_heads"] = sizes.num_key_value_heads
-        if has_ffn(family, layer):
-            per_layer[index][family.ffn.width_key] = sizes.width
+            per_layer[index]["num_key_value_heads"] = size.num_key_value_heads
+        if layout.ffns:
+            per_layer[index][width_key] = size.width
     config.per_layer_config = per_layer
     modeling.share_config(model, old, config)
     name = type(model).__name__
     if not name.startswith(modeling.PREFIX):
-        with _keep_offload(model):
+        with keep_offload(model):
             model.__class__ = modeling.derive_class(modeling.PREFIX + name)
-    config.architectures = [type(model).__name__]
+    register_type(find_stock(type(old)))
     config.auto_map = name_auto_classes(config)
 
 
 def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Turn a model whose layers are all of the sizes that a stock configuration says into the stock class."""
-    old, family = model.config, find_family(model)
-    for _, layer in find_decoder_layers(model):
-        attention: Any = layer.get_submodule(family.attention.module)
-        if hasattr(attention, "wide"):
-            with _keep_offload(layer.get_submodule(family.attention.module)):
-                modeling.release_attention(attention)
-    modeling.copy_settings(old, config)
-    modeling.share_config(model, old, config)
-    with _keep_offload(model):
-        model.__class__ = next(c for c in type(model).__mro__ if not c.__name__.startswith(modeling.PREFIX))
-    config.architectures = [type(model).__name__]
+    """Turn a model whose layers are all of the sizes that a stock configuration says into the stock class.
 
-
-def make_uniform_config(model: PreTrainedModel, num_key_value_heads: int, width: int) -> PreTrainedConfig:
-    """Return the stock configuration of a model whose layers all have these sizes.
-
-    :param width: FFN channels; 0 leaves them as they are
-    :raises ValueError: the stock class cannot have that many heads
+    Padded linears grow to those sizes.
     """
-    family, config = find_family(model), model.config
-    if type(config).__name__.startswith(modeling.PREFIX):
-        config = modeling.make_dense_config(config)
-    values = config.to_dict()
-    sizes = measure_layer(family, find_decoder_layers(model)[0][1])
-    num_heads = num_key_value_heads * sizes.num_heads // sizes.num_key_value_heads
-    if num_heads != config.num_attention_heads:
-        if not family.attention.free_heads:
-            raise ValueError(
-                f"{type(config).__name__}: the stock class must have heads of hidden_size / num_attention_heads channels, "
-                f"got {num_heads} heads of {sizes.head_dim}. Keep all heads, or the per-layer form."
-            )
-        values.update(num_attention_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=sizes.head_dim)
-    if width:
-        values[family.ffn.width_key] = width
-    for name in ("model_type", "architectures", "transformers_version"):
-        values.pop(name, None)
-    try:
-        return type(config)(**values)
-    except StrictDataclassError as error:
-        raise ValueError(f"{type(config).__name__}: {num_heads} heads are refused: {error}") from None
+    old: Any = model.config
+    for module in model.modules():
+        if hasattr(module, "wide"):
+            with keep_offload(module):
+                modeling.release_attention(module)
+    for linear in list_padded(model):
+        grow_padded(linear)
+    restore_conv1d(model)
+    modeling.copy_settings(old, config)
+    parts = [(old, config), *((getattr(old, key, None), getattr(config, key, None)) for key in config.sub_configs)]
+    for before, after in parts:
+        if before is not None:
+            modeling.share_config(model, before, after)
+    with keep_offload(model):
+        model.__class__ = find_stock(type(model))
+    config.architectures = [type(model).__name__]
+    if is_custom(model):  # saved with its code, as it came
+        type(config).register_for_auto_class("AutoConfig")
+        type(model).register_for_auto_class("AutoModelForCausalLM")
 
 
-def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
-    """Tell whether a model's stock class can be configured with that many value heads in every layer."""
-    try:
-        make_uniform_config(model, num_key_value_heads, 0)
-    except ValueError:
-        return False
-    return True
-
-
-def _make_pruned_config(old: PreTrainedConfig, family: Family) -> PreTrainedConfig:
+def _make_pruned_config(old: PreTrainedConfig, layout: dict[str, Any]) -> PreTrainedConfig:
     """Return a pruned model's configuration without its layers' sizes."""
     values = old.to_dict()
     for name in ("model_type", "architectures", "auto_map", "transformers_version", "per_layer_config"):
         values.pop(name, None)
     stock = type(old).__name__.removeprefix(modeling.PREFIX)
     config = modeling.derive_class(modeling.PREFIX + stock)(**values)
-    config.layout = describe_layout(family)
+    config.layout = layout
     modeling.copy_settings(old, config)
     return config
+
+
+def _copy_processor(source: str, output: Path) -> None:
+    """Put what a wrapper's images are prepared by beside it, where the checkpoint that it was loaded from has that."""
+    folder = find_checkpoint(source) if source else None
+    for name in _PROCESSOR_FILES if folder else ():
+        if (folder / name).is_file() and not (output / name).exists():  # type: ignore[operator]
+            shutil.copyfile(folder / name, output / name)  # type: ignore[operator]
 
 
 def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
@@ -153,26 +229,18 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
     def save_pretrained(save_directory: str, *args: Any, **kwargs: Any) -> None:
         name = model.config._name_or_path
         model.config._name_or_path = ""
+        logger.disable(_HOST_SAVING)  # warns that it cannot find the original config, which is what we want of it
         try:
-            with _quiet_host(), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
                 inner(save_directory, *args, **kwargs)
         finally:
+            logger.enable(_HOST_SAVING)
             model.config._name_or_path = name
         if is_source_process():  # one of several processes writes, as in the host's own save
             tidy_recipe(save_directory)
+            _copy_processor(name, Path(save_directory))
             after(str(save_directory))
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # the host wraps only what lacks this mark
     model.save_pretrained = save_pretrained
-
-
-@contextmanager
-def _quiet_host() -> Iterator[None]:
-    """Silence the host's warning that it cannot find the original config, which is what we want of it."""
-    module = "llmcompressor.transformers.compression.compressed_tensors_utils"
-    logger.disable(module)
-    try:
-        yield
-    finally:
-        logger.enable(module)

@@ -9,14 +9,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune as modeling
-from struprune_plugin.export.convert import adopt_stock, can_hold_heads, make_uniform_config
-from struprune_plugin.export.llama_cpp import FILE_NAME, check_gguf, write_gguf
-from struprune_plugin.export.manifest import MANIFEST_NAME, read_manifest
+from struprune_plugin.export.any_class import (
+    describe_form,
+    list_padded,
+    make_dense_config,
+    replace_conv1d,
+)
+from struprune_plugin.export.convert import adopt_stock
+from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.export.modeling_block_configs import DeciLMConfig, DeciLMForCausalLM
-from struprune_plugin.model.families import check_model_type, find_family
-from struprune_plugin.model.layers import find_decoder_layers, measure_layer
+from struprune_plugin.export.stock_config import build_stock, can_hold_heads, change_heads, find_stock_config
+from struprune_plugin.model.layers import LayerSizes, find_decoder_layers, find_layouts, measure_layer
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import grow_group
-from struprune_plugin.model.units import UnitGroup, find_groups
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.storage.files import shorten_error
+from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 Form = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"]
 
@@ -29,9 +38,8 @@ def load_pruned(folder: Path) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     except Exception as error:  # a broken file raises whatever its many readers met
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{folder}: must be a pruned folder that can be loaded, got: {first} Give the output of a pruning run."
+            f"{folder}: must be a pruned folder that can be loaded, got: {shorten_error(error)} Give the output of a pruning run."
         ) from None
     if not type(model).__name__.startswith(modeling.PREFIX):
         raise ValueError(
@@ -39,7 +47,7 @@ def load_pruned(folder: Path) -> PreTrainedModel:
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{folder}: must not be quantised, it is. Convert first, quantise afterwards.")
-    find_family(model)  # refuses the static form
+    find_structure(model)  # refuses the static form
     return model
 
 
@@ -53,9 +61,14 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
     - ``gguf``: one file for llama.cpp: every layer's own FFN width and heads, values padded to the width of keys
 
     :param output: an empty folder
-    :raises ValueError: the family or the folder cannot take that form
+    :raises ValueError: the class or the folder cannot take that form
     """
     model = load_pruned(source)
+    if describe_form(model.config) == "linears" and form != "uniform-padded":
+        raise ValueError(
+            f"{form}: attention must take values of any width, got padded linears of {model.config.model_type!r}. "
+            "Use uniform-padded."
+        )
     if form == "gguf":
         config = modeling.make_dense_config(model.config)
         check_gguf(config, source / "tokenizer.json")
@@ -84,24 +97,23 @@ def _grow(model: PreTrainedModel, group: UnitGroup, num_units: int, keep: torch.
     grow_group(model.get_submodule(group.layer_name), larger, keep)
 
 
-def _restore_units(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
-    settings = manifest["settings"]
-    fields = (settings["attention_unit"], settings["prune_ffn"], settings["targets"], settings["ignore"])
-    entries = {entry["name"]: entry for entry in manifest["groups"]}
-    family, config = find_family(model), modeling.make_dense_config(model.config)
-    largest = max(getattr(config, family.ffn.width_key), config.hidden_size, *_measure_heads(config))
-    for group in find_groups(model, *fields):
-        entry = entries.get(group.name)
-        if entry is None or entry["kept"] != group.num_units or not entry["num_units"] <= largest:
+def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
+    kinds = [record.kind for record in manifest.groups]
+    unit: Any = next((kind for kind in kinds if kind != "ffn"), "none")
+    groups = {group.name: group for group in find_groups(model, unit, "ffn" in kinds)}
+    config = make_dense_config(model.config)
+    dense = [measure_layer(layout, layer) for layer, layout in find_layouts(build_stock(model, {})[0])]
+    largest = max(max(size.width, size.num_key_value_heads * size.head_dim) for size in dense)
+    for record in manifest.groups:
+        group = groups.get(record.name)
+        if group is None or record.kept != group.num_units or not record.num_units <= largest:
             raise ValueError(
-                f"{group.name}: the manifest must speak of its {group.num_units} units, of at most {largest}, got "
-                f"{entry and (entry['kept'], entry['num_units'])}. Use the manifest that was written with the model."
+                f"{record.name}: the manifest must speak of the model's units, {group and group.num_units} of at most {largest}, "
+                f"got {record.kept} of {record.num_units}. Use the manifest that was written with the model."
             )
-        _grow(model, group, entry["num_units"], torch.tensor(entry["keep"]))
-    for name, layer in find_decoder_layers(model):
-        sizes = measure_layer(family, layer)
-        wanted = (config.num_attention_heads, getattr(config, family.ffn.width_key))
-        if (sizes.num_heads, sizes.width or wanted[1]) != wanted or sizes.value_head_dim != sizes.head_dim:
+        _grow(model, group, record.num_units, torch.tensor(record.keep))
+    for (name, _), now, wanted in zip(find_decoder_layers(model), list_sizes(model), dense, strict=True):
+        if now != wanted:
             raise ValueError(
                 f"{name}: masked must start from a model that was pruned in one run, got sizes that an earlier run made. "
                 "Use uniform-padded."
@@ -109,77 +121,90 @@ def _restore_units(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
     adopt_stock(model, config)
 
 
-def _measure_heads(config: Any) -> tuple[int, int]:
-    """Return the heads of a dense model and the channels in all of them."""
-    heads = config.num_attention_heads
-    return heads, heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
+    """Return the sizes of all layers."""
+    return [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
 
 
 def _pad_values(model: PreTrainedModel) -> None:
-    for group in find_groups(model, "vo", prune_ffn=False):
-        sizes = measure_layer(find_family(model), model.get_submodule(group.layer_name))
-        if sizes.value_head_dim < sizes.head_dim:
-            _grow(model, group, group.num_blocks * sizes.head_dim)
+    if all(size.value_head_dim == size.head_dim for size in list_sizes(model)) or list_padded(model):
+        return  # padded linears grow as the model becomes the stock class
+    for group in find_groups(model, "value_channels", prune_ffn=False):
+        wide = group.num_blocks * list_sizes(model)[group.layer_index].head_dim
+        if group.num_units < wide:
+            _grow(model, group, wide)
 
 
-def _pad_heads(model: PreTrainedModel, num_heads: int) -> None:
+def _pad_heads(model: PreTrainedModel, num_units: int) -> None:
     for group in find_groups(model, "head", prune_ffn=False):
-        if group.num_units < num_heads:
-            _grow(model, group, num_heads)
+        if group.num_units < num_units:
+            _grow(model, group, num_units)
+
+
+def _pad_widths(model: PreTrainedModel, dense: PreTrainedModel, to_dense: bool) -> None:
+    """Pad FFNs that are alike in the dense model to one width.
+
+    :param to_dense: to that which they had
+    """
+    before = {group.name: group.num_units for group in find_groups(dense, "none")}
+    groups = find_groups(model, "none")
+    widths: dict[int, int] = {}
+    for group in groups:
+        wide = before[group.name]
+        widths[wide] = wide if to_dense else max(widths.get(wide, 0), group.num_units)
+    for group in groups:
+        if group.num_units < widths[before[group.name]]:
+            _grow(model, group, widths[before[group.name]])
 
 
 def _pad_layers(model: PreTrainedModel) -> None:
-    family = find_family(model)
-    sizes = [measure_layer(family, layer) for _, layer in find_decoder_layers(model)]
-    width = max(size.width for size in sizes)
-    dense = _measure_dense_heads(model)
-    most = max(size.num_key_value_heads for size in sizes)
-    num_heads = next(count for count in range(most, dense + 1) if can_hold_heads(model, count))
-    config = make_uniform_config(model, num_heads, width)
+    dense, changes = build_stock(model, {})[0], dict[str, int]()
+    replace_conv1d(dense)
+    most, every = (max(size.num_key_value_heads for size in list_sizes(each)) for each in (model, dense))
     _pad_values(model)
-    _pad_heads(model, num_heads)
-    if width:
-        for group in find_groups(model, "none"):
-            if group.num_units < width:
-                _grow(model, group, width)
+    if any(now.num_heads < before.num_heads for now, before in zip(list_sizes(model), list_sizes(dense), strict=True)):
+        heads = next(count for count in range(most, every + 1) if can_hold_heads(model, count))
+        changes = change_heads(model, heads)
+        _pad_heads(model, heads)
+    has_ffns = any(layout.ffns for _, layout in find_layouts(model))
+    if has_ffns:
+        _pad_widths(model, dense, to_dense=False)
+    try:
+        config = find_stock_config(model, changes)
+    except ValueError:  # no number of the configuration says the width
+        if not has_ffns:
+            raise
+        _pad_widths(model, dense, to_dense=True)
+        config = find_stock_config(model, changes)
     adopt_stock(model, config)
 
 
 def _fuse_layers(model: PreTrainedModel) -> None:
-    family = find_family(model)
     fused = {}
-    for owner, name, producers, parts in (
-        (family.attention.module, "qkv_proj", family.attention.producers, 3),
-        (family.ffn.output.rpartition(".")[0], "gate_up_proj", family.ffn.producers, 2),
-    ):
-        if len(producers) == parts:  # else the family has them joined, or nothing to join
-            fused[f"{owner}.{name}"] = list(producers)
+    for kind in find_structure(model).kinds:
+        attention = kind.attention
+        if attention is not None and len(attention.producers) == 3:
+            parts = {parts[0]: name for name, parts in attention.producers.items()}
+            fused[f"{attention.module}.qkv_proj"] = [parts["query"], parts["key"], parts["value"]]
+        for ffn in kind.ffns:
+            if len(ffn.producers) == 2:
+                fused[f"{ffn.output.rpartition('.')[0]}.gate_up_proj"] = list(ffn.producers)
     layout = {**model.config.layout, "fused": fused}
     modeling.fuse_layers(model, layout)
     model.config.layout = layout
 
 
-def _measure_dense_heads(model: PreTrainedModel) -> int:
-    """Return the value heads that every layer of the dense model has."""
-    config, (_, layer) = modeling.make_dense_config(model.config), find_decoder_layers(model)[0]
-    sizes = measure_layer(find_family(model), layer)
-    return config.num_attention_heads * sizes.num_key_value_heads // sizes.num_heads
-
-
 def _adopt_blocks(model: PreTrainedModel) -> PreTrainedModel:
     stock = modeling.make_dense_config(model.config)
     if stock.model_type != "llama":
-        supported = check_model_type("llama").model_types[0]
         raise ValueError(
-            f"block_configs: the model must be a {supported}, whose layers that schema describes, got {stock.model_type!r}. "
+            "block_configs: the model must be a llama, whose layers that schema describes, got {stock.model_type!r}. "
             "Use uniform-padded."
         )
     _pad_values(model)
-    _pad_heads(model, _measure_dense_heads(model))
-    family = find_family(model)
+    _pad_heads(model, stock.num_key_value_heads)
     blocks = []
-    for _, layer in find_decoder_layers(model):
-        sizes = measure_layer(family, layer)
+    for sizes in list_sizes(model):
         group = sizes.num_heads // sizes.num_key_value_heads
         blocks.append(
             {

@@ -1,13 +1,17 @@
 """Decoder models with layers of different sizes. This file travels with every pruned checkpoint and needs transformers alone.
 
 ``StruPruneLlamaForCausalLM`` and the like are made, when first asked for, from transformers' own classes of the same name
-without the prefix. Their configuration is the dense model's, with three additions: every layer's sizes in transformers'
-``per_layer_config`` (under the family's own names, and ``value_head_dim``), and ``layout``, which says what the layers'
-linears are called and what their rows and columns hold.
+without the prefix. Their configuration is the dense model's, with additions of one of two forms:
+
+- every layer's sizes in transformers' ``per_layer_config`` (under the stock configuration's own names, and ``value_head_dim``), and
+  ``layout``, which says what the layers' linears are called and what their rows and columns hold: attention narrows
+- ``layout`` alone, for any class: the linears that differ from the dense model's, by layer and name, with their shapes. A
+  linear whose attention module reshapes to a fixed width lays zeros after its rows (``spread``) or reads some columns (``gather``)
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -19,8 +23,14 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 PREFIX = "StruPrune"
+NARROWING = {  # attention classes whose forward pass StruPruneAttention rewrites; others get padded linears
+    *("OPTAttention", "LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"),
+    *("GemmaAttention", "Gemma2Attention", "Gemma3Attention", "GraniteAttention", "PhiAttention", "Phi3Attention"),
+    "GPTNeoXAttention",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -42,12 +52,35 @@ def derive_class(name: str) -> Any:
             # these read the one head count that a stock model has; the dense configuration has passed them
             "validate_architecture": lambda self: None,
             "validate_rope": lambda self: None,
+            "make_dense": make_dense_config,
+            "is_custom_code": _is_custom_code,
         }
         if not hasattr(stock, "head_dim"):  # else vLLM divides the hidden size by a layer's own heads
             members["head_dim"] = _HeadSize()
         return strict(type(name, (stock,), {**members, "__module__": __name__}))
 
+    config_class = derive_class(PREFIX + stock.config_class.__name__)
+    for known, own in ((stock.__name__, name), (stock.config_class.model_type, config_class.model_type)):
+        conversions = get_checkpoint_conversion_mapping(known)  # names of weights on disk, by class or by type
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
+    made = _derive_model(stock, config_class, __name__)
+    made.is_custom_code = _is_custom_code
+    return made
+
+
+@classmethod
+def _is_custom_code(cls: type) -> bool:
+    """Have classes treated as transformers' own, whose code they are: else some buffers are not initialised in loading."""
+    return False
+
+
+def _derive_model(stock: Any, config_class: Any, module: str) -> Any:
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
+        if "linears" in config.layout:
+            super(made, self).__init__(config)
+            fit_linears(self, config.layout)
+            return
         dense = make_dense_config(config)
         super(made, self).__init__(dense)
         copy_settings(dense, config)
@@ -55,12 +88,8 @@ def derive_class(name: str) -> Any:
         if "fused" in config.layout:
             fuse_layers(self, config.layout)
 
-    members = {"__init__": __init__, "config_class": derive_class(PREFIX + stock.config_class.__name__)}
-    made = type(name, (stock,), {**members, "__module__": __name__})
-    for known, own in ((stock.__name__, name), (stock.config_class.model_type, made.config_class.model_type)):
-        conversions = get_checkpoint_conversion_mapping(known)  # names of weights on disk, by class or by type
-        if conversions is not None:
-            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
+    members = {"__init__": __init__, "config_class": config_class, "__module__": module}
+    made = type(PREFIX + stock.__name__, (stock,), members)
     return made
 
 
@@ -68,14 +97,22 @@ class _HeadSize:
     """An attribute that the layout tells, of configurations that are not given it; no property, which could not be set."""
 
     def __get__(self, config: Any, owner: type | None = None) -> int | None:
+        if config is not None and "linears" in (config.layout or {}):
+            raise AttributeError("head_dim")  # as of the stock configuration
         return None if config is None else (config.layout or {}).get("head_dim")
 
 
 def make_dense_config(config: Any) -> Any:
     """Return the stock configuration of the dense model that a pruned one was made from."""
+    stock = next(c for c in type(config).__mro__ if not c.__name__.startswith(PREFIX))
+    if "linears" in config.layout:
+        dense = copy.deepcopy(config)  # parts of it are configurations themselves
+        dense.__class__ = stock
+        for name in ("layout", "value_head_dim", "auto_map"):
+            dense.__dict__.pop(name, None)
+        return dense
     values = config.to_dict()
     dropped = ("per_layer_config", "layout", "value_head_dim", "model_type", "auto_map", "architectures")
-    stock = next(c for c in type(config).__mro__ if not c.__name__.startswith(PREFIX))
     dense = stock(**{name: value for name, value in values.items() if name not in dropped})
     copy_settings(config, dense)
     return dense
@@ -94,6 +131,135 @@ def list_layers(model: Any, layout: dict[str, Any]) -> Any:
     if not hasattr(model, path.split(".")[0]):
         path = path.removeprefix(f"{model.base_model_prefix}.")
     return model.get_submodule(path)
+
+
+def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
+    """Make the pruned class of one that came as code with its checkpoint.
+
+    :param stock: that configuration class or model class
+    :param module: the module in which the made class is to be found
+    :param config_class: of a model class: its pruned configuration's class
+    """
+    if config_class is not None:
+        return _derive_model(stock, config_class, module)
+
+    def __init__(self, *args, layout=None, **kwargs):
+        stock.__init__(self, *args, **kwargs)
+        self.layout = layout
+
+    model_type = f"struprune_custom_{stock.model_type}"  # no type of transformers' own
+    return type(
+        PREFIX + stock.__name__,
+        (stock,),
+        {"__init__": __init__, "model_type": model_type, "make_dense": make_dense_config, "__module__": module},
+    )
+
+
+def fit_linears(model: Any, layout: dict[str, Any]) -> None:
+    """Give the linears of a dense model, fresh or on the meta device, the sizes and the padding that the layout says.
+
+    :param layout: ``linears`` holds, for every layer, by name ``{"shape": [rows, columns]}``, and ``spread`` or ``gather`` as
+        :func:`adopt_padded` takes them; ``conv1d`` says that the dense class has transposed ones
+    """
+    if layout.get("conv1d"):
+        replace_conv1d(model)
+    for layer, linears in zip(list_layers(model, layout), layout["linears"], strict=True):
+        for name, said in linears.items():
+            linear = layer.get_submodule(name)
+            _resize(linear, *said["shape"])
+            if "spread" in said or "gather" in said:
+                adopt_padded(linear, said.get("spread"), said.get("gather"))
+
+
+def replace_conv1d(model: Any) -> None:
+    """Make linears of the modules that hold their weights transposed, in place; the function stays."""
+    for module in model.modules():
+        if type(module) is Conv1D:
+            _transpose(module, nn.Linear)
+            module.out_features, module.in_features = module.nf, module.nx
+
+
+def restore_conv1d(model: Any) -> None:
+    """Undo :func:`replace_conv1d`."""
+    for module in model.modules():
+        if type(module) is nn.Linear and hasattr(module, "nf"):
+            _transpose(module, Conv1D)
+            module.nx, module.nf = module.in_features, module.out_features
+
+
+def _transpose(module: Any, kind: type) -> None:
+    module.__class__ = kind
+    module.weight = nn.Parameter(module.weight.detach().t().contiguous(), module.weight.requires_grad)
+
+
+def adopt_padded(linear: Any, spread: dict[str, Any] | None = None, gather: dict[str, Any] | None = None) -> Any:
+    """Let a linear that makes or reads fewer channels than the module around it work as if it had them all.
+
+    Both are ``{"outer": o, "segments": [[count, kept, wide], ...]}``: channels seen as o blocks of the segments in order, each
+    of ``count`` times ``wide``, of which the linear has the first ``kept``.
+
+    :param spread: of its rows: zeros follow in the output
+    :param gather: of its columns: the rest of the input goes unread
+    """
+    if not hasattr(linear, "spread"):  # as in adopt_attention
+        linear.__class__ = _derive_padded(type(linear))
+    linear.spread, linear.gather = spread, gather
+    return linear
+
+
+def release_padded(linear: Any) -> None:
+    """Give a linear its own class back."""
+    linear.__class__ = type(linear).__mro__[2]
+    del linear.spread, linear.gather
+
+
+@cache
+def _derive_padded(stock: type) -> type:
+    return type(PREFIX + stock.__name__, (StruPruneLinear, stock), {"__module__": __name__})
+
+
+class StruPruneLinear:
+    """A linear with fewer rows or columns than the module around it handles; mixed in before a linear's own class.
+
+    :ivar spread: of its rows, as :func:`adopt_padded` takes it; None where there are all
+    :ivar gather: of its columns
+    """
+
+    spread: dict[str, Any] | None
+    gather: dict[str, Any] | None
+
+    def forward(self: Any, states: torch.Tensor) -> torch.Tensor:
+        return self.lay_out(super().forward(self.pick(states)))  # type: ignore[misc]
+
+    def pick(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what the weights read of the input."""
+        return states if self.gather is None else narrow(states, self.gather)
+
+    def lay_out(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the output, of what the weights give."""
+        return states if self.spread is None else widen(states, self.spread)
+
+
+def widen(states: torch.Tensor, form: dict[str, Any]) -> torch.Tensor:
+    """Lay zeros after the kept channels of every block, in the last dimension; form as in :func:`adopt_padded`."""
+    blocks = states.unflatten(-1, (form["outer"], -1))
+    pieces = blocks.split([count * kept for count, kept, _ in form["segments"]], -1)
+    made = [
+        nn.functional.pad(piece.unflatten(-1, (count, kept)), (0, wide - kept)).flatten(-2) if kept < wide else piece
+        for piece, (count, kept, wide) in zip(pieces, form["segments"], strict=True)
+    ]
+    return torch.cat(made, -1).flatten(-2)
+
+
+def narrow(states: torch.Tensor, form: dict[str, Any]) -> torch.Tensor:
+    """Take the kept channels of every block, in the last dimension: the reverse of :func:`widen`."""
+    blocks = states.unflatten(-1, (form["outer"], -1))
+    pieces = blocks.split([count * wide for count, _, wide in form["segments"]], -1)
+    made = [
+        piece.unflatten(-1, (count, wide))[..., :kept].flatten(-2) if kept < wide else piece
+        for piece, (count, kept, wide) in zip(pieces, form["segments"], strict=True)
+    ]
+    return torch.cat(made, -1).flatten(-2)
 
 
 def fit_layers(model: Any, dense: Any, config: Any) -> None:
@@ -363,7 +529,7 @@ def _part(both: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate queries and keys by position, together: x cos + (-second half of x, first half of x) sin.
 
-    Stock code does it apart, in twice as many steps, which is what a new token's seconds go to. Some families rotate the first
+    Stock code does it apart, in twice as many steps, which is what a new token's seconds go to. Some classes rotate the first
     channels only.
 
     :param states: shape [batch, heads, tokens, width], of queries and of keys

@@ -1,1 +1,1 @@
-"""What is cut: model families, kinds of units, the layers they are in, and the surgery."""
+"""What is cut: a model's structure, kinds of units, the layers they are in, and the surgery."""

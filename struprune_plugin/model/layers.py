@@ -11,19 +11,27 @@ from typing import Any, cast
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationMetadata
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.model.families import Family, find_family
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
+from struprune_plugin.model.structure.locate import locate_layers
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
+SOFT_CAP = "attn_logit_softcapping"  # too far out for a random instance to reach it, so that no measurement shows it
 
 
 def find_decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every decoder layer, first to last."""
-    family = find_family(model)
-    layers = model.get_submodule(family.layers)
-    return [(f"{family.layers}.{name}", layer) for name, layer in layers.named_children()]
+    path = locate_layers(model)
+    return [(f"{path}.{name}", layer) for name, layer in model.get_submodule(path).named_children()]
+
+
+def find_layouts(model: nn.Module) -> list[tuple[nn.Module, LayerLayout]]:
+    """Return every decoder layer, first to last, with what can be cut of it."""
+    structure = find_structure(model)
+    return [(layer, structure[index]) for index, (_, layer) in enumerate(find_decoder_layers(model))]
 
 
 def find_linear(layer: nn.Module, name: str) -> nn.Linear:
@@ -31,27 +39,15 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
     return cast(nn.Linear, layer.get_submodule(name))
 
 
-def list_linears(family: Family, layer: nn.Module) -> list[str]:
-    """Return the names, within a decoder layer, of the linears whose parameters the budget counts."""
-    names = [*family.attention.producers, family.attention.output]
-    return names + ([*family.ffn.producers, family.ffn.output] if has_ffn(family, layer) else [])
-
-
-def has_ffn(family: Family, layer: nn.Module) -> bool:
-    """Tell whether a layer has the FFN that its family describes; a mixture of experts has not."""
-    return any(name == family.ffn.output for name, _ in layer.named_modules())
-
-
 def count_prunable_parameters(model: nn.Module) -> int:
-    """Count the parameters, biases too, of all linears of the decoder layers: the base of every ``sparsity``.
+    """Count the parameters, biases too, of all linears of the modules that hold units: the base of every ``sparsity``.
 
     Experts of a mixture are not counted, they hold no units; nor is what a quantiser later in the recipe has added.
     """
-    family = find_family(model)
     return sum(
         parameter.numel()
-        for _, layer in find_decoder_layers(model)
-        for name in list_linears(family, layer)
+        for layer, layout in find_layouts(model)
+        for name in layout.list_linears()
         for parameter_name, parameter in layer.get_submodule(name).named_parameters(recurse=False)
         if parameter_name in ("weight", "bias")
     )
@@ -66,9 +62,8 @@ def count_parameters(model: nn.Module) -> int:
 def describe_weights(model: nn.Module) -> str:
     """Return a digest of the decoder layers' linears that tells one dense model from another: sums, dtypes, shapes."""
     digest = hashlib.sha256()
-    family = find_family(model)
-    for _, layer in find_decoder_layers(model):
-        for name in list_linears(family, layer):
+    for layer, layout in find_layouts(model):
+        for name in layout.list_linears():
             weight = find_linear(layer, name).weight.detach()
             values = [weight.sum(dtype=torch.float64).item(), weight.abs().sum(dtype=torch.float64).item()]
             digest.update(repr((name, str(weight.dtype), tuple(weight.shape), values)).encode())
@@ -77,17 +72,27 @@ def describe_weights(model: nn.Module) -> str:
 
 def can_fuse_attention(model: PreTrainedModel) -> bool:
     """Tell whether layers may attend without maps: sdpa drops a soft cap."""
-    cap = find_family(model).attention.logit_cap
-    return model._supports_sdpa and (not cap or getattr(model.config, cap, None) is None)
+    config = model.config.get_text_config(decoder=True)
+    return model._supports_sdpa and getattr(config, SOFT_CAP, None) is None
 
 
 def list_attention_configs(model: PreTrainedModel) -> list[tuple[nn.Module, Any]]:
     """Return every decoder layer, and the configuration that its attention module reads."""
-    family = find_family(model)
+    default = model.config.get_text_config(decoder=True)
     return [
-        (layer, getattr(layer.get_submodule(family.attention.module), "config", model.config))
+        (layer, next((m.config for m in layer.modules() if hasattr(m, "config")), default))  # type: ignore[misc]
         for _, layer in find_decoder_layers(model)
     ]
+
+
+def pick_columns(linear: nn.Module, states: Tensor) -> Tensor:
+    """Return what the weights of a linear, padded or not, read of its input."""
+    return linear.pick(states) if hasattr(linear, "gather") else states  # type: ignore[operator]
+
+
+def lay_rows_out(linear: nn.Module, states: Tensor) -> Tensor:
+    """Return the output of a linear, padded or not, of what its weights give."""
+    return linear.lay_out(states) if hasattr(linear, "spread") else states  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -108,16 +113,34 @@ class LayerSizes:
     width: int
 
 
-def measure_layer(family: Family, layer: nn.Module) -> LayerSizes:
-    """Read a decoder layer's sizes off its linears."""
-    attention: Any = layer.get_submodule(family.attention.module)
-    head_dim = getattr(attention, "head_dim", None) or attention.head_size
-    value_dim = getattr(attention, "value_head_dim", head_dim)
-    repeats = getattr(attention, "num_key_value_groups", 1)
-    rows = sum_outputs(family.attention.producers, layer)
-    num_key_value_heads = rows // ((repeats + 1) * head_dim + value_dim)
-    width = find_linear(layer, family.ffn.output).in_features if has_ffn(family, layer) else 0
-    return LayerSizes(repeats * num_key_value_heads, num_key_value_heads, head_dim, value_dim, width)
+def measure_layer(layout: LayerLayout, layer: nn.Module) -> LayerSizes:
+    """Read a decoder layer's sizes off its linears; those of attention are 0 where no value channel can go."""
+    width = find_linear(layer, layout.ffns[0].output).in_features if layout.ffns else 0
+    attention = layout.attention
+    if attention is None:
+        return LayerSizes(0, 0, 0, 0, width)
+    head_dim, value_dim = read_head_widths(attention, layer)
+    num_heads = find_linear(layer, attention.output).in_features // value_dim
+    return LayerSizes(num_heads, _count_blocks(attention, layer, num_heads), head_dim, value_dim, width)
+
+
+def read_head_widths(attention: AttentionLayout, layer: nn.Module) -> tuple[int, int]:
+    """Return the width of a head's values in the dense model, and as it now is."""
+    module: Any = layer.get_submodule(attention.module)
+    wide = getattr(module, attention.width_name)
+    gather = getattr(find_linear(layer, attention.output), "gather", None)
+    return wide, gather["segments"][0][1] if gather else getattr(module, "value_head_dim", wide)
+
+
+def _count_blocks(attention: AttentionLayout, layer: nn.Module, num_heads: int) -> int:
+    """Return the value heads of a layer."""
+    if not attention.is_grouped:
+        return num_heads
+    head_dim, value_dim = read_head_widths(attention, layer)
+    name, parts = next((name, parts) for name, parts in attention.producers.items() if "value" in parts)
+    rows = find_linear(layer, name).out_features
+    queries = num_heads * head_dim if "query" in parts else 0
+    return (rows - queries) // (value_dim + (head_dim if "key" in parts else 0))
 
 
 def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:
@@ -127,12 +150,11 @@ def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:
 
 
 def has_uniform_layers(model: nn.Module) -> bool:
-    """Tell whether all layers have the same sizes (layers without an FFN apart), values as wide as queries and keys."""
-    family = find_family(model)
-    sizes = [measure_layer(family, layer) for _, layer in find_decoder_layers(model)]
+    """Tell whether all layers have the same sizes (modules that are not there apart), values as wide as queries and keys."""
+    sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
     widths = {size.width for size in sizes if size.width}
-    heads = {replace(size, width=0) for size in sizes}
-    return len(widths) <= 1 and len(heads) == 1 and sizes[0].value_head_dim == sizes[0].head_dim
+    heads = {replace(size, width=0) for size in sizes if size.num_heads}
+    return len(widths) <= 1 and len(heads) <= 1 and all(size.value_head_dim == size.head_dim for size in heads)
 
 
 def read_counts(attention: nn.Module) -> dict[str, int]:
@@ -145,12 +167,11 @@ def read_counts(attention: nn.Module) -> dict[str, int]:
 def freeze_weights(model: nn.Module) -> Iterator[None]:
     """Let no weight collect gradients; offloaded ones stay where they are."""
     with disable_onloading():
-        parameters = list(model.parameters())
-    flags = [(parameter, parameter.requires_grad) for parameter in parameters]
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in parameters:
+        for parameter in learning:
             parameter.requires_grad_(False)
         yield
     finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+        for parameter in learning:
+            parameter.requires_grad_(True)

@@ -1,13 +1,15 @@
 """Make modules smaller in place, from kept indices and re-solved weights.
 
-Every shape change is an ``nn.Parameter`` assignment: the host keeps parameters in offload caches, where an in-place
+Every shape change is an ``nn.Parameter`` assignment: llm-compressor keeps parameters in offload caches, where an in-place
 change or ``.data =`` would be lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from compressed_tensors.offload import disable_onloading
@@ -15,13 +17,13 @@ from compressed_tensors.offload.cache import OffloadCache
 from compressed_tensors.quantization import QuantizationStatus, initialize_module_for_quantization
 from torch import Tensor, nn
 
-from struprune_plugin.device.residence import release_weights
-from struprune_plugin.maths.elimination import expand_units
-from struprune_plugin.maths.rotation import rotate_columns
-from struprune_plugin.maths.statistics import append_bias, with_bias_index
-from struprune_plugin.model.families import find_family
-from struprune_plugin.model.layers import find_linear, list_linears, read_counts
+from struprune_plugin.linalg.elimination import unit_columns
+from struprune_plugin.linalg.rotation import rotate_columns
+from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
+from struprune_plugin.model.layers import find_linear, read_counts
+from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.runtime.residence import release_weights
 
 
 def slice_group(
@@ -55,12 +57,9 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
     """
     for name in group.producers:
         producer = find_linear(layer, name)
-        rows, total = group.find_kept_rows(name, keep), len(group.find_row_owners(name))
-        weight = producer.weight.new_zeros(total, producer.in_features).index_copy(0, rows, producer.weight.detach())
-        bias = None
-        if producer.bias is not None:
-            bias = producer.bias.new_zeros(total).index_copy(0, rows, producer.bias.detach())
-        _set_parameters(producer, weight, bias)
+        kept, old = group.find_kept_rows(name, keep), append_bias(*read_weight(producer))
+        grown = old.new_zeros(len(group.find_row_owners(name)), old.shape[1])
+        set_weight(producer, grown.index_copy(0, kept, old))
     mask_group(layer, group, keep, read_consumer(layer, group))
     group.unit.update_counts(layer, group.resize(len(keep)), group.num_units)
 
@@ -106,7 +105,7 @@ def mask_group(
         rows[group.find_kept_rows(name, keep).to(rows.device)] = new.to(rows)
         set_weight(find_linear(layer, name), rows)
     masked = weight.new_zeros(weight.shape[0], group.num_columns + 1)
-    masked[:, with_bias_index(expand_units(keep.to(weight.device), group.columns_per_unit), group.num_columns)] = weight
+    masked[:, with_bias_index(unit_columns(keep.to(weight.device), group.columns_per_unit), group.num_columns)] = weight
     set_consumer(layer, group, masked)
 
 
@@ -147,7 +146,7 @@ def set_weight(linear: nn.Linear, weight: Tensor) -> None:
 
 
 def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    release_weights(linear)  # the host would keep the old ones, of another size, beside the new
+    release_weights(linear)  # llm-compressor would keep the old ones, of another size, beside the new
     with disable_onloading():
         old = linear.weight
     device = None if isinstance(linear._parameters, OffloadCache) else old.device  # the cache places what it is given
@@ -170,43 +169,41 @@ class LayerCopy:
 
     :param linears: (weight, bias) by name
     :param counts: sizes that the attention module keeps in attributes, by name
+    :param padding: what padded linears know of their values, by name
     """
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
     counts: dict[str, int]
-
-    def list_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by the names of the parameters."""
-        parts = {f"{name}.weight": weight for name, (weight, _) in self.linears.items()}
-        return parts | {f"{name}.bias": bias for name, (_, bias) in self.linears.items() if bias is not None}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], linears: Sequence[str], counts: dict[str, int]) -> LayerCopy:
-        """Read what :meth:`list_tensors` gave.
-
-        :param linears: which names are linears
-        """
-        return cls({name: (tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in linears}, counts)
+    padding: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def copy_layer(model: nn.Module, layer: nn.Module) -> LayerCopy:
-    """Take down all linears of a decoder layer, and the sizes that its attention module keeps in attributes."""
+def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
+    """Take down the linears of a decoder layer that may change, and the sizes that its attention module keeps in attributes."""
 
     def hold(tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", copy=True)
+        return tensor.detach().to("cpu", copy=True)
 
-    family = find_family(model)
-    linears = {name: read_weight(find_linear(layer, name)) for name in list_linears(family, layer)}
-    held = {name: (hold(weight), None if bias is None else hold(bias)) for name, (weight, bias) in linears.items()}
-    return LayerCopy(held, read_counts(layer.get_submodule(family.attention.module)))
+    names = layout.list_linears()
+    linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
+    counts = read_counts(layer.get_submodule(layout.attention.module)) if layout.attention else {}
+    padding = {name: read_padding(find_linear(layer, name)) for name in names}
+    return LayerCopy(linears, counts, {name: known for name, known in padding.items() if known})
 
 
-def restore_layer(model: nn.Module, layer: nn.Module, copy: LayerCopy) -> None:
+def restore_layer(layer: nn.Module, layout: LayerLayout, copy: LayerCopy) -> None:
     """Give a layer back what was taken down of it, to the bit."""
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
-    for name, count in copy.counts.items():
-        setattr(layer.get_submodule(find_family(model).attention.module), name, count)
+    for name, known in copy.padding.items():
+        vars(find_linear(layer, name)).update(deepcopy(known))
+    if layout.attention:
+        for name, count in copy.counts.items():
+            setattr(layer.get_submodule(layout.attention.module), name, count)
+
+
+def read_padding(linear: nn.Module) -> dict[str, Any]:
+    """Return what a padded linear knows of the values that it makes or reads; nothing for others."""
+    return {name: deepcopy(vars(linear)[name]) for name in ("spread", "gather") if name in vars(linear)}
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:

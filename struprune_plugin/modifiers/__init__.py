@@ -1,8 +1,7 @@
 """The modifiers that recipes name."""
 
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
-from struprune_plugin.modifiers.lora import LoRARecoveryModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
-from struprune_plugin.modifiers.recovery import RecoveryModifier
+from struprune_plugin.modifiers.recovery import LoRARecoveryModifier, RecoveryModifier
 
 __all__ = ["LoRARecoveryModifier", "RecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier"]

@@ -18,8 +18,8 @@ from loguru import logger
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.device.ranks import count_ranks, gather_digests, gather_numbers
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
+from struprune_plugin.runtime.distributed import count_ranks, gather
 
 _FEW = 0.5  # share of different sequences below which a person is told
 _FINAL = {  # what works on the final weights -> its name in messages
@@ -58,7 +58,7 @@ def check_order(modifier: Modifier) -> None:
 
 
 def check_targets(model: nn.Module, modifiers: Sequence[Modifier]) -> None:
-    """Refuse targets of quantisers and sparsity modifiers that the host would look for in vain, and leave the model as it was.
+    """Refuse targets of quantisers and sparsity modifiers that match nothing: llm-compressor would leave the model as it was.
 
     :raises ValueError: a target that matches no module; an ignore list that leaves none
     """
@@ -89,7 +89,7 @@ def _check_group_targets(model: nn.Module, who: str, targets: Sequence[str], ign
 
 
 def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modifier], heads_differ: bool) -> None:
-    """Refuse quantised key-value caches where the host cannot size their scales.
+    """Refuse quantised key-value caches where llm-compressor cannot size their scales.
 
     It reads one head count for all layers from the model's configuration, again when the checkpoint is loaded.
 
@@ -103,13 +103,13 @@ def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modif
         where = f"{type(modifier).__name__}: kv_cache_scheme"
         if not hasattr(type(config), "num_key_value_heads") and "num_key_value_heads" not in vars(config):
             raise ValueError(
-                f"{where} must be left out, the host cannot quantise the cache of {config.model_type!r}, whose configuration "
+                f"{where} must be left out, llm-compressor cannot quantise the cache of {config.model_type!r}, whose configuration "
                 "has no num_key_value_heads. Quantise weights and activations only."
             )
         if heads_differ:
             raise ValueError(
                 f"{where} must be left out where heads are pruned: every layer has a head count of its own, and the host "
-                "reads one for all, so that the output would not load. Use attention_unit: vo or none."
+                "reads one for all, so that the output would not load. Use attention_unit: value_channels or none."
             )
 
 
@@ -186,10 +186,10 @@ def check_calibration(
             seen.add(content)
         if count_ranks() > 1:
             digest.update(ids.numpy().tobytes())
-    counts = gather_numbers(num_sequences, num_tokens, longest, len(seen), distinct_tokens, len(vocabulary), largest)
+    counts = gather((num_sequences, num_tokens, longest, len(seen), distinct_tokens, len(vocabulary), largest))
     num_sequences, num_tokens, num_distinct, distinct_tokens = (sum(row[i] for row in counts) for i in (0, 1, 3, 4))
     longest, largest = max(row[2] for row in counts), max(row[6] for row in counts)
-    if len(set(gather_digests(digest.digest()))) < count_ranks():
+    if len(set(gather(digest.digest()))) < count_ranks():
         raise ValueError(
             f"dataset: each of the {count_ranks()} processes must have samples of its own, got the same in several. Use "
             "struprune_plugin.oneshot, which splits them, or give every process its part as a loader."

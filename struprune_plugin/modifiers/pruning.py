@@ -2,63 +2,55 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 from llmcompressor.core import Event, State
 from loguru import logger
 from pydantic import Field, PrivateAttr, model_validator
-from torch import nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.device.placement import WHOLE, Placement
-from struprune_plugin.device.ranks import check_one_process
-from struprune_plugin.device.room import Room, StageRecord
-from struprune_plugin.export import (
-    BudgetRecord,
-    Manifest,
-    ModelRecord,
+from struprune_plugin.allocation.rules import RULES
+from struprune_plugin.export.convert import (
     adopt_attention,
     adopt_config,
     adopt_stock,
+    wrap_save,
+)
+from struprune_plugin.export.stock_config import (
+    are_layers_alike,
     can_hold_heads,
     make_uniform_config,
-    read_manifest,
-    wrap_save,
-    write_manifest,
+    select_configurable,
 )
-from struprune_plugin.layer.methods import Methods, Plan
-from struprune_plugin.layer.records import CalibrationRecord
-from struprune_plugin.layer.targets import TARGETS
-from struprune_plugin.layer.tuning import TuningSettings
-from struprune_plugin.model.families import find_family
+from struprune_plugin.layerwise.dense_reference import TARGETS
+from struprune_plugin.layerwise.token_digest import digest_tokens
 from struprune_plugin.model.layers import (
     count_parameters,
     describe_weights,
-    find_decoder_layers,
-    has_uniform_layers,
-    measure_layer,
 )
-from struprune_plugin.model.units import UnitGroup, find_groups
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import check_alone
-from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.job import Job, open_journal, place_run, prepare_job
+from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
+from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
 from struprune_plugin.modifiers.planning import Planner, plan_early
 from struprune_plugin.modifiers.replay import Replay, read_replay
-from struprune_plugin.modifiers.session import PassDriver, enter_room
+from struprune_plugin.modifiers.setup import RunSetup, prepare_run
 from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, check_single_stage, find_allocator
-from struprune_plugin.modifiers.unused import list_given
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
-from struprune_plugin.passes.pruning import PruningPass
-from struprune_plugin.passes.resume import LayerLog
-from struprune_plugin.passes.rules import RULES
-from struprune_plugin.passes.tokens import TokenDigest
-
-SEARCHED = tuple(name for name, rule in RULES.items() if rule.searches)  # allocations with a temperature
+from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.pruning.ffn_tuning import FFNTuning
+from struprune_plugin.pruning.layer_loop import PrunedLayers, prune_layers
+from struprune_plugin.pruning.prune_layer import LayerPruner
+from struprune_plugin.pruning.resume import LayerLog
+from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import check_one_process
+from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
+from struprune_plugin.storage.records import BudgetRecord, CalibrationRecord, ModelRecord, StageEntry
+from struprune_plugin.storage.registry import find_difference
 
 
 class StruPruneModifier(StructuredModifier):
@@ -68,27 +60,25 @@ class StruPruneModifier(StructuredModifier):
 
     For a linear with inputs P (kept ones P_S), target Y and dense weights W, the new weights minimise
     ``||Y - W_S P_S||^2 + lambda ||W_S - W||^2``. Layers are pruned in order; each sees inputs from the layers pruned
-    before it. The dense hidden states travel beside the pruned ones, on the host.
+    before it, whatever ``propagate_error`` says. The dense hidden states travel beside the pruned ones, on the host.
+
+    Lifecycle, by llm-compressor's events:
+        - on_initialize: read recipe, model and data; refuse what cannot succeed
+        - on_calibration_start: measure, allocate, prune layer by layer
+        - on_finalize: make the configuration that of the pruned model, and the manifest that is saved with it
 
     Fields as in :class:`StructuredModifier`, and:
 
     :param sparsity: required, unless a :class:`SparsityAllocatorModifier` stage comes before; its plan rules then
-    :param allocation: ``uniform``, or a rule of :class:`SparsityAllocatorModifier`, in an allocation pass of our own;
-        ``error_curve`` takes ``allocation_samples`` for it
-    :param target: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
+    :param allocation: ``uniform``, or a rule that takes an allocation pass of the stage's own
+    :param reconstruct: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
         ``local`` (the module's own output on the pruned path's inputs)
     :param output: ``per_layer`` (every layer its own size; our modelling file travels with the checkpoint) or ``uniform``
         (all layers the same size, so that allocation is uniform; stock classes load it)
-    :param trial_samples: calibration sequences, the last of them, on which ``error_curve``'s plan is tried against plans nearer to
-        uniform allocation, by the KL divergence of the model's own output; the best is taken. At most a quarter; 0 takes the
-        curves' plan as it is
-    :param max_swaps: after the elimination, exchange at most so many kept units of a module for removed ones, while the
-        re-solved error falls; with ``obs``, for units of one column that were not rotated
-    :param tuning_epochs: passes over the calibration data in which every FFN that has lost channels is tuned towards what the
-        dense one gives on the same inputs, see :func:`~struprune_plugin.layer.tuning.tune_ffn`; its consumer is then solved once
-        more. 0 leaves it as solved
-    :param tuning_learning_rate: of Adam, relative to the root mean square of every parameter
+    :param ffn_tuning: ``{epochs, learning_rate}``: every FFN that has lost channels is tuned towards what the dense one gives
+        on the same inputs, see :func:`~struprune_plugin.pruning.ffn_tuning.tune_ffn`; its consumer is then solved once more.
+        None leaves it as solved
     :param replay: a ``struprune.json`` whose kept units and settings to repeat on the same calibration data
 
     Example recipe::
@@ -99,31 +89,21 @@ class StruPruneModifier(StructuredModifier):
               sparsity: 0.2
     """
 
-    allocation: Literal[("uniform", *RULES)] = "error_curve"  # type: ignore[valid-type]
-    target: Literal[tuple(TARGETS)] = "residual"  # type: ignore[valid-type]
+    allocation: AllocationField = Field(default="error_curve", validate_default=True)  # type: ignore[arg-type]
+    reconstruct: Literal[tuple(TARGETS)] = "residual"  # type: ignore[valid-type]
     output: Literal["per_layer", "uniform"] = "per_layer"
     replay: str | None = None
-    trial_samples: int = Field(default=4, ge=0)
-    max_swaps: int = Field(default=100, ge=0)
-    tuning_epochs: int = Field(default=0, ge=0)
-    tuning_learning_rate: float = Field(default=0.01, gt=0, allow_inf_nan=False)
+    ffn_tuning: FFNTuning | None = None
 
-    _pipeline_options: dict[str, Any] = PrivateAttr(default_factory=dict)
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
-    _job: Job | None = PrivateAttr(default=None)
-    _placement: Placement = PrivateAttr(default=WHOLE)
+    _setup: RunSetup | None = PrivateAttr(default=None)
     _weights_digest: str = PrivateAttr(default="")
     _replayed: Replay | None = PrivateAttr(default=None)
-    _plan: Plan | None = PrivateAttr(default=None)
-    _spans: ExitStack = PrivateAttr(default_factory=ExitStack)  # closes the room
-    _room: Room = PrivateAttr(default_factory=Room)
-    _peaks: list[int] = PrivateAttr(default_factory=list)  # of the whole pass, once it is over
-    _started: float = PrivateAttr(default=0.0)
+    _plan: UnitAllocation | None = PrivateAttr(default=None)
+    _context: DeviceContext = PrivateAttr(default_factory=DeviceContext)
     _calibration: CalibrationRecord | None = PrivateAttr(default=None)
-    _driver: PassDriver | None = PrivateAttr(default=None)
-    _pass: PruningPass | None = PrivateAttr(default=None)
-    _sensitivity: dict[str, float] = PrivateAttr(default_factory=dict)
-    _is_whole: bool = PrivateAttr(default=False)  # every layer is pruned
+    _pruned: PrunedLayers | None = PrivateAttr(default=None)
+    _fisher_means: dict[str, float] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -131,100 +111,73 @@ class StruPruneModifier(StructuredModifier):
         """Take all settings from the manifest that is to be replayed; what the recipe says besides must agree."""
         if not isinstance(values, dict) or not values.get("replay"):
             return values
-        settings = {name: v for name, v in read_manifest(values["replay"])["settings"].items() if name != "replay"}
-        for name in settings.keys() & values.keys():
-            if values[name] != settings[name]:
+        settings = {name: v for name, v in read_manifest(values["replay"]).settings.items() if name != "replay"}
+        own = {name: value for name, value in values.items() if name != "replay"}
+        given = cls(**own).dump_fields()  # short forms spelled out
+        for name in settings.keys() & own.keys():
+            if given[name] != settings[name]:
+                place, mine, theirs = find_difference(name, given[name], settings[name])
                 raise ValueError(
-                    f"replay: {name} must be {settings[name]!r} as in {values['replay']}, got {values[name]!r}. Leave it out."
+                    f"replay: {place} must be {theirs!r} as in {values['replay']}, got {mine!r}. Leave it out."
                 )
         return {**settings, **values}
 
     @model_validator(mode="after")
     def _default_to_uniform(self) -> StruPruneModifier:
         if self.output == "uniform" and "allocation" not in self.model_fields_set:
-            self.allocation = "uniform"
+            self.allocation = RULES.parse("uniform")
+        if self.ffn_tuning is not None and not self.prune_ffn:
+            raise ValueError("ffn_tuning has no effect with prune_ffn: false. Remove it, or set prune_ffn: true.")
         return self
 
-    @model_validator(mode="after")
-    def _check_search(self) -> StruPruneModifier:
-        if self.search == "full" and self.allocation not in SEARCHED:
-            raise ValueError(
-                f"search must be moments for allocation: {self.allocation}, which has no temperature, got full. "
-                "Set allocation: softmax or softmax_inverse, or leave search out."
-            )
-        return self
-
-    # -- lifecycle ------------------------------------------------------------------------------------------------
-
-    def take_pipeline_options(self, options: dict[str, Any]) -> None:
-        """Take in the caller's options of the host's pipeline, for passes inside this one; the host tells only some."""
-        self._pipeline_options = options
+    # -- lifecycle: llm-compressor's events ------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         model = state.model
-        if self.tuning_epochs:
-            check_one_process("tuning_epochs above 0", "Leave it at 0, or tune in a run of one process.")
-        if self.trial_samples and "trial_samples" in list_given(self):
-            check_one_process("trial_samples above 0", "Leave it out: several processes take the plan untried.")
+        if self.ffn_tuning is not None:
+            check_one_process("ffn_tuning", "Leave it out, or tune in a run of one process.")
+        if getattr(self.allocation, "trial_samples", 0) and "trial_samples" in self.allocation.model_fields_set:
+            check_one_process("trial_samples above 0", "Leave it out: several processes take the allocation untried.")
         groups = self._find_own_groups(model)
         check_single_stage()
         if self.output == "uniform":
             self._check_uniform(model, groups)
-        self._job = prepare_job(self, model, groups, state.data.calib)
-        self._placement = place_run(self, model, groups, state.data.calib, hold_out=self.damping == "auto")
+        self._setup = prepare_run(self, model, groups, state.data.calib)
         self._weights_digest = describe_weights(model)
-        self._pipeline_options = {"sequential_targets": kwargs.get("sequential_targets"), **self._pipeline_options}
-        if self._journal is not None:
-            open_journal(self._journal, model, state.data.calib)
-        self._plan = self._plan_early(model, self._job)
+        self._plan = self._plan_early(model, self._setup)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
-        job = self._job
-        assert job is not None
-        self._room = room = self._spans.enter_context(enter_room(state.model, self._placement, self.measure_memory))
-        self._peaks = self._spans.enter_context(room.watch())
-        self._started = time.perf_counter()
-        methods = self._make_own_methods(state.model)
-        options = self._pipeline_options
-        planner = Planner(self, job, methods, state, room, options, self.trial_samples, self._evidence)
-        allocated = self._stage_before.allocated if self._stage_before is not None else None
-        self._plan, signals = planner.decide(self._plan, allocated, self._journal)
-        self._sensitivity = signals.summarize_roots()
-        adopt_attention(state.model)
-        tokens = TokenDigest(self._take_digest)
-        log = None if self._journal is None else LayerLog(self._journal)
-        self._pass = PruningPass(job.groups, self._plan, methods, signals, room, tokens=tokens, log=log)
-        self._driver = PassDriver(self._pass, self, room)
-        self._driver.start(state.model, state.data.calib)
-
-    def on_sequential_epoch_end(self, state: State, event: Event, modules: list[nn.Module], **kwargs: Any) -> None:
-        assert self._driver is not None
-        self._driver.end_step(state.model, modules)
-
-    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        assert self._driver is not None
-        seconds = time.perf_counter() - self._started
-        self._driver.finish()
-        self._spans.close()
-        self._room.stages["whole pass"] = StageRecord(seconds, self._peaks[0] if self._peaks else None)
-        self._is_whole = True
+        setup, model = self._setup, state.model
+        assert setup is not None
+        batches = list(state.data.calib)
+        digest = digest_tokens(batch["input_ids"] for batch in batches)
+        self._calibration = CalibrationRecord(setup.num_sequences, setup.num_tokens, digest)
+        if self._replayed is not None:
+            self._replayed.check(self._calibration)
+        with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
+            config = self.make_config(model, self.reconstruct, self.ffn_tuning)
+            planner = Planner(self, setup, config, model, batches, context, self._cache)
+            allocated = self._stage_before.allocated if self._stage_before is not None else None
+            self._plan, measured = planner.decide(self._plan, allocated, self._store)
+            adopt_attention(model, setup.groups)
+            log = None if self._store is None else LayerLog(self._store)
+            pruner = LayerPruner(config, self._plan, measured, context)
+            with calibrating(model):
+                self._pruned = prune_layers(model, batches, setup.groups, pruner, log)
+        context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
+        self._context, self._fisher_means = context, measured.summarize_fisher()
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        if not self._is_whole:
-            self.clean_up()
-            return True  # an aborted run that the host winds down: nothing to export
+        if self._pruned is None:
+            return True  # an aborted run that llm-compressor winds down: nothing to export
         if self.output == "uniform":
-            family = find_family(state.model)
-            sizes = [measure_layer(family, layer) for _, layer in find_decoder_layers(state.model)]
-            width = max(size.width for size in sizes) if self.prune_ffn else 0
-            adopt_stock(state.model, make_uniform_config(state.model, sizes[0].num_key_value_heads, width))
+            adopt_stock(state.model, make_uniform_config(state.model))
         else:
             adopt_config(state.model)
         manifest = self._make_manifest(state.model)
-        self._driver = self._pass = None
-        wrap_save(state.model, lambda folder: write_manifest(manifest.to_dict(), folder))
+        wrap_save(state.model, lambda folder: write_manifest(manifest, folder))
         budget = manifest.budget
         logger.info(
             f"removed {budget.removed_parameters:,} of {budget.prunable_parameters:,} parameters of the decoder "
@@ -232,21 +185,10 @@ class StruPruneModifier(StructuredModifier):
         )
         return True
 
-    def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Handle an event of the host; leave no hooks behind if it fails."""
-        try:
-            super().update_event(state, event, **kwargs)
-        except BaseException:
-            self.clean_up()
-            raise
-
-    def clean_up(self) -> None:
-        """Forget a run that was aborted: its hooks, its account and what it observed."""
-        if self._driver is not None:
-            self._driver.abort()
-        self.remove_hooks()
-        self._spans.close()
-        self._driver = self._pass = None
+    def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
+        """Return the groups that the recipe chooses; with ``output: uniform``, of which stock classes can have fewer units."""
+        groups = super().find_groups(model)
+        return select_configurable(model, groups) if self.output == "uniform" and are_layers_alike(model) else groups
 
     # -- before the pass ------------------------------------------------------------------------------------------
 
@@ -266,7 +208,7 @@ class StruPruneModifier(StructuredModifier):
             )
         groups = self.find_groups(model)
         if stage is not None:
-            check_curves(self, stage, groups)
+            check_curves(self, stage, model, groups)
         return groups
 
     def _check_uniform(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
@@ -274,43 +216,37 @@ class StruPruneModifier(StructuredModifier):
 
         :raises ValueError: the same
         """
-        family = find_family(model)
         problem = ""
-        if self.allocation != "uniform" or self._stage_before is not None:
+        if self.allocation.measures or self._stage_before is not None:
             problem = "uniform allocation, got one that gives layers different sizes. Set allocation: uniform"
-        elif self.attention_unit == "vo":
+        elif self.attention_unit == "value_channels":
             problem = (
-                "values as wide as queries and keys, which stock classes demand, got attention_unit: vo. "
+                "values as wide as queries and keys, which stock classes demand, got attention_unit: value_channels. "
                 "Set attention_unit: head or none"
             )
-        elif self.attention_unit == "head" and not family.attention.free_heads:
-            problem = (
-                f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
-                "attention_unit: head. Set attention_unit: none"
-            )
-        elif not has_uniform_layers(model):
+        elif not are_layers_alike(model):
             problem = (
                 "a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
                 "queries. Convert it first (struprune convert --to uniform-padded)"
             )
-        elif len(groups) != len(find_groups(model, self.attention_unit, self.prune_ffn)):
+        elif self.attention_unit == "head" and not any(
+            can_hold_heads(model, count) for count in range(1, groups[0].num_units)
+        ):
+            problem = (
+                f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
+                "attention_unit: head. Set attention_unit: none"
+            )
+        elif len(super().find_groups(model)) != len(find_groups(model, self.attention_unit, self.prune_ffn)):
             problem = "all layers, got targets or ignore that leave some out. Leave them at their defaults"
         if problem:
             raise ValueError(f"output: uniform must have {problem}.")
 
-    def _make_own_methods(self, model: PreTrainedModel) -> Methods:
-        tuning = None
-        if self.tuning_epochs:
-            activation = getattr(model.config, find_family(model).ffn.activation_key)
-            tuning = TuningSettings(self.tuning_epochs, self.tuning_learning_rate, activation)
-        return self.make_methods(self.target, self.max_swaps, tuning)
-
-    def _plan_early(self, model: PreTrainedModel, job: Job) -> Plan | None:
+    def _plan_early(self, model: PreTrainedModel, setup: RunSetup) -> UnitAllocation | None:
         """Return the kept counts where they need no calibration data: replayed, or uniform."""
         if self.replay:
-            self._replayed = read_replay(self.replay, job, self._weights_digest)
+            self._replayed = read_replay(self.replay, setup, self._weights_digest)
             self.replay = None  # the saved recipe needs no such file
-            check_widths(job.groups, self._replayed.plan.kept, job.roundings)
+            check_widths(setup.groups, self._replayed.plan.kept, setup.roundings)
             return self._replayed.plan
         if self._stage_before is not None:
             return None
@@ -318,25 +254,18 @@ class StruPruneModifier(StructuredModifier):
         def allowed(kind: str, count: int) -> bool:
             return kind == "ffn" or can_hold_heads(model, count)
 
-        return plan_early(self, job, allowed if self.output == "uniform" else None)
-
-    def _take_digest(self, sha256: str) -> None:
-        """Take down which calibration data flowed through; refuse, at the first layer, to replay on others."""
-        assert self._job is not None
-        self._calibration = CalibrationRecord(self._job.num_sequences, self._job.num_tokens, sha256)
-        if self._replayed is not None:
-            self._replayed.check(self._calibration)
+        return plan_early(self, setup, allowed if self.output == "uniform" else None)
 
     # -- manifest -------------------------------------------------------------------------------------------------
 
     def _make_manifest(self, model: PreTrainedModel) -> Manifest:
-        job, records = self._job, self._pass.records if self._pass is not None else []
-        assert job is not None
-        assert self._pass is not None
+        setup, pruned = self._setup, self._pruned
+        assert setup is not None
+        assert pruned is not None
         assert self._plan is not None
         assert self._calibration is not None
         after = count_parameters(model)
-        removed = sum(record.removed_parameters for record in records)
+        removed = sum(record.removed_parameters for record in pruned.records)
         return Manifest(
             model=ModelRecord(
                 base=model.config._name_or_path,
@@ -349,16 +278,19 @@ class StruPruneModifier(StructuredModifier):
             seed=torch.initial_seed(),
             calibration=self._calibration,
             budget=BudgetRecord(
-                prunable_parameters=job.num_prunable,
+                prunable_parameters=setup.num_prunable,
                 asked_sparsity=self.sparsity or 0.0,
                 removed_parameters=removed,
-                met_sparsity=removed / job.num_prunable,
-                rounding=describe_roundings(job.groups, job.roundings),
+                met_sparsity=removed / setup.num_prunable,
+                rounding=describe_roundings(setup.groups, setup.roundings),
             ),
             allocation=self._plan.record,
-            memory_measure=self._room.measure,
-            stages=self._room.stages,
-            tuning=self._pass.tuning,
-            groups=records,
-            sensitivity=self._sensitivity,
+            memory_measure=self._context.measure,
+            stages=[
+                StageEntry(name=name, seconds=round(stage.seconds, 3), peak_bytes=stage.peak_bytes)
+                for name, stage in self._context.stages.items()
+            ],
+            tuning=pruned.tuning,
+            groups=pruned.records,
+            sensitivity=self._fisher_means,
         )

@@ -1,35 +1,48 @@
-"""``RecoveryModifier``: train a pruned model with no more than a decoder layer on the device."""
+"""``RecoveryModifier``: train a pruned model under one decoder layer; ``LoRARecoveryModifier``: a short form of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from llmcompressor.core import State
-from pydantic import Field, PrivateAttr, model_validator
+import torch
+from compressed_tensors.offload.cache import DiskCache
+from llmcompressor.core import Event, State
+from llmcompressor.modifiers import Modifier
+from llmcompressor.utils.dev import get_main_device
+from llmcompressor.utils.helpers import DisableQuantization
+from pydantic import PrivateAttr, model_validator
+from transformers import PreTrainedModel
 
-from struprune_plugin.data import load_tokenizer, pack_windows
-from struprune_plugin.modifiers.recovery_stage import RecoveryStage
-from struprune_plugin.recovery.choices import Choices, Clipping, Loss, Method, make_choices
-from struprune_plugin.recovery.samples import Sample
+from struprune_plugin.evaluation.text import load_tokenizer, pack_windows
+from struprune_plugin.export.convert import wrap_save
+from struprune_plugin.layerwise.samples import Sample, read_samples, split_samples
+from struprune_plugin.modifiers.checks import (
+    check_alone,
+    check_order,
+    check_targets,
+    check_vocabulary,
+    check_weights,
+    list_later_modifiers,
+    list_modifiers,
+)
+from struprune_plugin.modifiers.patterns import check_patterns
+from struprune_plugin.modifiers.setup import open_store
+from struprune_plugin.recovery.adapters import lift_dispatch, match_linears, seed_random
+from struprune_plugin.recovery.memory import place_recovery, read_recovery_sizes
+from struprune_plugin.recovery.recover import Recovery
+from struprune_plugin.recovery.recovery_config import RecoveryConfig
+from struprune_plugin.recovery.training import Texts
+from struprune_plugin.runtime.device_context import find_free_bytes
+from struprune_plugin.runtime.distributed import count_ranks, gather
+from struprune_plugin.storage.checkpoint import check_whole, read_config
+from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
+from struprune_plugin.storage.records import EvaluationRecord
+from struprune_plugin.storage.resume_store import ResumeStore
 
-_RATES = {"lora": 1e-3, "full": 1e-4, "norms_and_biases": 1e-3}  # method -> learning rate
-_USELESS: dict[str, tuple[str, ...]] = {  # without what the key says: fields that do nothing
-    "method: lora": ("rank", "alpha", "targets", "dropout"),
-    "losses: kl": ("distill_temperature", "distill_top_k"),
-    "losses: hidden": ("hidden_distance",),
-    "losses: kl or hidden": ("teacher",),
-    "data": ("text_column", "seq_length", "tokens"),
-    "memory: layer": ("memory_budget", "state_folder"),
-    "a held-out part": ("patience",),
-}
 
-
-def _learn_from_the_dense() -> dict[Loss, float]:
-    return {"kl": 1.0}
-
-
-class RecoveryModifier(RecoveryStage):
+class RecoveryModifier(Modifier, RecoveryConfig):
     """
     Trains a pruned model towards the text, or towards the dense model, with one decoder layer on the device at a time.
 
@@ -39,32 +52,10 @@ class RecoveryModifier(RecoveryStage):
     weights, the moments of AdamW and hidden states are at rest on the host. Source: L2L (Pudipeddi et al., 2020), LOMO
     (Lv et al., 2023).
 
-    :param method: ``lora`` trains low-rank adapters and merges them; ``full`` all weights of the decoder layers and the norm
-        after them; ``norms_and_biases`` their vectors alone. Embeddings and the head, which pruning leaves whole, stay
-    :param memory: ``layer`` holds one decoder layer on the device (two while the next is fetched), ``model`` the whole model
-        and the graphs of its forward pass: a quarter fewer operations
-    :param losses: weights of ``cross_entropy`` (with the text), ``kl`` (the divergence from the dense model's distribution)
-        and ``hidden`` (the distance of every layer's output from the dense one's, mean over layers)
-    :param hidden_distance: ``cosine`` (one minus it), or ``fisher``: half the squares, weighed by the diagonal of the Fisher
-        information of the dense layer's output
-    :param data: text to train on: JSON-lines files or hub data sets, mixed evenly; the calibration samples where left out
-    :param text_column: of the data
-    :param seq_length: tokens of a window; windows are packed without padding
-    :param tokens: read so many of the data; all where left out
-    :param epochs: passes over the training part, each in an order of its own
-    :param learning_rate: of AdamW, after the warm-up; 0.001, and 0.0001 for ``full``, where left out
-    :param micro_batch_size: sequences on the device at a time
-    :param clipping: ``layer`` clips every layer's gradient by its own norm, at once; ``global`` by the norm of all, which
-        ``method: full`` finds by a second backward pass
-    :param holdout_steps: measure them so often, in steps, and at the end
-    :param patience: stop after so many measurements without a better one
-    :param checkpoint_steps: with ``checkpoint_dir``: keep so often, in steps, what a killed run goes on from
-    :param compute: dtype of weights and hidden states in a layer: ``model``'s own (bfloat16 for float16), or another
-    :param state_dtype: of AdamW's moments: ``float32``, or ``bfloat16``, rounded at random
-    :param state_folder: where moments and float32 copies lie as files while it trains, if memory does not hold them
-    :param memory_budget: bytes that the device may hold; the next layer is not fetched early where it does not fit, and gradients
-        are added up on the host. None: three layers beside a micro-batch's activations; more spares traffic
-    :param measure_memory: count on a CPU, too, what an accelerator would hold
+    Lifecycle:
+        - on_initialize: read the text, refuse what cannot succeed
+        - on_calibration_start: train
+        - on_finalize: add the record to the manifest that is saved
 
     Example recipe::
 
@@ -73,81 +64,188 @@ class RecoveryModifier(RecoveryStage):
             StruPruneModifier: {sparsity: 0.3}
         recovery_stage:
           recovery_modifiers:
-            RecoveryModifier: {method: full, losses: {kl: 1.0}, data: [train.jsonl], tokens: 4000000}
+            RecoveryModifier: {weights: all, loss: {kl: 1.0}, data: {files: [train.jsonl], tokens: 4000000}}
     """
 
-    method: Method = "full"
-    memory: Literal["layer", "model"] = "layer"
-    losses: dict[Loss, float] = Field(default_factory=_learn_from_the_dense)
-    hidden_distance: Literal["cosine", "fisher"] = "cosine"
-    data: str | list[str] | None = None
-    text_column: str = "text"
-    seq_length: int = Field(default=512, ge=2)
-    tokens: int | None = Field(default=None, ge=1)
-    epochs: int = Field(default=1, ge=1)
-    learning_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    micro_batch_size: int = Field(default=4, ge=1)
-    clipping: Clipping = "layer"
-    holdout_steps: int = Field(default=50, ge=1)
-    patience: int | None = Field(default=None, ge=1)
-    checkpoint_steps: int = Field(default=50, ge=1)
-    compute: Literal["model", "float32", "bfloat16"] = "model"
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    state_folder: str | None = None
-    memory_budget: int | None = Field(default=None, ge=1)
-    measure_memory: bool = False
+    requires_calibration_data: bool = False  # no pass over the layers: it trains between two of them
 
+    _recovery: Recovery | None = PrivateAttr(default=None)
+    _store: ResumeStore | None = PrivateAttr(default=None)
     _tokenizer: Any = PrivateAttr(default=None)
+    _watched: dict[str, list[Sample]] = PrivateAttr(default_factory=dict)
+    _record: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _check_fields(self) -> RecoveryModifier:
-        if not any(self.losses.values()) or not all(0 <= weight < float("inf") for weight in self.losses.values()):
-            raise ValueError(
-                f"losses must hold finite weights, at least 0 and one of them above, got {self.losses}. "
-                "Take {kl: 1.0}, say."
-            )
-        asked = {name for name, weight in self.losses.items() if weight}
-        present = {
-            "method: lora": self.method == "lora",
-            "losses: kl": "kl" in asked,
-            "losses: hidden": "hidden" in asked,
-            "losses: kl or hidden": bool(asked & {"kl", "hidden"}),
-            "data": self.data is not None,
-            "memory: layer": self.memory == "layer",
-            "a held-out part": self.holdout_fraction > 0,
-        }
-        for what, names in _USELESS.items():
-            for name in () if present[what] else names:
-                value = getattr(self, name)
-                if (
-                    value != type(self).model_fields[name].default
-                ):  # saved recipes spell defaults too; they ask for nothing
-                    raise ValueError(
-                        f"{name} must be left out without {what}, got {value}. Leave it out, or ask for that."
-                    )
+    def _check_stage(self) -> RecoveryModifier:
+        if self.start is not None or self.end is not None:
+            raise ValueError("start and end must be left out: recovery happens once, in a stage of its own.")
+        if self.adapters:
+            check_patterns("adapters.targets", self.adapters.targets or [])
         return self
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the manifest tells of the training; empty before it."""
+        return self._record
+
+    def list_paths(self) -> list[str]:
+        """Return what the stage reads or writes on its own: the teacher, files of text, the folder of states."""
+        named = [self.loss.teacher, self.optimizer.state_folder, *(self.data.files if self.data else [])]
+        return [path for path in named if path is not None]
+
+    def set_store(self, store: ResumeStore) -> None:
+        """Take in where steps are kept, so that a killed run goes on there."""
+        self._store = store
 
     def take_tokenizer(self, tokenizer: Any) -> None:
         """Take in the tokenizer of the run, or where it lies; the model's folder is asked where nobody gives one."""
         self._tokenizer = tokenizer
 
-    def _choose(self, largest: int) -> Choices:
-        if self.state_folder is not None and Path(self.state_folder).is_file():
-            raise ValueError(f"state_folder: must be a folder, {self.state_folder} is a file. Choose another path.")
-        return make_choices({**self._read_choices(), "learning_rate": self.learning_rate or _RATES[self.method]})
+    def watch(self, texts: Mapping[str, list[Sample]]) -> None:
+        """Take in more texts, whose cross entropy is told with every held-out measurement."""
+        self._watched = dict(texts)
+
+    # -- lifecycle ------------------------------------------------------------------------------------------------
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        check_order(self)
+        check_targets(state.model, list_later_modifiers(self))
+        if any(isinstance(module._parameters, DiskCache) for module in state.model.modules()):
+            raise ValueError(
+                f"model: must be held in memory for {type(self).__name__}, got weights offloaded to disk. Load it without disk "
+                "offloading."
+            )
+        check_weights(state.model)
+        self._recovery = self._prepare(state)
+        if self._store is not None:
+            stages = sum(isinstance(other, RecoveryModifier) for other in list_modifiers())
+            if stages > 1:  # whose parts would bear the same names
+                raise ValueError(
+                    f"checkpoint_dir: must be left out for several recovery stages in one recipe, got {stages}. Leave it out, or "
+                    "recover in runs of their own."
+                )
+            open_store(self._store, state.model, [] if self.data else state.data.calib)
+        return True
+
+    def _prepare(self, state: State) -> Recovery:
+        """Read what the recipe asks of the model and of its text; refuse what cannot succeed."""
+        samples, largest = self._read_samples(state)
+        longest = _check_lengths(samples, state.model)
+        folder = self.optimizer.state_folder
+        if folder is not None and Path(folder).is_file():
+            raise ValueError(f"optimizer.state_folder: must be a folder, {folder} is a file. Choose another path.")
+        linears = match_linears(state.model, self.adapters) if self.adapters else []
+        micro_size = self.micro_batch_size or largest
+        sizes = read_recovery_sizes(state.model, self, linears, torch.Size([micro_size, longest]))
+        return Recovery(
+            config=self,
+            linears=linears,
+            texts=Texts(
+                *split_samples(samples, self.holdout.fraction if self.holdout else 0), micro_size, self._watched
+            ),
+            teacher=None if set(self.loss.weights) == {"cross_entropy"} else self._find_teacher(state.model),
+            placement=place_recovery(self.memory_budget, None if self.memory == "model" else find_free_bytes(), sizes),
+            store=self._store,
+        )
 
     def _read_samples(self, state: State) -> tuple[list[Sample], int]:
-        if self.data is None:
-            return super()._read_samples(state)
-        tokenizer = self._tokenizer or state.model.config._name_or_path
-        tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        sources = [self.data] if isinstance(self.data, str) else self.data
-        rows = pack_windows(sources, tokenizer, self.seq_length, self.tokens, self.text_column)
-        return [Sample(row) for row in rows], 0
+        """Return all samples, in an order that does not depend on the number of processes, and the largest batch of them."""
+        if self.data is not None:
+            tokenizer = self._tokenizer or state.model.config._name_or_path
+            tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+            rows = pack_windows(self.data.files, tokenizer, self.data.window, self.data.tokens, self.data.column)
+            return [Sample(row) for row in rows], 1
+        samples, largest = read_samples(state.data.calib, type(self).__name__)
+        if count_ranks() > 1:
+            samples = [Sample(tokens) for part in gather([sample.tokens for sample in samples]) for tokens in part]
+        return samples, largest
 
-    def _is_on_calibration_text(self) -> bool:
-        return self.data is None
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        check_alone(self)
+        assert self._recovery is not None
+        model, device = state.model, get_main_device()
+        with seed_random(self.seed, device), lift_dispatch(model, device), DisableQuantization(model):
+            told = self._recovery.run(model, device)
+        self._recovery = None
+        self._record = {"settings": self.model_dump(include=set(RecoveryConfig.model_fields)), **told}
 
-    @property
-    def asks_teacher(self) -> bool:
-        return bool(self.losses.get("kl"))
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        if not self._record:
+            return True  # an aborted run that llm-compressor winds down
+        record, source = self._record, state.model.config._name_or_path
+
+        def add_record(folder: str) -> None:
+            """Add to the manifest of this run's pruning stage or, without one, of the pruned folder that was loaded."""
+            manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
+            if manifest is not None:  # none where nothing was ever pruned
+                told = {
+                    "evaluation": EvaluationRecord(),
+                    "recovery": RecoveryRecord(**record),
+                }  # what was scored is gone
+                write_manifest(read_manifest(manifest).model_copy(update=told), folder)
+
+        wrap_save(state.model, add_record)
+        return True
+
+    def _find_teacher(self, model: PreTrainedModel) -> str:
+        """Return where the dense model lies; refuse one that is not whole, or cannot be compared."""
+        name = self.loss.teacher or model.config._name_or_path
+        try:
+            config = read_config(name)
+            check_whole(name, config)
+        except ValueError as error:
+            raise ValueError(f"loss.teacher: {str(error).removeprefix('model: ')}") from None
+        own, other = (each.get_text_config(decoder=True).vocab_size for each in (model.config, config))
+        if own != other:
+            raise ValueError(
+                f"loss.teacher: {name!r} must have the model's vocabulary of {own} tokens, got {other}. Name the checkpoint that "
+                "is pruned."
+            )
+        return name
+
+
+_LORA: dict[str, Any] = {
+    **{"adapters": {}, "loss": {"cross_entropy": 1.0}, "micro_batch_size": None},
+    "schedule": {"epochs": 2, "learning_rate": 5e-4},
+    "optimizer": {"clipping": "global"},
+    "holdout": {"fraction": 0.1, "steps": None},
+}
+_PARTS = (
+    "schedule",
+    "optimizer",
+    "holdout",
+)  # of which a recipe may give some fields, and leave the others as they are
+
+
+class LoRARecoveryModifier(RecoveryModifier):
+    """
+    Trains low-rank adapters on a pruned model, and merges them: a :class:`RecoveryModifier` with other defaults.
+
+    The whole model is on the device, unless there is a ``memory_budget``; a micro-batch is a calibration batch, and the held-out
+    loss is measured at every epoch.
+
+    Example recipe::
+
+        recovery_stage:
+          recovery_modifiers:
+            LoRARecoveryModifier: {adapters: {rank: 8}, loss: {kl: 1.0}}
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        parts = {name: {**_LORA[name], **fields[name]} for name in _PARTS if isinstance(fields.get(name), dict)}
+        return {**_LORA, "memory": "layer" if fields.get("memory_budget") else "model", **fields, **parts}
+
+
+def _check_lengths(samples: Sequence[Sample], model: PreTrainedModel) -> int:
+    """Return the tokens of the longest sample; refuse more than the model has positions, and tokens that it does not know."""
+    longest = max(len(sample.tokens) for sample in samples)
+    positions = getattr(model.config, "max_position_embeddings", longest)
+    check_vocabulary(model, max(int(sample.tokens.max()) for sample in samples))
+    if longest > positions:
+        raise ValueError(
+            f"dataset: samples must have at most the model's {positions} positions, got {longest} tokens. "
+            "Lower the length of the samples."
+        )
+    return longest

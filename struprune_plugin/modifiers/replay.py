@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from loguru import logger
 
-from struprune_plugin.export import describe_versions, read_manifest
-from struprune_plugin.layer.methods import Plan
-from struprune_plugin.layer.records import AllocationRecord, CalibrationRecord
-from struprune_plugin.modifiers.job import Job
+from struprune_plugin.modifiers.setup import RunSetup
+from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.storage.manifest import Manifest, describe_versions, read_manifest
+from struprune_plugin.storage.records import CalibrationRecord
 
 
 @dataclass(frozen=True)
@@ -24,47 +23,46 @@ class Replay:
     """
 
     path: str
-    plan: Plan
-    calibration: dict[str, Any]
+    plan: UnitAllocation
+    calibration: CalibrationRecord
 
     def check(self, calibration: CalibrationRecord) -> None:
         """Refuse to replay on other calibration data.
 
         :raises ValueError: the same
         """
-        if asdict(calibration) != self.calibration:
+        if calibration != self.calibration:
             raise ValueError(
-                f"replay: the calibration batches must be those of {self.path}, {self.calibration}, got {asdict(calibration)}. "
+                f"replay: the calibration batches must be those of {self.path}, {vars(self.calibration)}, got {vars(calibration)}. "
                 "Pass the same text, number, length, order (shuffle_calibration_samples=False) and batch size of samples, and as "
                 "many processes."
             )
 
 
-def read_replay(path: str, job: Job, weights_digest: str) -> Replay:
+def read_replay(path: str, setup: RunSetup, weights_digest: str) -> Replay:
     """Take the kept units of a manifest.
 
     :raises ValueError: it was made from another model
     """
     manifest = read_manifest(path)
-    sizes = {entry["name"]: entry["num_units"] for entry in manifest["groups"]}
-    if sizes != {group.name: group.num_units for group in job.groups} or (
-        manifest["model"]["weights_sha256"] != weights_digest
+    sizes = {record.name: record.num_units for record in manifest.groups}
+    if sizes != {group.name: group.num_units for group in setup.groups} or (
+        manifest.model.weights_sha256 != weights_digest
     ):
         raise ValueError(
             f"replay: the model must be the one that {path} was made from, got other modules, sizes, weights or dtype. "
             "Replay it on that dense model."
         )
     _warn_of_changes(path, manifest)
-    units = {entry["name"]: entry["keep"] for entry in manifest["groups"]}
-    record = AllocationRecord.from_dict(manifest["allocation"])
-    plan = Plan({name: len(keep) for name, keep in units.items()}, record, units=units)
-    return Replay(path, plan, manifest["calibration"])
+    units = {record.name: record.keep for record in manifest.groups}
+    plan = UnitAllocation({name: len(keep) for name, keep in units.items()}, manifest.allocation, units=units)
+    return Replay(path, plan, manifest.calibration)
 
 
-def _warn_of_changes(path: str, manifest: dict[str, Any]) -> None:
+def _warn_of_changes(path: str, manifest: Manifest) -> None:
     """Say what differs between the run that a manifest tells of and this one, which may change its bytes."""
     now = {**describe_versions(), "seed": torch.initial_seed()}
-    then = {**manifest.get("versions", {}), "seed": manifest.get("seed")}
+    then = {**manifest.versions, "seed": manifest.seed}
     changes = [f"{name} {then.get(name)} -> {now.get(name)}" for name in now if then.get(name) != now.get(name)]
     if changes:
         logger.warning(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from struprune_plugin.model.units import UnitGroup
+from transformers import PreTrainedModel
+
+from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import list_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, PLAN_FIELDS, StructuredModifier
+from struprune_plugin.storage.registry import find_difference, show_value
 
 
 def find_allocator(modifier: StructuredModifier) -> SparsityAllocatorModifier | None:
@@ -42,33 +45,31 @@ def agree_on_budget(ours: StructuredModifier, stage: SparsityAllocatorModifier) 
     for name in ("sparsity", *GROUP_FIELDS):
         if name != "sparsity" or ours.sparsity is not None:
             _check_same(ours, stage, name, "Give both stages the same value.")
-    if ours.search == "full":
-        raise ValueError(
-            "StruPruneModifier: search must be moments where a SparsityAllocatorModifier stage makes the plan, got full. "
-            "Leave that stage out."
-        )
     for name in PLAN_FIELDS:
         if name in ours.model_fields_set:
             _check_same(ours, stage, name, "The stage decides it: leave it out here.")
     return {name: getattr(stage, name) for name in ("sparsity", *PLAN_FIELDS)}
 
 
-def check_curves(ours: StructuredModifier, stage: SparsityAllocatorModifier, groups: Sequence[UnitGroup]) -> None:
-    """Refuse units that are ranked or restored otherwise than an allocator stage's error curves say.
+def check_curves(
+    ours: StructuredModifier, stage: SparsityAllocatorModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]
+) -> None:
+    """Refuse units that are ranked or updated otherwise than an allocator stage's error curves say.
 
     :raises ValueError: the same
     """
     _check_same(ours, stage, "importance", "Give both stages the same value.")
-    mine, theirs = ours.make_methods(), stage.make_methods()
-    if mine.restoration.solves != theirs.restoration.solves:  # ADMM starts from and closes with least squares
-        _check_same(ours, stage, "restoration", "Give both stages the same value.")
+    mine, theirs = ours.make_config(model), stage.make_config(model)
+    if mine.weight_update.solves != theirs.weight_update.solves:  # ADMM starts from and closes with least squares
+        _check_same(ours, stage, "weight_update", "Give both stages the same value.")
     if any(mine.rotates(group) != theirs.rotates(group) for group in groups):
         _check_same(ours, stage, "rotate_values", "Give both stages the same value.")
 
 
 def _check_same(ours: StructuredModifier, stage: SparsityAllocatorModifier, name: str, remedy: str) -> None:
-    mine, theirs = getattr(ours, name), getattr(stage, name)
-    if mine != theirs:
+    if getattr(ours, name) != getattr(stage, name):
+        place, mine, theirs = find_difference(name, ours.dump_fields()[name], stage.dump_fields()[name])
         raise ValueError(
-            f"StruPruneModifier: {name} must be {theirs!r} as in the SparsityAllocatorModifier stage, got {mine!r}. {remedy}"
+            f"StruPruneModifier: {place} must be {show_value(theirs)} as in the SparsityAllocatorModifier stage, got "
+            f"{show_value(mine)}. {remedy}"
         )

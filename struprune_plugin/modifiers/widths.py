@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from compressed_tensors.utils import is_match, match_targets
@@ -14,8 +13,9 @@ from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import nn
 
-from struprune_plugin.maths.rounding import GroupSize
+from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.storage.records import RoundingRecord
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
@@ -49,7 +49,7 @@ class Rounding:
 
 
 def find_roundings(
-    model: nn.Module, groups: Sequence[UnitGroup], later: Sequence[Modifier], channel_multiple: int
+    model: nn.Module, groups: Sequence[UnitGroup], later: Sequence[Modifier], width_multiple: int
 ) -> dict[str, Rounding]:
     """Return, by group name, the multiple that suits every modifier that follows, and the recipe's own.
 
@@ -57,9 +57,9 @@ def find_roundings(
     host sees only the unpruned shapes before it starts, and fails late on the pruned ones.
 
     :param later: the modifiers that follow in the recipe
-    :param channel_multiple: asked by the recipe for FFN widths
+    :param width_multiple: asked by the recipe for FFN widths
     """
-    return {group.name: _round_group(model, group, later, channel_multiple) for group in groups}
+    return {group.name: _round_group(model, group, later, width_multiple) for group in groups}
 
 
 def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[GroupSize]:
@@ -89,21 +89,19 @@ def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings
             )
 
 
-def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[dict[str, Any]]:
+def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[RoundingRecord]:
     """Return, for the manifest, the multiples that widths were rounded to, and why; alike modules in one entry."""
-    entries: dict[tuple[str, Rounding], dict[str, Any]] = {}
+    names: dict[tuple[str, Rounding], list[str]] = {}
     for group in groups:
-        rounding = roundings[group.name]
-        if rounding.because:
-            entry = {"kind": group.kind, "width_multiple": rounding.width, "because": list(rounding.because)}
-            entries.setdefault((group.kind, rounding), {**entry, "modules": []})["modules"].append(group.name)
-    return list(entries.values())
+        if roundings[group.name].because:
+            names.setdefault((group.kind, roundings[group.name]), []).append(group.name)
+    return [RoundingRecord(kind, part.width, list(part.because), modules) for (kind, part), modules in names.items()]
 
 
-def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], channel_multiple: int) -> Rounding:
+def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], width_multiple: int) -> Rounding:
     wanted = [(group.num_blocks, 1, "")]  # multiple of a width, width of a unit, who asks
-    if group.unit.is_ffn and channel_multiple > 1:
-        wanted.append((channel_multiple, 1, f"channel_multiple: {channel_multiple}"))
+    if group.unit.is_ffn and width_multiple > 1:
+        wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
     for modifier in later:
         for demand in list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
             wanted.append((demand.inputs, group.columns_per_unit, demand.because))
@@ -117,7 +115,7 @@ def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], 
 
 
 def list_demands(modifier: Modifier, model: nn.Module, name: str) -> Iterator[WidthDemand]:
-    """Give what a modifier of the host asks of the shape of one linear, by its full name."""
+    """Give what a modifier of llm-compressor asks of the shape of one linear, by its full name."""
     linear = model.get_submodule(name)
     who = type(modifier).__name__
     if isinstance(modifier, QuantizationMixin):

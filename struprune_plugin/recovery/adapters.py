@@ -14,22 +14,34 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from struprune_plugin.model.families import find_family
-from struprune_plugin.model.layers import find_decoder_layers, list_linears
+from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.recovery.recovery_config import Adapters
 
 
-def match_linears(model: nn.Module, targets: Sequence[str] | None, who: str) -> list[str]:
-    """Return the full names of the decoder layers' linears that targets name, all where None.
+def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
+    """Return the full names of the decoder layers' linears that adapters are put on.
 
-    :param targets: full names, names within a decoder layer (``self_attn.q_proj``), last parts of them (``q_proj``), or
-        ``re:<pattern>`` on full names
-    :param who: asks, for the message
-    :raises ValueError: a target matches nothing
+    :raises ValueError: a target that matches nothing; a rank above the sides of all linears
     """
-    family = find_family(model)
-    names = [f"{name}.{linear}" for name, layer in find_decoder_layers(model) for linear in list_linears(family, layer)]
-    if targets is None:
-        return names
+    structure = find_structure(model)
+    names = [
+        f"{name}.{linear}"
+        for index, (name, _) in enumerate(find_decoder_layers(model))
+        for linear in structure[index].list_linears()
+    ]
+    chosen = names if adapters.targets is None else _choose(names, adapters.targets)
+    modules: list[Any] = [model.get_submodule(name) for name in chosen]
+    widest = max(min(module.weight.shape) for module in modules)
+    if adapters.rank > widest:
+        raise ValueError(
+            f"adapters.rank: must be at most {widest}, the smaller side of the largest linear that is adapted, got "
+            f"{adapters.rank}. 8 is a good start."
+        )
+    return chosen
+
+
+def _choose(names: list[str], targets: Sequence[str]) -> list[str]:
     matches = {
         target: {name for name in names if match_name(name, target) or f".{name}".endswith(f".{target}")}
         for target in targets
@@ -38,7 +50,7 @@ def match_linears(model: nn.Module, targets: Sequence[str] | None, who: str) -> 
         if not found:
             leaves = ", ".join(dict.fromkeys(name.split(".")[-1] for name in names))
             raise ValueError(
-                f"{who}: targets must match linears of the decoder layers, got {target!r} that matches none "
+                f"adapters.targets: must match linears of the decoder layers, got {target!r} that matches none "
                 f"({len(names)} candidates, the first is {names[0]!r}). Use {leaves}, or re:<pattern> on full names."
             )
     return [name for name in names if any(name in found for found in matches.values())]
@@ -57,7 +69,8 @@ def lift_dispatch(model: nn.Module, device: torch.device) -> Iterator[None]:
         model.to(home)
         if dispatched:
             set_onload_device(model, device)
-        free_cache()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
 
 @contextmanager
@@ -69,9 +82,7 @@ def seed_random(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def attach_adapters(
-    model: nn.Module, names: list[str], rank: int, alpha: float, dropout: float
-) -> Iterator[list[nn.Parameter]]:
+def attach_adapters(model: nn.Module, names: list[str], adapters: Adapters) -> Iterator[list[nn.Parameter]]:
     """Put float32 adapters on linears; merge them when the block ends well, take them off when it does not.
 
     The model's own dropout stays off. Weights are merged in float32 and rounded once to their own dtype.
@@ -79,7 +90,8 @@ def attach_adapters(
     :return: the parameters of the adapters
     """
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none")  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": adapters.dropout}
+    config = LoraConfig(**sizes, target_modules=names, bias="none")
     adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]  # what it wraps is the model itself, in place
     try:
         model.eval()
@@ -100,9 +112,3 @@ def switch_dropout(model: nn.Module, active: bool) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.lora_dropout.train(active)
-
-
-def free_cache() -> None:
-    """Let go of accelerator memory that nothing uses."""
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()

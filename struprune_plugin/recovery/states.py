@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
-from struprune_plugin.maths.adam import AdamRates, round_randomly, update_adamw
+from struprune_plugin.layerwise.runner import LayerwiseRunner
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
-from struprune_plugin.recovery.choices import Method
-from struprune_plugin.recovery.layered import LayeredModel
+from struprune_plugin.recovery.recovery_config import Optimizer, Trained
 
 REST = "rest"  # of names: what stands on the last layer
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.AdamW's
 
 
 class TrainedStates:
@@ -23,33 +24,35 @@ class TrainedStates:
     A parameter in 16 bits has a copy in float32 that is moved in its place, and is rounded from it after every step.
 
     :param parameters: by name; the model's own
-    :param dtype: of the moments: float32 (float64 where the parameter is), or bfloat16, rounded at random
+    :param optimizer: moments in float32 are float64 where the parameter is
     :param folder: where copies and moments lie as files; in memory where None
+    :param seed: of the rounding of moments
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        rates: AdamRates,
-        dtype: torch.dtype = torch.float32,
+        optimizer: Optimizer,
         folder: Path | None = None,
         seed: int = 0,
     ):
-        self.parameters, self._rates, self._folder, self._seed = dict(parameters), rates, folder, seed
+        self.parameters, self._weight_decay = dict(parameters), optimizer.weight_decay
+        self._folder, self._seed = folder, seed
         self._masters: dict[str, Tensor] = {}
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         for name, parameter in self.parameters.items():
             value = parameter.detach()
             exact = value.dtype.itemsize >= 4
-            wide = dtype if dtype == torch.bfloat16 else value.dtype if exact else torch.float32
-            self._masters[name] = value if exact else self._hold(f"{name}.master", value, torch.float32)
+            wide = value.dtype if exact else torch.float32
+            wide = torch.bfloat16 if optimizer.state_dtype == "bfloat16" else wide
+            self._masters[name] = value if exact else self._keep(f"{name}.master", value, torch.float32)
             zeros = value.new_zeros(()).expand(value.shape)
             self._moments[name] = (
-                self._hold(f"{name}.first", zeros, wide),
-                self._hold(f"{name}.second", zeros, wide),
+                self._keep(f"{name}.first", zeros, wide),
+                self._keep(f"{name}.second", zeros, wide),
             )
 
-    def _hold(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    def _keep(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of a tensor, in a file where there is a folder."""
         if self._folder is None:
             return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -59,14 +62,25 @@ class TrainedStates:
 
     @torch.no_grad()
     def update(self, name: str, gradient: Tensor, step: int, rate: float) -> None:
-        """Move one parameter.
+        """Move one parameter by a step of torch's AdamW.
 
         :param gradient: of the parameter's shape, where the parameter is
         :param step: from 1
         """
         master, moments = self._masters[name], self._moments[name]
         wide = [moment.to(master.dtype) for moment in moments]
-        update_adamw(master, gradient.to(master.dtype), wide[0], wide[1], step, rate, self._rates)
+        adamw(
+            *([master], [gradient.to(master.dtype)], [wide[0]], [wide[1]], []),
+            state_steps=[torch.tensor(step - 1.0)],  # adamw counts this one
+            foreach=False,  # parameter by parameter, without copies of all
+            amsgrad=False,
+            maximize=False,
+            beta1=_BETAS[0],
+            beta2=_BETAS[1],
+            lr=rate,
+            weight_decay=self._weight_decay,
+            eps=_EPSILON,
+        )
         if moments[0].dtype != master.dtype:
             generator = torch.Generator(master.device).manual_seed(self._draw(name, step))
             for moment, value in zip(moments, wide, strict=True):
@@ -107,22 +121,35 @@ class TrainedStates:
         return all(bool(value.isfinite().all()) for value in self._masters.values())
 
 
-def list_trained(model: LayeredModel, method: Method) -> dict[str, nn.Parameter]:
-    """Return what a method trains, by layer and name, as :class:`~struprune_plugin.recovery.step.Stepper` wants it."""
+def list_trained(runner: LayerwiseRunner, trained: Trained) -> dict[str, nn.Parameter]:
+    """Return what is trained, by layer and name, as :class:`~struprune_plugin.recovery.step.Stepper` wants it."""
     found = {
         f"{index}.{name}": parameter
-        for index, layer in enumerate(model.layers)
-        for name, parameter in list_layer_parameters(layer, method).items()
+        for index, layer in enumerate(runner.layers)
+        for name, parameter in list_layer_parameters(layer, trained).items()
     }
-    if method != "lora":  # project_in of OPT-350M is a matrix, and stands before the layers
-        vectors = {n: p for n, p in model.rest.items() if isinstance(p, nn.Parameter) and p.dim() == 1}
+    if trained != "adapters":  # project_in of OPT-350M is a matrix, and stands before the layers
+        vectors = {n: p for n, p in runner.rest.items() if isinstance(p, nn.Parameter) and p.dim() == 1}
         found |= {f"{REST}.{name}": parameter for name, parameter in vectors.items()}
     return found
 
 
-def list_layer_parameters(layer: nn.Module, method: Method) -> dict[str, nn.Parameter]:
-    """Return what a method trains in one layer, by name; adapters are what wants a gradient."""
+def list_layer_parameters(layer: nn.Module, trained: Trained) -> dict[str, nn.Parameter]:
+    """Return what is trained in one layer, by name; adapters are what wants a gradient."""
     named = {n: p for n, p in layer.named_parameters() if n.rpartition(".")[2] not in QUANTISER_PARAMETERS}
-    if method == "lora":
+    if trained == "adapters":
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    return {name: parameter for name, parameter in named.items() if method == "full" or parameter.dim() == 1}
+    return {name: parameter for name, parameter in named.items() if trained == "all" or parameter.dim() == 1}
+
+
+def round_randomly(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Round float32 to bfloat16, up or down at random, so that its expectation is the value.
+
+    A running mean of squares moves by a thousandth a step, less than a bfloat16 tells apart: rounded to the nearest, it would
+    stand still.
+
+    :param generator: on the tensor's device
+    """
+    noise = torch.randint(0, 1 << 16, value.shape, generator=generator, device=value.device, dtype=torch.int32)
+    bits = (value.contiguous().view(torch.int32) + noise) & -(1 << 16)
+    return bits.view(torch.float32).to(torch.bfloat16)

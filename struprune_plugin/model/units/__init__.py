@@ -18,27 +18,13 @@ import torch
 from compressed_tensors.utils import match_name
 from torch import Tensor, nn
 
-from struprune_plugin.model.families import Family, find_family
-from struprune_plugin.model.layers import find_decoder_layers, find_linear, has_ffn
-from struprune_plugin.model.units.ffn import FFN
-from struprune_plugin.model.units.group import UnitGroup, UnitKind, Wiring, count_unit_parameters
-from struprune_plugin.model.units.heads import HEAD
-from struprune_plugin.model.units.values import VALUE
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
+from struprune_plugin.model.structure.layout import LayerLayout
+from struprune_plugin.model.units.group import UnitGroup, UnitKind, count_unit_parameters
+from struprune_plugin.model.units.kinds import FFN, HEAD, VALUE
 
-AttentionUnit = Literal["head", "vo", "none"]
-ATTENTION_UNITS: dict[str, tuple[UnitKind, ...]] = {"head": (HEAD,), "vo": (VALUE,), "none": ()}
-
-__all__ = [
-    "FFN",
-    "HEAD",
-    "VALUE",
-    "AttentionUnit",
-    "UnitGroup",
-    "UnitKind",
-    "Wiring",
-    "find_groups",
-    "list_head_weights",
-]
+AttentionUnit = Literal["head", "value_channels", "none"]
+ATTENTION_UNITS: dict[str, tuple[UnitKind, ...]] = {"head": (HEAD,), "value_channels": (VALUE,), "none": ()}
 
 
 def find_groups(
@@ -50,17 +36,19 @@ def find_groups(
 ) -> list[UnitGroup]:
     """Find the groups of coupled units to prune, in the order in which the model computes them.
 
-    :param attention_unit: ``head`` (method.md section 1), ``vo`` (value channels, the same number from every head) or
+    :param attention_unit: ``head`` (method.md section 1), ``value_channels`` (the same number from every head) or
         ``none``
     :param targets: names of consuming linears, exact or ``re:<pattern>``, as in the host's recipes
     :param ignore: the same, for those to leave alone
     :raises ValueError: unsupported architecture; a target or the whole choice matches nothing
     """
-    family = find_family(model)
     groups = []
-    for index, (name, layer) in enumerate(find_decoder_layers(model)):
-        kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn and has_ffn(family, layer) else [])]
-        groups += [_describe_group(kind, family, index, name, layer) for kind in kinds]
+    layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
+    kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn else [])]
+    for index, ((layer, layout), (name, _)) in enumerate(layers):
+        for group in (group for kind in kinds for group in kind.describe(layout, layer)):
+            placed = replace(group, name=f"{name}.{group.consumer}", layer_index=index, layer_name=name)
+            groups.append(replace(placed, unit_cost=count_unit_parameters(layer, placed)))
     for target in (*targets, *ignore):
         if groups and not any(match_name(group.name, target) for group in groups):
             raise ValueError(
@@ -81,17 +69,12 @@ def find_groups(
     return chosen
 
 
-def _describe_group(kind: UnitKind, family: Family, index: int, name: str, layer: nn.Module) -> UnitGroup:
-    group = kind.describe(family, index, name, layer)
-    return replace(group, unit_cost=count_unit_parameters(layer, group))
-
-
-def list_head_weights(model: nn.Module, layer: nn.Module) -> list[Tensor]:
-    """Return all weights of every head (rows of Q, K and V, columns of O), flattened, one tensor a head.
+def list_head_weights(layer: nn.Module, layout: LayerLayout) -> list[Tensor]:
+    """Return all weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per head.
 
     Under grouped-query attention a head is a KV head with its query heads.
     """
-    group = HEAD.describe(find_family(model), 0, "", layer)
+    (group,) = HEAD.describe(layout, layer)
     parts = []
     for name in group.producers:
         weight, owners = find_linear(layer, name).weight.detach(), group.find_row_owners(name)

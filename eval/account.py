@@ -1,0 +1,214 @@
+"""What an accelerator would hold, on a CPU: an exact account.
+
+On a CPU nothing moves: the host's offload caches, our recorded hidden states and what is computed on are tensors of one memory,
+often the same ones. So the account plays an accelerator: while it is open, moves to and from the device copy (those of
+:class:`~struprune_plugin.runtime.device_context.DeviceContext`, of the host's caches of weights and of activations), and every
+tensor is on one side. What an operation makes is on the device unless all tensors that it reads are on the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from compressed_tensors.offload.cache import CPUCache, DiskCache, OffloadCache
+from compressed_tensors.utils import patch_attr
+from llmcompressor.pipelines.cache import IntermediatesCache, IntermediateValue, OverrideEqMode
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from struprune_plugin.runtime import device_context
+from struprune_plugin.runtime.device_context import DeviceContext, DevicePeaks
+from struprune_plugin.runtime.offload_plan import WHOLE, OffloadPlan
+from struprune_plugin.runtime.residence import WeightsAhead, load_weights
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages on the device, now and at their peak; kernels' inner workspaces stay unseen.
+
+    :param everything: count all that operations make, of the host's tensors too
+    :ivar live: bytes now
+    :ivar peak: most bytes since it was last set
+    :ivar host_caches: ids of the host's caches whose weights are never onloaded
+    """
+
+    def __init__(self, everything: bool = False) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.host_caches: set[int] = set()
+        self._held: set[int] = set()  # addresses of the storages on the device
+        self._to_host: bool | None = False if everything else None  # what a move, the operation in progress, decides
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [tensor.untyped_storage() for tensor in _find_tensors((result,))]
+        made = [storage for storage in made if storage.data_ptr() not in self._held]
+        if made and self._to_host is not True:
+            read = {tensor.untyped_storage().data_ptr() for tensor in _find_tensors((*args, *(kwargs or {}).values()))}
+            if self._to_host is False or not read or not read.isdisjoint(self._held):
+                for storage in made:
+                    if storage.data_ptr() not in read:
+                        self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key and key not in self._held:  # meta tensors have no address
+            self._held.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._held.discard(key)
+        self.live -= size
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is on the device."""
+        return tensor.untyped_storage().data_ptr() in self._held
+
+    def move(self, tensor: Tensor, to_host: bool) -> Tensor:
+        """Return a tensor on the other side, copied unless it is there."""
+        if self.holds(tensor) != to_host or tensor.is_meta:
+            return tensor
+        with self.decide(to_host):
+            return tensor.clone()
+
+    @contextmanager
+    def decide(self, to_host: bool | None) -> Iterator[None]:
+        """Count what is made inside as the host's or the device's; by what it reads where None."""
+        before, self._to_host = self._to_host, to_host
+        try:
+            yield
+        finally:
+            self._to_host = before
+
+
+def _find_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among what an operation reads or makes, which lie there or in lists and tuples."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _find_tensors(value)
+    return found
+
+
+class CountedPeaks(DevicePeaks):
+    """The peak of an account.
+
+    :param live: the account
+    """
+
+    measure = "account of the tensors that an accelerator would hold"
+
+    def __init__(self, live: LiveBytes):
+        super().__init__()
+        self._live = live
+
+    def _read(self) -> int:
+        return self._live.peak
+
+    def _reset(self) -> None:
+        self._live.peak = self._live.live
+
+
+class WeightsAtOnce(WeightsAhead):
+    """Fetches in this thread, which counts."""
+
+    def _submit(self, caches: list[OffloadCache], device: torch.device) -> Future[Any]:
+        coming: Future[Any] = Future()
+        coming.set_result(load_weights(caches))
+        return coming
+
+
+class CountedContext(DeviceContext):
+    """A device context whose moves copy, and are counted.
+
+    :ivar live: what lies on the device
+    """
+
+    def __init__(self, placement: OffloadPlan, live: LiveBytes):
+        super().__init__(placement)
+        self.live, self._peaks, self._ahead = live, CountedPeaks(live), WeightsAtOnce()
+
+    @classmethod
+    @contextmanager
+    def open(cls, placement: OffloadPlan = WHOLE) -> Iterator[CountedContext]:
+        with LiveBytes() as live, _let_caches_copy(live):
+            yield cls(placement, live)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return self.live.move(tensor.detach(), to_host=True)
+
+    def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        return self.live.move(tensor, to_host=False).to(dtype or tensor.dtype)
+
+    @contextmanager
+    def on_host(self, active: bool = True) -> Iterator[torch.device]:
+        with self.live.decide(True if active else None):
+            yield torch.device("cpu")
+
+    @contextmanager
+    def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
+        caches = {id(cache) for module in (*embeddings, head) for cache in (module._parameters, module._buffers)}
+        self.live.host_caches |= caches
+        with super().keep_on_host(embeddings, head):
+            yield
+        self.live.host_caches -= caches
+
+
+@contextmanager
+def count_memory() -> Iterator[None]:
+    """Count what an accelerator would hold in every run inside; where there is one, its own counters tell."""
+    if torch.accelerator.is_available():
+        yield
+        return
+    with patch_attr(device_context, "context_type", CountedContext):
+        yield
+
+
+@contextmanager
+def _let_caches_copy(live: LiveBytes) -> Iterator[None]:
+    """Let the host's caches of weights and activations copy where, on a CPU alone, they would share."""
+
+    def turn(tensor: Tensor | None, to_host: bool) -> Tensor | None:
+        if tensor is None:
+            return None
+        with torch.no_grad():
+            moved = live.move(tensor, to_host)
+        if moved is not tensor:  # as the host's send_tensors
+            moved.__class__, moved.__dict__ = tensor.__class__, tensor.__dict__.copy()
+        return moved
+
+    def wrap_onload(onload: Any) -> Any:
+        return lambda cache, offloaded: turn(onload(cache, offloaded), to_host=id(cache) in live.host_caches)
+
+    def offload(_cache: CPUCache, tensor: Tensor | None) -> Tensor | None:
+        return turn(tensor, to_host=True)
+
+    inner_onload, inner_offload = IntermediatesCache._onload_value, IntermediatesCache._offload_value
+
+    def onload_value(cls: Any, intermediate: IntermediateValue) -> Any:
+        value = inner_onload.__func__(cls, intermediate)  # type: ignore[attr-defined]
+        return live.move(value, to_host=False) if isinstance(value, Tensor) else value
+
+    def offload_value(cls: Any, value: Any, offload_device: Any, onload_device: Any = None) -> Any:
+        if isinstance(value, Tensor):
+            with OverrideEqMode():
+                if value not in cls.offload_values and live.holds(value):
+                    cls.offload_values[value] = live.move(value, to_host=True)
+        return inner_offload.__func__(cls, value, offload_device, onload_device)  # type: ignore[attr-defined]
+
+    with ExitStack() as stack:
+        for cache in (CPUCache, DiskCache):
+            stack.enter_context(patch_attr(cache, "onload", wrap_onload(cache.onload)))
+        stack.enter_context(patch_attr(CPUCache, "offload", offload))
+        stack.enter_context(patch_attr(IntermediatesCache, "_onload_value", classmethod(onload_value)))
+        stack.enter_context(patch_attr(IntermediatesCache, "_offload_value", classmethod(offload_value)))
+        yield

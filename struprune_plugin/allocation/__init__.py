@@ -1,0 +1,1 @@
+"""How many units each module keeps."""

@@ -1,0 +1,207 @@
+"""Try plans before one is taken: how far each moves the model's own output, on calibration text that no solve has seen.
+
+Error curves and sensitivities are of second order at the dense model, and a plan may lead far from it. Here every plan is carried
+out on the dense model's moments, without repair of what is inherited, all of them in one pass; what counts is the KL
+divergence of the model's next tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from struprune_plugin.allocation.rules import GroupStatistics
+from struprune_plugin.layerwise.calls import States
+from struprune_plugin.layerwise.capture import replace_weights
+from struprune_plugin.layerwise.dense_reference import TARGETS
+from struprune_plugin.layerwise.ends import leave_layers
+from struprune_plugin.layerwise.head import Head
+from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.layerwise.passes import stream_layers
+from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.linalg.elimination import unit_columns
+from struprune_plugin.linalg.error_curves import solve_nested_weights
+from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
+from struprune_plugin.linalg.second_moments import SecondMoments, move_moments
+from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.pruning.config import PruningConfig
+from struprune_plugin.runtime.device_context import DeviceContext
+
+Kept = Mapping[str, int]  # units by group
+
+
+@dataclass
+class _Path:
+    """What one plan carries from layer to layer.
+
+    :param kept: of every group
+    :param states: that enter the layer at hand, by batch, on the host; none while they are the dense ones
+    """
+
+    kept: Kept
+    states: list[States] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What an allocation pass leaves for trials.
+
+    :param measured: of every group: in which order its units go, and the basis that they are rotated to
+    :param num_batches: that the weights are solved on; those after them are tried
+    :param moments: of those batches, on the host, where the pass has kept them: they are then left out
+    """
+
+    measured: Mapping[str, GroupStatistics]
+    num_batches: int
+    moments: Mapping[str, SecondMoments] | None = None
+
+
+class Trial:
+    """Carries plans out on the dense model, which stays as it is, and measures a divergence per plan.
+
+    One decoder layer is on the device at a time; moments are those of the dense path. Single-process only.
+
+    :param groups: of all layers
+    :param plans: kept units of every group, one per plan
+    :param config: the methods
+    :param fit: what the weights are solved on
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        groups: Sequence[UnitGroup],
+        plans: Sequence[Kept],
+        config: PruningConfig,
+        fit: Fit,
+        context: DeviceContext,
+    ):
+        self._model, self._groups, self._config, self._context = model, groups, config, context
+        self._paths = [_Path(plan) for plan in plans]
+        self._measured, self._known = fit.measured, fit.moments or {}
+        self._num_fit = 0 if self._known else fit.num_batches
+        self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
+        self._dense: list[Tensor] = []  # outputs of the last layer, by batch tried
+
+    def run(self, batches: Sequence[dict[str, Tensor]]) -> None:
+        """Take every plan through all layers.
+
+        :param batches: those to solve on, where their moments are not known, then those to try
+        """
+        for step in stream_layers(self._model, batches, self._context, "trials"):
+            own, num_fit = select_groups(self._groups, step.name), self._num_fit
+            for _ in step.observe(self._statistics, own, slice(num_fit)):
+                pass
+            tried = step.observe(self._statistics, [], slice(num_fit, None))
+            self._dense = [self._context.park(output.hidden) for _, output in tried]
+            weights = {group.name: self._solve(step.layer, group) for group in own}
+            for path in self._paths:
+                self._advance(path, step.layer, own, weights)
+            self._statistics.finish_layer()
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[dict[str, Tensor]]) -> list[float]:
+        """Return KL(dense ‖ pruned) in nats, mean over the tokens tried, one per plan, after :meth:`run`.
+
+        :param batches: those tried
+        """
+        paths = [[states.hidden for states in path.states] or self._dense for path in self._paths]
+        totals, count, head = [0.0] * len(paths), 0, Head.of(self._model)
+        for index, batch in enumerate(tqdm(batches, desc="divergences")):
+            mask = batch.get("attention_mask")
+            valid = (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
+            count += int(valid.sum())
+            finals = []
+            for hidden in (self._dense, *paths):
+                final = leave_layers(self._model, batch, hidden[index], self._context)
+                finals.append(self._context.to_host(final[valid.to(final.device)]))
+            found = _compare(head, finals, final.device, self._context)
+            totals = [a + b for a, b in zip(totals, found, strict=True)]
+        return [total / max(count, 1) for total in totals]
+
+    def _solve(self, layer: nn.Module, group: UnitGroup) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return a consumer's weights, in the module's order, and bias, on the host, for every number of kept units asked for."""
+        known = self._known.get(group.name)
+        moments = self._statistics.collect_moments(layer, group, "trials").all if known is None else known
+        counts = sorted({path.kept[group.name] for path in self._paths} - {group.num_units})
+        if not counts:
+            return {}
+        linear, host = find_linear(layer, group.consumer), self._context.to_host
+        dtype = linear.weight.dtype
+        with self._context.stage("trials"), self._context.solving():
+            dense = ModuleView(layer, group, self._statistics).read_dense()
+            if known is not None:
+                moments = move_moments(known, lambda part: self._context.place(part, dense))
+            damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
+            solved = self._find_weights(group, damped, dense, counts)
+            parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}
+            return {count: (host(weight.to(dtype)), host(bias.to(dtype))) for count, (weight, bias) in parts.items()}
+
+    def _find_weights(
+        self, group: UnitGroup, damped: SecondMoments, dense: Tensor, counts: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Return the weights on the units that stay, zeros elsewhere, by how many stay, shape [d, n + 1]."""
+        found, copies, place = self._measured[group.name], group.columns_per_unit, self._context.place
+        order = found.order.to(damped.gram.device)
+        if not self._config.weight_update.solves:
+            gone = {count: unit_columns(order[: group.num_units - count], copies) for count in counts}
+            return {count: dense.index_fill(1, columns, 0.0) for count, columns in gone.items()}
+        if found.basis is None:
+            return solve_nested_weights(damped, order, copies, counts, group.name)
+        basis = place(found.basis, damped.gram)
+        solved = solve_nested_weights(rotate_moments(damped, basis, copies), order, copies, counts, group.name)
+        return {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
+
+    def _advance(
+        self,
+        path: _Path,
+        layer: nn.Module,
+        groups: Sequence[UnitGroup],
+        weights: Mapping[str, Mapping[int, tuple[Tensor, Tensor]]],
+    ) -> None:
+        """Bring a plan's hidden states through the layer, as the plan has it."""
+        gone = {
+            group.consumer: weights[group.name][kept]
+            for group in groups
+            if (kept := path.kept[group.name]) < group.num_units
+        }
+        if not gone and not path.states:
+            return
+        calls = self._statistics.calls[self._num_fit :]
+        inputs = path.states or [call.states for call in calls]
+        with self._context.stage("trials"), replace_weights(layer, gone):
+            path.states = [
+                call.run(layer, self._context, states).map(self._context.park)
+                for call, states in zip(calls, inputs, strict=True)
+            ]
+
+
+def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context: DeviceContext) -> list[float]:
+    """Return the sum of KL(first ‖ other) over tokens for every other, in nats, the logits of some tokens at a time.
+
+    :param finals: inputs of the output embeddings, on the host, shape [tokens, d]
+    :param device: where these are applied, unless on the host
+    """
+    on_host = context.placement.embed_on_host
+    totals = torch.zeros(len(finals) - 1, dtype=torch.float64)
+    with context.on_host(on_host):
+
+        def compute_log_probs(final: Tensor) -> Tensor:
+            ((_, logits, _),) = head.compute_logits(final if on_host else context.to_device(final, device))
+            return torch.log_softmax(logits, dim=-1)
+
+        size = max(1, context.placement.logits // head.num_tokens)
+        for dense, *others in zip(*(final.split(size) for final in finals), strict=True):
+            wanted = compute_log_probs(dense)
+            for index, other in enumerate(others):
+                found = compute_log_probs(other)
+                divergence = torch.nn.functional.kl_div(found, wanted, reduction="none", log_target=True)
+                totals[index] += float(divergence.sum(-1).double().sum())
+    return totals.tolist()

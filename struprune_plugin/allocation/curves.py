@@ -1,0 +1,175 @@
+"""What every module's importance and error curve are on the dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics, Subject
+from struprune_plugin.layerwise.calls import LayerCall, States
+from struprune_plugin.layerwise.capture import split_tokens
+from struprune_plugin.layerwise.dense_reference import TARGETS
+from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.layerwise.passes import stream_layers
+from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.linalg.error_curves import (
+    measure_block_influence,
+    measure_deletion_curve,
+    measure_restored_curve,
+)
+from struprune_plugin.linalg.rotation import eliminate_directions, order_directions, rotate_moments
+from struprune_plugin.linalg.second_moments import SecondMoments, count_sums, move_moments
+from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.pruning.config import PruningConfig
+from struprune_plugin.pruning.importance import Ranking
+from struprune_plugin.pruning.selection import weigh_moments
+from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks, sum_over_ranks
+
+_KEPT = 0.25  # of the host's free memory, for moments
+
+
+class CurveMeasurer:
+    """Measures every module's importance and error curve on the dense model, which stays as it is.
+
+    One decoder layer is on the device at a time; of each module only its importance, its scores and its error curve stay.
+
+    :param config: the methods, by which units are ranked and errors measured
+    :param keeps_moments: keep every group's moments, too, for trials on the same batches
+    :ivar moments: of every group, by name, on the host; None where they are not kept
+    """
+
+    def __init__(
+        self,
+        rule: AllocationRule,
+        config: PruningConfig,
+        sensitivity: Sensitivity,
+        context: DeviceContext,
+        keeps_moments: bool = False,
+    ):
+        self._rule, self._config, self._sensitivity, self._context = rule, config, sensitivity, context
+        self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
+        self.moments: dict[str, SecondMoments] | None = {} if keeps_moments else None
+
+    def measure(
+        self, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], groups: Sequence[UnitGroup]
+    ) -> dict[str, GroupStatistics]:
+        """Return what is measured of every group, by name."""
+        measured = {}
+        for step in stream_layers(model, batches, self._context, "error curves"):
+            own, influence = select_groups(groups, step.name), torch.zeros(2, dtype=torch.float64)  # sum and tokens
+            for call, output in step.observe(self._statistics, own):
+                if self._rule.compares_layers:
+                    with self._context.stage("statistics"):
+                        influence += self._compare(call, output)
+            total, tokens = sum_over_ranks(influence).tolist()
+            for group in own:
+                measured[group.name] = self._measure_group(model, step.layer, group, total / max(tokens, 1))
+            self._statistics.finish_layer()
+        return measured
+
+    def _compare(self, call: LayerCall, output: States) -> Tensor:
+        """Return one batch's influence of a layer, summed, and its tokens."""
+        device, outputs = output.hidden.device, call.list_tokens(output.hidden)
+        inputs = call.list_tokens(self._context.to_device(call.hidden, device))
+        tokens = None if call.tokens is None else self._context.to_device(call.tokens, device)
+        total = torch.zeros(2, dtype=torch.float64)
+        for part in split_tokens(tokens, len(inputs), call.length):
+            moved = float(measure_block_influence(inputs[part], outputs[part]))
+            total += torch.tensor([moved, len(inputs[part])], dtype=torch.float64)
+        return total
+
+    def _measure_group(
+        self, model: PreTrainedModel, layer: nn.Module, group: UnitGroup, influence: float
+    ) -> GroupStatistics:
+        """Return what is measured of a group; the first of several processes measures."""
+        module = ModuleView(layer, group, self._statistics)
+        with self._context.stage("statistics"):
+            moments = module.collect_moments("statistics").all
+            if self.moments is not None:
+                self.moments[group.name] = move_moments(moments, self._context.to_host)
+        with self._context.stage("curves"), self._context.solving():
+            cpu = torch.device("cpu")
+            return compute_on_rank0(lambda: self._measure(model, module, moments, influence), GroupStatistics, cpu)
+
+    def _measure(
+        self, model: PreTrainedModel, module: ModuleView, moments: SecondMoments, influence: float
+    ) -> GroupStatistics:
+        """Return a group's importance, its error for every number of kept units, the scores and order of its units, and their
+        basis."""
+        group, config, sensitivity, basis = module.group, self._config, self._sensitivity, None
+        dense = module.read_dense()
+        damped = damp_moments(moments, dense, config.dampening_frac, module.has_bias)
+        weighed = weigh_moments(module, damped, dense, sensitivity)
+        if config.rotates(group):
+            rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
+            basis = rotation.basis
+            weighed = rotate_moments(weighed, basis, group.columns_per_unit)
+            order, scores = order_directions(rotation)
+        else:
+            ranked = weighed if config.importance.eliminates else damped
+            ranking = Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac)
+            order, scores = config.importance.rank(ranking, group.num_units)
+        if config.weight_update.solves:  # ADMM too starts from and closes with the least-squares solve
+            curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
+        else:
+            root = sensitivity.fisher_sqrt.get(group.name)
+            moved = dense if root is None else self._context.place(root, dense) @ dense
+            curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
+        subject = Subject(model, module.layer, group, scores, moments, dense, influence)
+        parts = [self._context.to_host(part) for part in (curve, scores, order, *([] if basis is None else [basis]))]
+        return GroupStatistics(self._rule.weigh(subject), *parts)
+
+
+def take_batches(
+    loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup], samples: int
+) -> list[dict[str, Tensor]]:
+    """Return the first sequences, in the loader's batches, that make so many samples and four tokens an input of the widest
+    module, or this process' share of these. How many they are does not depend on the batches."""
+    ranks = count_ranks()
+    needed = 4 * max(group.num_columns for group in groups) / ranks
+    batches: list[dict[str, Tensor]] = []
+    sequences = tokens = 0
+    for batch in loader:
+        mask = batch.get("attention_mask")
+        held = (torch.ones_like(batch["input_ids"]) if mask is None else mask).sum(1).tolist()
+        taken = 0
+        while taken < len(held) and (sequences < samples / ranks or tokens < needed):
+            sequences, tokens, taken = sequences + 1, tokens + held[taken], taken + 1
+        batches.append({name: part[:taken] for name, part in batch.items()} if taken < len(held) else batch)
+        if taken < len(held) or (sequences >= samples / ranks and tokens >= needed):
+            break
+    return [batch for batch in batches if len(batch["input_ids"])]
+
+
+def can_keep_moments(groups: Sequence[UnitGroup], hidden_size: int) -> bool:
+    """Tell whether all groups' moments take no more than a share of the host's free memory."""
+    return count_moment_bytes(groups, hidden_size) <= _KEPT * psutil.virtual_memory().available
+
+
+def count_moment_bytes(groups: Sequence[UnitGroup], hidden_size: int) -> int:
+    """Return the bytes that all groups' moments take."""
+    return 8 * sum(count_sums(group.num_columns, hidden_size) for group in groups)  # sums are triangles, moments whole
+
+
+def hold_batches(
+    loader: Iterable[dict[str, Tensor]], samples: int
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return (the batches without their last sequences, those), at most a quarter of all."""
+    batches = list(loader)
+    total = sum(len(batch["input_ids"]) for batch in batches)
+    left = total - min(samples, total // 4)
+    rest: list[dict[str, Tensor]] = []
+    held: list[dict[str, Tensor]] = []
+    for batch in batches:
+        here = min(max(left, 0), len(batch["input_ids"]))
+        left -= len(batch["input_ids"])
+        for part, store in ((slice(here), rest), (slice(here, None), held)):
+            store.append({name: tensor[part] for name, tensor in batch.items()})
+    return [batch for batch in rest if len(batch["input_ids"])], [batch for batch in held if len(batch["input_ids"])]

@@ -1,0 +1,59 @@
+"""``error_curve``: the least sum of all modules' errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from struprune_plugin.allocation.rules.rule import (
+    RULES,
+    AllocationRule,
+    Budget,
+    GroupStatistics,
+    Sizes,
+    make_allocation,
+)
+from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves
+from struprune_plugin.linalg.rounding import check_budget, round_kept_counts
+from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.storage.records import AllocationRecord
+
+
+@RULES.register
+class ErrorCurve(AllocationRule):
+    """Every module's error by how many units stay, weighed by the sensitivity; their sum is minimised
+    (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`), and the result tried against allocations nearer to uniform.
+
+    :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
+        widest module are taken
+    :param trial_samples: calibration sequences, the last of them, on which allocations are tried, by the KL divergence of the
+        model's own output; the best is taken. At most a quarter; 0 takes the curves' own
+    :param max_sparsity: the most that a module may lose, to within one step
+    """
+
+    weighs_errors: ClassVar[bool] = True
+    rule: Literal["error_curve"] = "error_curve"
+    samples: int = Field(default=16, ge=1)
+    trial_samples: int = Field(default=4, ge=0)
+    max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
+
+    def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
+        curves = [statistics[size.name].curve for size in sizes]
+        parameters = (1 - budget.share) * sum(size.num_parameters for size in sizes)
+        kept = allocate_error_curves(sizes, curves, parameters, self.max_sparsity)
+        check_budget(sizes, kept, budget.share)
+        loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
+        return make_allocation(sizes, kept, AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity))
+
+    def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> dict[str, list[int]]:
+        """Return allocations on the way from the rule's own to uniform, and that.
+
+        Curves believe errors of any size; where they are wrong, they are so where a module is to lose much more than others.
+        """
+        taken = [1 - own.kept[size.name] / size.num_units for size in sizes]
+        return {
+            name: round_kept_counts(sizes, [(1 - part) * sparsity + part * share for sparsity in taken])
+            for name, part in (("a quarter uniform", 0.25), ("half uniform", 0.5), ("uniform", 1.0))
+        }

@@ -1,0 +1,241 @@
+"""How much the model's output suffers from an error in the output of one module, one decoder layer on the device at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from struprune_plugin.layerwise.calls import LayerCall, pair_gradients
+from struprune_plugin.layerwise.capture import split_tokens
+from struprune_plugin.layerwise.ends import BatchFlow, enter_layers, leave_layers
+from struprune_plugin.layerwise.head import Head
+from struprune_plugin.layerwise.passes import list_visits
+from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
+from struprune_plugin.model.footprint import count_bytes
+from struprune_plugin.model.layers import find_decoder_layers, find_linear, freeze_weights
+from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import count_before, count_ranks, gather, sum_over_ranks
+
+_DRAWN = 64  # tokens whose labels are drawn at once
+_HELD = 0.25  # of the model's bytes, and of the host's free ones, for the hidden states of all layers at once
+
+
+def measure_fisher(
+    model: PreTrainedModel,
+    loader: Iterable[dict[str, Tensor]],
+    groups: Sequence[UnitGroup],
+    num_sequences: int,
+    context: DeviceContext,
+) -> dict[str, Tensor]:
+    """Return the Fisher information of every consumer's output, mean over tokens, by group name.
+
+    With g the gradient of -log p(y) with respect to the output, y drawn from the model's own p: ``F = E[g g^T]``, shape
+    [d, d], float64. An error e there changes the model's distribution by a KL divergence of ``e^T F e / 2`` to second
+    order, tokens taken as independent.
+
+    One forward pass keeps every layer's input on the host; then each layer alone runs again and passes the gradient on.
+    All batches go through a layer before the next one's turn, so that its weights come to the device once either way. Only
+    activations get gradients.
+
+    :return: empty where the model's output is not finite: the calibration pass that follows names the linear
+    :param num_sequences: at most this many sequences are used, of every process' loader an equal share
+    :param context: its placement says what is done on the host, and how many logits are held at once
+    """
+    sums: dict[str, Tensor] = {}
+    parts = _take_sequences(loader, -(-num_sequences // count_ranks()))
+    first = count_before(sum(len(part["input_ids"]) for part in parts))
+    counted, finite = 0, True
+    head: Head | None = None
+    with (
+        freeze_weights(model),
+        tqdm(total=2 * len(find_decoder_layers(model)) * len(parts), desc="sensitivity") as bar,
+    ):
+        for batches in _split_batches(model, parts):
+            flows = [enter_layers(model, batch, context) for batch in batches]
+            for index, _, layer, following in list_visits(model):
+                with torch.no_grad(), context.hold(layer, following):
+                    for flow in flows:
+                        flow.leave(flow.enter(index).run(layer, context), context)
+                bar.update(len(flows))
+            for flow in flows:
+                head = head or Head.of(model)
+                num_tokens = _turn_round(model, head, flow, first, context)
+                finite = finite and num_tokens > 0
+                first, counted = first + len(flow.batch["input_ids"]), counted + num_tokens
+            if not finite:
+                break
+            for index, name, layer, following in list_visits(model, backward=True):
+                with context.hold(layer, following), context.wait_on_host():
+                    _run_backward(layer, index, select_groups(groups, name), flows, sums, context)
+                bar.update(len(flows))
+    counts = gather((counted, finite))
+    if not all(row[1] for row in counts):
+        return {}
+    total = sum(row[0] for row in counts)
+    return {name: sum_over_ranks(part) / total for name, part in sums.items()}
+
+
+def _take_sequences(loader: Iterable[dict[str, Tensor]], num_sequences: int) -> list[dict[str, Tensor]]:
+    """Return the first sequences, in the loader's batches."""
+    parts: list[dict[str, Tensor]] = []
+    left = num_sequences
+    for batch in loader:
+        parts.append({name: part[:left] for name, part in batch.items() if name in ("input_ids", "attention_mask")})
+        left -= len(parts[-1]["input_ids"])
+        if left <= 0:
+            break
+    return parts
+
+
+def _split_batches(model: PreTrainedModel, parts: Sequence[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
+    """Give together the batches whose hidden states, of all layers, take no more than a share of the model or of free memory."""
+    context = _HELD * min(count_bytes(model), psutil.virtual_memory().available)
+    hidden = model.config.get_text_config().hidden_size
+    each = len(find_decoder_layers(model)) * hidden * model.dtype.itemsize
+    taken: list[dict[str, Tensor]] = []
+    for part in parts:
+        if taken and each * (part["input_ids"].numel() + sum(b["input_ids"].numel() for b in taken)) > context:
+            yield taken
+            taken = []
+        taken.append(part)
+    if taken:
+        yield taken
+
+
+def _turn_round(model: PreTrainedModel, head: Head, flow: BatchFlow, first: int, context: DeviceContext) -> int:
+    """Run what stands on the last layer; leave the gradient at that layer's output. Return the number of tokens scored.
+
+    No tokens are scored where the output is not finite.
+
+    :param first: number of the batch's first sequence among all; it draws that sequence's labels, so that they do not
+        depend on how sequences are split into batches or over processes
+    """
+    mask = flow.batch.get("attention_mask")
+    valid = (torch.ones_like(flow.batch["input_ids"]) if mask is None else mask).bool()
+    hidden = context.to_device(flow.states.hidden, flow.calls[-1].device).detach().requires_grad_()
+    with torch.enable_grad():
+        final = leave_layers(model, flow.batch, hidden, context)
+        above = _find_output_gradient(head, final.detach(), valid, first, context)
+        if above is None:
+            return 0
+        (gradient,) = torch.autograd.grad(final, hidden, above)
+    flow.above = [context.park(gradient)]
+    return int(valid.sum())
+
+
+def _find_output_gradient(
+    head: Head, final: Tensor, valid: Tensor, first: int, context: DeviceContext
+) -> Tensor | None:
+    """Return the gradient of -log p(y), y drawn from p, at the inputs of the output embeddings; None where not finite.
+
+    :param final: those inputs, shape [sequences, tokens, d]
+    :param valid: which tokens count, shape [sequences, tokens], bool
+    """
+    on_host, device = context.placement.embed_on_host, final.device
+    with context.on_host(on_host):
+        final = context.to_host(final) if on_host else final
+        valid = context.to_device(valid, final.device)
+        ((_, weight, bias),) = head.pieces()
+        size = max(1, context.placement.logits // len(weight))
+        gradient, generator = torch.zeros_like(final), torch.Generator()
+        for row, (sequence, counted) in enumerate(zip(final, valid, strict=True)):
+            generator.manual_seed(first + row)
+            draws = context.to_device(torch.rand(len(sequence), generator=generator, dtype=torch.float64), final.device)
+            for start in range(0, len(sequence), size):
+                span = slice(start, start + size)
+                logits = F.linear(sequence[span], weight, bias).float().requires_grad_()
+                shaped = head.shape(logits)
+                above = torch.softmax(shaped.detach(), dim=-1)  # the gradient of -log p(y) by these: p, less one at y
+                if not above[counted[span], 0].isfinite().all():  # what is not finite makes its whole row NaN
+                    return None
+                labels = draw_labels(above, draws[span])
+                above.scatter_add_(-1, labels, above.new_full(labels.shape, -1.0))
+                above[~counted[span]] = 0
+                if shaped is not logits:
+                    (above,) = torch.autograd.grad(shaped, logits, above)
+                del logits, shaped
+                gradient[row, span] = multiply_in_parts(above, weight)
+    return context.to_device(gradient, device)
+
+
+def draw_labels(probs: Tensor, draws: Tensor) -> Tensor:
+    """Return the token at which each distribution's running sum passes its draw, shape [tokens, 1], int64.
+
+    One number a token is drawn on the host, whatever the vocabulary, so that every device finds the same labels.
+
+    :param probs: shape [tokens, V]
+    :param draws: uniform in [0, 1), shape [tokens], float64
+    """
+    labels = []
+    for part, draw in zip(probs.split(_DRAWN), draws.split(_DRAWN), strict=True):
+        heights = part.cumsum(-1, dtype=torch.float64)
+        labels.append(torch.searchsorted(heights, draw[:, None] * heights[:, -1:], right=True))
+    return torch.cat(labels).clamp(max=probs.shape[-1] - 1)
+
+
+def _run_backward(
+    layer: nn.Module,
+    index: int,
+    groups: Sequence[UnitGroup],
+    flows: Sequence[BatchFlow],
+    sums: dict[str, Tensor],
+    context: DeviceContext,
+) -> None:
+    """Run one layer forth and back on all batches; add ``g g^T`` at its consumers, and leave the gradients at its input.
+
+    The sums grow on the device where the placement has room for them.
+
+    :param index: the layer's
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def see(name: str) -> Any:
+        return lambda _module, _args, output: outputs.update({name: output})
+
+    grows_on_host = context.placement.gather_on_host or context.placement.release_weights
+    handles = [find_linear(layer, group.consumer).register_forward_hook(see(group.name)) for group in groups]
+    try:
+        for flow in flows:
+            call = flow.calls[index]
+            states = call.states.map(partial(context.to_device, device=call.device)).watch()
+            assert flow.above is not None
+            above = [context.to_device(gradient, call.device) for gradient in flow.above]
+            with torch.enable_grad():
+                left = pair_gradients(call.run(layer, context, states), above)
+                below = states.list_learning()
+                wanted = [*below, *(outputs.pop(group.name) for group in groups)]
+                gradients = torch.autograd.grad(left[0], wanted, left[1], materialize_grads=True)
+            del left, wanted
+            flow.above = [context.park(gradient) for gradient in gradients[: len(below)]]
+            found = gradients[len(below) :]
+            for group, gradient in zip(groups, found, strict=True):
+                _add_products(sums, group.name, gradient, call, context, grows_on_host)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for group in groups:
+        sums[group.name] = context.to_host(sums[group.name])
+
+
+def _add_products(
+    sums: dict[str, Tensor], name: str, gradients: Tensor, call: LayerCall, context: DeviceContext, grows_on_host: bool
+) -> None:
+    """Add ``g g^T`` of one batch to a sum, sequence by sequence."""
+    tokens = None if call.tokens is None else context.to_device(call.tokens, gradients.device)
+    gradients = gradients.flatten(0, -2).float()
+    for part in split_tokens(tokens, len(gradients), call.length):
+        gram = multiply_by_itself(gradients[part])
+        gram = (context.to_host(gram) if grows_on_host else gram).double()
+        total = sums.get(name)
+        if total is not None and not grows_on_host:
+            total = context.to_device(total, gradients.device)
+        sums[name] = gram if total is None else total.add_(gram)

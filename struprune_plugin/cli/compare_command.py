@@ -1,0 +1,25 @@
+"""``struprune compare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from struprune_plugin.cli.console import Screen
+from struprune_plugin.cli.options import flag
+
+
+def compare(
+    paths: Annotated[list[Path], typer.Argument(metavar="OUT", help="pruned folders, two or more")],
+    screen: Screen,
+    every: Annotated[bool, flag("--all", "every module, alike ones too")] = False,
+) -> None:
+    """Show two or more outputs side by side: where kept units, size, time and quality differ."""
+    if len(paths) < 2:
+        raise ValueError(f"compare: must be given two or more outputs, got {len(paths)}. Name another.")
+    from struprune_plugin.reporting.compare import compare_outputs, format_comparison
+
+    found = compare_outputs(paths)
+    screen.show(found, *format_comparison(found, every))

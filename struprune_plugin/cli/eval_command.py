@@ -1,0 +1,162 @@
+"""``struprune eval``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from struprune_plugin.cli.console import Screen, show_error
+from struprune_plugin.cli.options import Device, Floats, Scores, check_names, flag, option, prepare, whole
+from struprune_plugin.reporting.tables import Table, measure_weight_bytes
+from struprune_plugin.storage.files import check_place, format_bytes
+from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
+
+
+@dataclass(frozen=True)
+class Scoring(Scores):
+    """What models are scored on, how, and where the figures go."""
+
+    stride: Annotated[int | None, whole("tokens from window to window; the window itself if unset")] = None
+    text_column: Annotated[str, option("column that holds the text", "NAME")] = "text"
+    batch_size: Annotated[int, whole("sequences at a time")] = 8
+    dtype: Annotated[Floats, option("to compute in")] = "float32"
+    no_dense: Annotated[bool, flag("--no-dense", "do not add the local model that a folder was pruned from")] = False
+    no_keep: Annotated[bool, flag("--no-keep", "do not write the figures into manifest and card of our outputs")] = (
+        False
+    )
+    output: Annotated[Path | None, option("write the figures here too, as JSON", "FILE")] = None
+
+    def read_tasks(self) -> list[str]:
+        """Return the names of lm-eval's tasks.
+
+        :raises ValueError: as :meth:`Scores.read_tasks`; an option that nothing would use
+        """
+        tasks = super().read_tasks()
+        for name in ("include_path", "limit") if not tasks else ("stride", "max_tokens") if self.text is None else ():
+            if getattr(self, name) is not None:
+                needed, option = "--text" if tasks else "--tasks", f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"{option}: must be left out without {needed}, got {getattr(self, name)!r}. Give {needed}, too."
+                )
+        return tasks
+
+    def describe(self, text: Path | None) -> dict[str, Any]:
+        """Return what figures depend on, JSON."""
+        settings = {"text": str(text) if text else None, "window": self.window, "stride": self.stride or self.window}
+        return settings | {"max_tokens": self.max_tokens, "limit": self.limit, "dtype": self.dtype}
+
+
+def score(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="model folders or hub names")],
+    scoring: Scoring,
+    screen: Screen,
+    device: Device = "auto",
+) -> None:
+    """Score dense, pruned or quantised folders: perplexity and lm-eval tasks.
+
+    Token perplexity is taken in fixed windows. Several models make a table.
+    """
+    tasks = scoring.read_tasks()
+    if scoring.output:
+        _check_scores_file(scoring.output)
+    check_names(device, None, paths, [scoring.text])
+    prepare(device, screen)
+    from struprune_plugin.evaluation.scoring import check_tasks
+    from struprune_plugin.evaluation.text import DEMO_TEST, read_texts
+
+    manager = check_tasks(tasks, scoring.include_path) if tasks else None
+    text = scoring.text or (None if tasks else DEMO_TEST)
+    texts = read_texts(text, scoring.text_column) if text else None
+    models = paths if scoring.no_dense else _add_dense(paths)
+    scores = {path: _score_model(path, texts, tasks, manager, scoring) for path in models}
+    record = {"settings": scoring.describe(text), "scores": scores}
+    if not scoring.no_keep:
+        _keep_scores(scores, record["settings"])
+    screen.show(record, _format_scores(scores))
+    if scoring.output:
+        scoring.output.parent.mkdir(parents=True, exist_ok=True)
+        scoring.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _score_model(
+    path: str, texts: list[str] | None, tasks: list[str], manager: Any, scoring: Scoring
+) -> dict[str, Any]:
+    """Return a model's figures by column.
+
+    :param manager: lm-eval's index of tasks; None without tasks
+    :raises ValueError: a window that the model has no positions for
+    """
+    from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity, run_tasks
+    from struprune_plugin.evaluation.text import tokenize_texts
+    from struprune_plugin.model.layers import count_parameters
+
+    model, tokenizer = load_checkpoint(path, scoring.dtype)
+    found: dict[str, Any] = {"parameters": 0, "bytes": measure_weight_bytes(path)}
+    if texts is not None:
+        tokens = tokenize_texts(tokenizer, texts, scoring.max_tokens)
+        positions = getattr(model.config, "max_position_embeddings", scoring.window)
+        if scoring.window > positions:
+            raise ValueError(f"--window: must be at most the model's {positions} positions, got {scoring.window}.")
+        found["perplexity"] = measure_perplexity(model, tokens, scoring.window, scoring.stride, scoring.batch_size)
+        found["tokens"] = len(tokens)
+    for task in tasks:
+        results = run_tasks(model, tokenizer, [task], manager, scoring.batch_size, scoring.limit)
+        found |= {f"{name} {metric.split(',')[0]}": v for name, row in results.items() for metric, v in row.items()}
+    found["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
+    return found
+
+
+def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Let what was measured of our outputs go with them, into manifest and card."""
+    from struprune_plugin.reporting.model_card import keep_results
+    from struprune_plugin.reporting.results import list_results
+
+    for path, found in scores.items():
+        if (Path(path) / MANIFEST_NAME).is_file():
+            base = Path(read_manifest(path).model.base).resolve()
+            dense = next((other for name, other in scores.items() if Path(name).resolve() == base), {})
+            if problem := keep_results(Path(path), list_results(found, dense, settings)):
+                show_error(f"results are not kept with the output: {problem}")
+
+
+def _check_scores_file(file: Path) -> None:
+    """Refuse to write figures over what holds none, or where nothing can be written."""
+    if not file.exists():
+        check_place("--output", file.parent)
+        return
+    try:
+        ours = json.loads(file.read_text(encoding="utf-8")).keys() == {"settings", "scores"}
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise ValueError(
+            f"--output: must be absent or an earlier file of scores, {file} is neither. Choose another path."
+        )
+
+
+def _add_dense(paths: list[str]) -> list[str]:
+    """Put the model that a pruned folder was made from before it, where it can be found: the number to compare with."""
+    models: list[str] = []
+    for path in paths:
+        if (Path(path) / MANIFEST_NAME).is_file():
+            base = read_manifest(path).model.base
+            others = {Path(other).resolve() for other in paths + models}
+            if Path(base).is_dir() and Path(base).resolve() not in others:
+                models.append(base)
+        models.append(path)
+    return models
+
+
+def _format_scores(scores: dict[str, dict[str, Any]]) -> Table:
+    columns = list(dict.fromkeys(name for found in scores.values() for name in found if "stderr" not in name))
+    columns = [name for name in columns if not name.endswith((" sample_len", " name", " alias")) and name != "tokens"]
+    show = {"parameters": "{:,}".format, "bytes": lambda size: format_bytes(size) if size else "on the hub"}
+    rows = [
+        [path, *(show.get(name, "{:.4g}".format)(found[name]) if name in found else "" for name in columns)]
+        for path, found in scores.items()
+    ]
+    return Table(["model", *columns], rows)

@@ -1,0 +1,23 @@
+"""``struprune inspect``."""
+
+from __future__ import annotations
+
+from struprune_plugin.cli.console import Screen, show_error
+from struprune_plugin.cli.options import Folder
+from struprune_plugin.reporting.tables import summarize_layers, summarize_manifest
+from struprune_plugin.storage.manifest import read_manifest
+from struprune_plugin.storage.verify import find_damage
+
+
+def inspect(path: Folder, screen: Screen) -> int:
+    """Show what a pruned folder contains, layer by layer.
+
+    All of it is from the folder's manifest (struprune.json), which --json prints.
+    """
+    manifest = read_manifest(path)
+    folder = path if path.is_dir() else path.parent
+    damage = find_damage(path) if path.is_dir() else []
+    screen.show(manifest.model_dump(), summarize_layers(manifest), summarize_manifest(manifest, folder))
+    for line in damage:
+        show_error(f"damaged: {line}")
+    return int(bool(damage))

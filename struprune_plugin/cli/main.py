@@ -1,0 +1,83 @@
+"""``struprune``: the command line, assembled from a file a command."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from struprune_plugin import __version__
+from struprune_plugin.cli.compare_command import compare
+from struprune_plugin.cli.console import show_error
+from struprune_plugin.cli.convert_command import convert
+from struprune_plugin.cli.doctor_command import doctor
+from struprune_plugin.cli.eval_command import score
+from struprune_plugin.cli.inspect_command import inspect
+from struprune_plugin.cli.options import make_callback
+from struprune_plugin.cli.plan_command import plan
+from struprune_plugin.cli.prune_command import prune
+from struprune_plugin.cli.recipes_command import recipes
+from struprune_plugin.cli.report_command import report
+from struprune_plugin.cli.sweep_command import sweep
+from struprune_plugin.cli.verify_command import verify
+
+# Whatever needs torch or llm-compressor is imported by the command that needs it: help and early refusals take no seconds.
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "prune": prune,
+    "plan": plan,
+    "eval": score,
+    "convert": convert,
+    "inspect": inspect,
+    "report": report,
+    "compare": compare,
+    "sweep": sweep,
+    "verify": verify,
+    "recipes": recipes,
+    "doctor": doctor,
+}
+_EPILOG = (
+    "Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), "
+    "130 and 143 when stopped by Ctrl-C and SIGTERM, 1 otherwise."
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"struprune {__version__}")
+        raise typer.Exit
+
+
+def struprune(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Structured pruning of large language models: physically smaller, layer by layer."""
+
+
+def make_app() -> typer.Typer:
+    """Return the command line as typer has it."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.callback(epilog=_EPILOG)(struprune)
+    for name, command in COMMANDS.items():
+        app.command(name)(make_callback(command))
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0 when the whole job is done, 2 for bad input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without our tables' signs is no reason to fail
+    try:
+        status: int = typer.main.get_command(make_app())(argv, prog_name="struprune", standalone_mode=False)
+    except typer.TyperException as error:  # of the parser: one line, where typer would draw a panel
+        context = getattr(error, "ctx", None)
+        message = " ".join(error.format_message().replace("Value error, ", "").split())
+        command = context.command_path if context else "struprune"
+        show_error(f"error: {message.rstrip('.')} (see {command} --help)")
+        return error.exit_code
+    return status

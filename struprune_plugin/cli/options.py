@@ -1,0 +1,246 @@
+"""Options that several commands share, in groups, and what they do to a process. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+
+import typer
+from huggingface_hub import constants
+
+from struprune_plugin.cli.console import Screen, run_command
+from struprune_plugin.recipes.shipped import check_recipe_name, list_recipes
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def make_callback(run: Callable[..., int | None]) -> Callable[..., int]:
+    """Return a command as typer takes it: its groups of options one by one, its errors as exit statuses.
+
+    :param run: its parameters are arguments, options, and dataclasses whose fields are such, one of them the screen
+    """
+    hints = get_type_hints(run, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    members = {name: inspect.signature(group).parameters for name, group in groups.items()}
+
+    def call(**values: Any) -> int:
+        for name, group in groups.items():
+            values[name] = group(**{key: values.pop(key) for key in members[name]})
+        return run_command(partial(run, **values), values["screen"])
+
+    flat = []
+    for name, own in inspect.signature(run).parameters.items():
+        group = groups.get(name)
+        known = hints if group is None else get_type_hints(group, include_extras=True)
+        for parameter in members.get(name, {name: own}).values():
+            kind, told = get_args(known[parameter.name])
+            told = copy(told)
+            told.rich_help_panel = getattr(group, "title", None)
+            annotation: Any = Annotated[kind, told]  # type: ignore[valid-type]
+            flat.append(parameter.replace(annotation=annotation, kind=inspect.Parameter.KEYWORD_ONLY))
+    call.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    paragraphs = inspect.cleandoc(run.__doc__ or "").split("\n\n")
+    call.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return call
+
+
+def option(help: str, metavar: str | None = None, name: str | None = None, **more: Any) -> Any:
+    """Return an option as typer has it; its name is that of the field where none is given."""
+    return typer.Option(*filter(None, (name,)), help=help, metavar=metavar, **more)
+
+
+def flag(name: str, help: str) -> Any:
+    """Return an option that is there or not."""
+    return typer.Option(name, help=help)
+
+
+def whole(help: str, low: int = 1, high: int = 10**9 - 1) -> Any:
+    """Return an option that is a whole number of a range."""
+
+    def read(value: Any) -> int:
+        text = str(value)
+        if not text.isdecimal() or len(text) > 10 or not low <= int(text) <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}, got {text!r}")
+        return int(text)
+
+    return option(help, "N", parser=read)
+
+
+def num_bytes(help: str) -> Any:
+    """Return an option that is a number of bytes: digits, or digits before kB, MB, GB."""
+
+    def read(value: Any) -> int:
+        number, unit = str(value), 1
+        for name, size in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
+            if number.endswith(name):
+                number, unit = number.removesuffix(name), size
+        is_number = number.isascii() and number.replace(".", "", 1).isdigit()
+        if not is_number or not 1 <= float(number) * unit < 2**63:
+            raise ValueError(f"must be a number of bytes, e.g. 500MB or 4GB, got {value!r}")
+        return round(float(number) * unit)
+
+    return option(help, "BYTES", parser=read)
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    return [name for name in list_recipes() if name.startswith(incomplete)]
+
+
+RECIPE = option("a recipe file, or a name that `struprune recipes` lists", "R", autocompletion=_complete_recipe)
+Floats = Literal["auto", "float32", "bfloat16", "float16"]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="a pruned folder")]
+Seed = Annotated[int, whole("seed of every random choice", 0, 2**32 - 1)]
+Dtype = Annotated[Floats, option("of the model")]
+Device = Annotated[str, option("auto, cpu, cuda or cuda:N", "D")]
+Overwrite = Annotated[bool, flag("--overwrite", "replace what is there, if it is an earlier output, unchanged")]
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is calibrated on."""
+
+    title: ClassVar = "Calibration text"
+    num_samples: Annotated[int, whole("sequences")] = 64
+    seq_length: Annotated[int, whole("tokens a sequence", low=2)] = 256  # a token alone has no context
+    batch_size: Annotated[int, whole("sequences on the device at a time")] = 8
+
+
+@dataclass(frozen=True)
+class Calibration(Amount):
+    """What is calibrated on, and how much of it."""
+
+    data: Annotated[str | None, option("FILE.jsonl, c4, wikitext2 or a hub data set; a sample if unset", "SRC")] = None
+    text_column: Annotated[str, option("column that holds the text", "NAME")] = "text"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Fields of the recipe that are set."""
+
+    title: ClassVar = "Changes to the recipe"
+    settings: Annotated[
+        list[str] | None, option("set a field, e.g. prune_ffn=false; may be repeated", "FIELD=VALUE", name="--set")
+    ] = None
+
+    def read(self) -> dict[str, Any]:
+        """Return values by field, those with an option of their own among them.
+
+        :raises ValueError: no FIELD=VALUE, no YAML, or a field that is set twice
+        """
+        import yaml
+
+        changes = {name: value for name, value in vars(self).items() if name != "settings" and value is not None}
+        for setting in self.settings or ():
+            name, equals, text = setting.partition("=")
+            if not name or not equals:
+                raise ValueError(f"--set: must be FIELD=VALUE, got {setting!r}.")
+            try:
+                value = yaml.safe_load(text)
+            except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
+                problem = " ".join(str(error).split())
+                raise ValueError(f"--set: {name} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
+            if name in changes:
+                raise ValueError(f"--set: {name} must be set once, got {changes[name]!r} and {value!r}. Give one.")
+            changes[name] = value
+        return changes
+
+
+@dataclass(frozen=True)
+class Changes(Settings):
+    """Fields of the recipe that are set, two of them with an option of their own."""
+
+    sparsity: Annotated[float | None, option("fraction of decoder parameters to remove, in [0, 1)", "R")] = None
+    memory_budget: Annotated[int | None, num_bytes("what the device may hold; refused where too little")] = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Text and tasks that models are scored on."""
+
+    title: ClassVar = "How models are scored"
+    text: Annotated[Path | None, option("text to score; the package's own if unset", "FILE.jsonl")] = None
+    window: Annotated[int, whole("context length in tokens")] = 256
+    max_tokens: Annotated[int | None, whole("score the first N tokens")] = None
+    tasks: Annotated[str | None, option("lm-eval tasks by its own names, e.g. arc_easy,hellaswag", "a,b")] = None
+    include_path: Annotated[str | None, option("folder with lm-eval task files, e.g. eval/tasks", "DIR")] = None
+    limit: Annotated[int | None, whole("examples a task")] = None
+
+    def read_tasks(self) -> list[str]:
+        """Return the names of lm-eval's tasks.
+
+        :raises ValueError: an empty name; no folder of tasks
+        """
+        tasks = [] if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
+        if not all(tasks):
+            raise ValueError(
+                f"--tasks: must be names with commas between them, got {self.tasks!r}. Correct it, or leave it out."
+            )
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ValueError(
+                f"--include-path: must be a folder with task files, got {self.include_path!r}. Correct the path."
+            )
+        return tasks
+
+
+def check_names(device: str, recipe: str | None, models: Sequence[str], texts: Sequence[str | Path | None]) -> None:
+    """Refuse a device, a recipe, a model or a text that is none by its name alone, before anything heavy is imported."""
+    check_device(device)
+    if recipe is not None:
+        check_recipe_name(recipe)
+    for text in texts:
+        if text is not None and Path(text).suffix in (".json", ".jsonl") and not Path(text).is_file():
+            raise ValueError(f"text: must be an existing JSON-lines file, got {os.fspath(text)!r}. Correct the path.")
+    for model in models:
+        _check_model_name(model)
+
+
+def check_device(device: str) -> None:
+    """Refuse a word that names no device."""
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}.")
+
+
+def _check_model_name(name: str) -> None:
+    """Refuse what is neither a folder with a model nor, as far as can be told from here, a name of the hub."""
+    cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    found = None
+    if Path(name).is_dir():
+        found = None if (Path(name) / "config.json").is_file() else "a folder without a config.json"
+    elif not _HUB_NAME.fullmatch(name):
+        found = "no such folder"
+    elif constants.HF_HUB_OFFLINE and not cached.is_dir():
+        found = "no such folder, and nothing of that name in the hub's cache while HF_HUB_OFFLINE is set"
+    if found is not None:
+        raise ValueError(
+            f"model: {name!r} must be a model folder or a hub name that can be loaded, got {found}. Correct the path or the name."
+        )
+
+
+def prepare(device: str, screen: Screen, verbose: bool = False) -> None:
+    """Register what is ours with llm-compressor and transformers, let them see only one device, and quieten what they log.
+
+    By now an import may have started CUDA, after which it no longer looks at the environment; so start afresh.
+    """
+    import torch
+
+    from struprune_plugin import registration  # noqa: F401
+
+    kind, _, index = device.partition(":")
+    held = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = "" if kind == "cpu" else index or held
+    if visible is not None and visible != held and torch.cuda.is_available():  # without a card there is nothing to hide
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu.")
+    screen.set_logging(verbose)

@@ -1,0 +1,69 @@
+"""``struprune plan``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from struprune_plugin.cli.console import Screen
+from struprune_plugin.cli.options import (
+    RECIPE,
+    Amount,
+    Changes,
+    Device,
+    Dtype,
+    Model,
+    check_names,
+    flag,
+    num_bytes,
+    prepare,
+    whole,
+)
+from struprune_plugin.recipes.shipped import find_default
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about a run."""
+
+    recipe: Annotated[str | None, RECIPE] = None
+    no_probe: Annotated[bool, flag("--no-probe", "leave out time, memory and speed")] = False
+    fit: Annotated[int | None, num_bytes("find sparsity and quantiser that fit a memory, e.g. 6GB")] = None
+    context: Annotated[int, whole("tokens in the cache, with --fit")] = 2048
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+
+
+def plan(model: Model, question: Question, amount: Amount, changes: Changes, screen: Screen) -> None:
+    """Tell what a run would leave, take and need, before anything is done.
+
+    It leaves parameters, bytes, cache and speed; it takes seconds and memory; somebody runs the result. All this is told from the
+    model's configuration and half a minute's probe; nothing is calibrated, no weights are loaded. --fit answers what fits a memory.
+    """
+    changed = changes.read()
+    check_names(question.device, question.recipe, [model], [])
+    prepare(question.device, screen)
+    from struprune_plugin.recipes.load import load_recipe
+    from struprune_plugin.studies import plan as planning
+    from struprune_plugin.studies.probe import Workload, probe_costs
+    from struprune_plugin.studies.sizes import outline_run, read_shapes
+
+    shapes = read_shapes(model, question.dtype)
+    name = question.recipe or find_default(shapes.config.model_type)
+    if question.fit is not None:
+        names = {quantiser: recipe or name for quantiser, recipe in planning.FIT_RECIPES.items()}
+        loaded = {q: (recipe, load_recipe(recipe, changes=changed).modifiers) for q, recipe in names.items()}
+        fits = planning.find_fits(shapes, loaded, question.fit, question.context)
+        record = {"model": model, "bytes": question.fit, "context": question.context}
+        parts = planning.format_fits(shapes, fits, question.fit, question.context)
+        screen.show({**record, "fits": [vars(fit) for fit in fits]}, *parts)
+        return
+    modifiers = load_recipe(name, changes=changed).modifiers
+    outline, costs = outline_run(shapes, modifiers), None
+    if not question.no_probe and planning.can_probe(shapes):
+        costs = probe_costs(shapes, outline, load_recipe(name, changes=changed), Workload(**vars(amount)))
+    sizes = (outline.sparsity, outline.before, outline.after, outline.rounding)
+    planned = planning.Plan(
+        model, name, *sizes, costs, planning.list_engines(modifiers), planning.list_layer_units(shapes.model)
+    )
+    screen.show(asdict(planned), *planning.format_plan(planned))

@@ -1,0 +1,78 @@
+"""``struprune report``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from struprune_plugin.cli.console import Screen
+from struprune_plugin.cli.options import Device, Folder, check_device, flag, option, prepare, whole
+from struprune_plugin.storage.files import write_whole
+from struprune_plugin.storage.manifest import read_manifest
+from struprune_plugin.storage.verify import check_undamaged
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where a report goes, and what samples are in it."""
+
+    output: Annotated[Path | None, option("page to write; OUT.html beside the folder if unset", "FILE")] = None
+    picture: Annotated[Path | None, option("write the picture of the layers here too, as SVG", "FILE")] = None
+    prompt: Annotated[list[str] | None, option("what samples begin with; may be repeated", "TEXT")] = None
+    tokens: Annotated[int, whole("of a sample")] = 40
+    no_samples: Annotated[bool, flag("--no-samples", "load no model")] = False
+    overwrite: Annotated[bool, flag("--overwrite", "replace earlier files of that name")] = False
+
+
+def report(path: Folder, page: Page, screen: Screen, device: Device = "auto") -> None:
+    """Write one HTML page on what was cut and what it cost.
+
+    It has the pruned folder's layers to scale, errors, allocation, quality, what dense and pruned model write, the recipe. It is
+    one file, without scripts, and takes nothing from the network.
+    """
+    check_device(device)
+    if not path.is_dir():
+        raise ValueError(f"{path}: must be a pruned folder, got none. Correct the path.")
+    manifest = read_manifest(path)
+    output = page.output or path.resolve().with_name(f"{path.resolve().name}.html")
+    for file in filter(None, (output, page.picture)):
+        _check_new_file(file, page.overwrite)
+    samples = []
+    if not page.no_samples:
+        check_undamaged(path)
+        prepare(device, screen)
+        samples = _write_samples(path, manifest.model.base, page)
+    from struprune_plugin.reporting.html_report import make_page
+    from struprune_plugin.reporting.svg import draw_layers
+
+    write_whole(output, make_page(path, manifest, samples))
+    if page.picture is not None:
+        write_whole(page.picture, draw_layers(manifest) + "\n")
+    record = {"page": str(output), "picture": None if page.picture is None else str(page.picture)}
+    screen.show(record, "\n".join(f"wrote {file}" for file in record.values() if file))
+
+
+def _write_samples(path: Path, base: str, page: Page) -> list[Any]:
+    """Let the dense model, where it is here, and the pruned one write after the same prompts."""
+    from struprune_plugin.evaluation.scoring import continue_texts, load_checkpoint
+    from struprune_plugin.reporting.html_report import PROMPTS, Sample
+
+    prompts = page.prompt or list(PROMPTS)
+    pruned = continue_texts(*load_checkpoint(str(path)), prompts, page.tokens)
+    dense: list[str] | list[None] = [None] * len(prompts)
+    if Path(base).is_dir():
+        dense = continue_texts(*load_checkpoint(base), prompts, page.tokens)
+    return [Sample(*parts) for parts in zip(prompts, dense, pruned, strict=True)]
+
+
+def _check_new_file(file: Path, overwrite: bool) -> None:
+    """Refuse to write over a file, or where no file can be."""
+    if file.is_dir() or (file.exists() and not overwrite):
+        raise ValueError(
+            f"--output: {file} must be absent, it is there already. Choose another path, or pass --overwrite."
+        )
+    if not file.parent.is_dir():
+        raise ValueError(
+            f"--output: {file.parent} must be an existing folder, got none. Make it, or choose another path."
+        )

@@ -1,0 +1,129 @@
+"""``struprune sweep``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from struprune_plugin.cli.console import Screen
+from struprune_plugin.cli.options import (
+    RECIPE,
+    Calibration,
+    Device,
+    Dtype,
+    Model,
+    Scores,
+    Seed,
+    Settings,
+    check_names,
+    option,
+    prepare,
+)
+from struprune_plugin.recipes.shipped import find_default
+from struprune_plugin.storage.files import write_whole
+
+_PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
+
+
+@dataclass(frozen=True)
+class Points:
+    """What is swept, where to, and which point is taken."""
+
+    output: Annotated[Path, option("folder for table, JSON and pictures", "DIR")]
+    sparsities: Annotated[str, option("or a list: 0.2,0.4", "A:B:STEP", name="--sparsity")] = "0.1:0.6:0.1"
+    methods: Annotated[str, option("default, allocations (uniform, …) or names of recipes", "a,b")] = "default"
+    recipe: Annotated[str | None, RECIPE] = None
+    pick: Annotated[str | None, option("write the smallest model within it, e.g. '+5% perplexity'", "LOSS")] = None
+    picked: Annotated[Path | None, option("where to; DIR/picked if unset", "OUT")] = None
+    seed: Seed = 0
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+
+
+def sweep(
+    model: Model,
+    points: Points,
+    calibration: Calibration,
+    settings: Settings,
+    scores: Scores,
+    screen: Screen,
+) -> None:
+    """Try several sparsities and methods: a table, a curve, a choice.
+
+    MODEL is pruned at each point and measured: one calibration, one sensitivity and one set of error curves serve all. DIR keeps
+    what is finished; the same command goes on there.
+    """
+    changes, sparsities = settings.read(), read_sparsities(points.sparsities)
+    wanted = None if points.pick is None else read_pick(points.pick)
+    tasks = scores.read_tasks()
+    check_names(points.device, points.recipe, [model], [calibration.data, scores.text])
+    prepare(points.device, screen)
+    from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
+    from struprune_plugin.storage.checkpoint import read_config
+    from struprune_plugin.studies import sweep as sweeping
+    from struprune_plugin.studies import sweep_results as results
+
+    asked = sweeping.Sweep(
+        model=model,
+        recipe=points.recipe or find_default(read_config(model).model_type),
+        changes=changes,
+        methods=list(dict.fromkeys(name.strip() for name in points.methods.split(","))),
+        sparsities=sparsities,
+        calibration=sweeping.Calibration(**vars(calibration) | {"data": calibration.data or str(DEMO_CALIBRATION)}),
+        scoring=sweeping.Scoring(**vars(scores) | {"text": scores.text or DEMO_TEST, "tasks": tasks}),
+        seed=points.seed,
+        dtype=points.dtype,
+    )
+    picked = points.picked or points.output / "picked"
+    if wanted is not None:
+        sweeping.check_picked(picked, points.output)
+    run = sweeping.SweepRun(asked, points.output)
+    record = run.finish()
+    for name, drawn in results.draw_sweep(record).items():
+        write_whole(points.output / name, drawn + "\n")
+    told = [*results.format_sweep(record), f"wrote {points.output}"]
+    table = "\n\n".join(map(str, told[:-1]))
+    write_whole(points.output / "sweep.md", f"# {Path(model).name}\n\n```\n{table}\n```\n")
+    if wanted is not None:
+        name = results.pick_point(record, wanted)
+        run.prune(asked.load(*asked.points[name]), picked)
+        record = {**record, "picked": {"point": name, "output": str(picked)}}
+        told.append(f"picked {name}: wrote {picked}")
+    screen.show({name: part for name, part in record.items() if name != "identity"}, *told)
+
+
+def read_sparsities(text: str) -> list[float]:
+    """Read ``first:last:step`` or a list with commas.
+
+    :raises ValueError: neither, or a number that is no sparsity
+    """
+    try:
+        found = [float(part) for part in text.split(",")] if ":" not in text else _spread(*map(float, text.split(":")))
+    except (ValueError, TypeError):
+        found = []
+    if not found or not all(0 < value < 1 for value in found) or len(set(found)) < len(found):
+        raise ValueError(
+            f"--sparsity: must be first:last:step or numbers with commas, each above 0 and below 1, got {text!r}. Correct it."
+        )
+    return found
+
+
+def _spread(first: float, last: float, step: float) -> list[float]:
+    """Return the numbers from one to another; none where these are no range, or one of more than a hundred."""
+    count = (last - first) / step if step > 0 else -1.0
+    return [round(first + index * step, 6) for index in range(int(count + 1e-6) + 1)] if 0 <= count < 100 else []
+
+
+def read_pick(text: str) -> tuple[float, bool, str]:
+    """Read what may be lost: ``+5% perplexity``, ``-0.01 arc_easy``; return (most, whether relative, of what).
+
+    :raises ValueError: another form
+    """
+    found = _PICK.fullmatch(text.strip())
+    if found is None or (found[1] == "+") != (found[4] == "perplexity"):
+        raise ValueError(
+            f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Say how much perplexity may rise or a task fall."
+        )
+    return float(found[2]) / (100 if found[3] else 1), bool(found[3]), found[4]

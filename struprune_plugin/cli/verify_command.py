@@ -1,0 +1,25 @@
+"""``struprune verify``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from struprune_plugin.cli.console import Screen
+from struprune_plugin.cli.options import Folder
+from struprune_plugin.reporting.tables import Table
+from struprune_plugin.storage.verify import verify_folder
+
+
+def verify(path: Folder, screen: Screen) -> int:
+    """Tell whether an output of prune or convert is what was written, byte by byte.
+
+    Every byte of OUT is read and compared with the digests of when it was written: weights, configuration, modelling file,
+    manifest. Exit status 0 where all is as written, 1 where something is damaged or missing.
+    """
+    verdict = verify_folder(path)
+    rows = [[entry.name, f"{entry.num_bytes:,}", entry.state] for entry in verdict.entries]
+    state = "damaged" if verdict.problems else "whole"
+    lines = [*verdict.notes, *(f"damaged: {line}" for line in verdict.problems), f"{path} is {state}"]
+    record = {"path": str(path), "state": state, **asdict(verdict)}
+    screen.show(record, Table(["file", "bytes", "state"], rows), "\n".join(lines))
+    return int(bool(verdict.problems))

@@ -1,1 +1,0 @@
-"""Where tensors live while layers are pruned: the device, the host, and how much of either."""

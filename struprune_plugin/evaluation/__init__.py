@@ -1,0 +1,1 @@
+"""Text to token windows; perplexity and lm-eval."""

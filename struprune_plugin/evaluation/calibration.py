@@ -1,0 +1,81 @@
+"""What ``oneshot`` takes as calibration data, as llm-compressor takes it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from struprune_plugin.evaluation.text import HUB_DATASETS, load_tokenizer, make_calibration_dataset
+from struprune_plugin.runtime.distributed import count_ranks, split_range
+
+
+def check_dataset(dataset: object, splits: object) -> None:
+    """Refuse data that nobody can read, and splits of what has none."""
+    if not isinstance(dataset, (str, os.PathLike, Dataset, DatasetDict, IterableDataset, DataLoader, type(None))):
+        raise ValueError(
+            f"dataset: must be a file, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
+            f"{type(dataset).__name__}. Make a Dataset of it: Dataset.from_dict({{'text': [...]}})."
+        )
+    if splits is not None and not (isinstance(dataset, DatasetDict) or _is_from_host(dataset)):
+        raise ValueError(
+            f"splits: must be left out for a file, c4, wikitext2, a Dataset or a loader, which have none to choose, got "
+            f"{splits!r}. Pass the part that you mean."
+        )
+
+
+def _is_from_host(dataset: object) -> bool:
+    """Tell whether data are a name or a folder that the host resolves."""
+    return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in HUB_DATASETS or Path(dataset).is_file())
+
+
+def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Turn a file or a short name into token windows, which llm-compressor takes as they are; give every process its part.
+
+    :param kwargs: arguments of ``oneshot``
+    :return: these, with the data set
+    :raises ValueError: as :func:`~struprune_plugin.evaluation.text.make_calibration_dataset`; fewer samples than processes; a data
+        set by a name that llm-compressor resolves, in a run of several
+    """
+    return _split_dataset(_make_windows(model, kwargs))
+
+
+def _make_windows(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    source = kwargs.get("dataset")
+    if not isinstance(source, (str, os.PathLike)) or _is_from_host(source):
+        return kwargs
+    tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
+        tokenizer = load_tokenizer(where)
+    length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
+    samples = kwargs.get("num_calibration_samples") or 512
+    dataset = make_calibration_dataset(source, tokenizer, samples, length, kwargs.get("text_column") or "text")
+    return {**kwargs, "dataset": dataset}
+
+
+def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Give every process its own part of a data set's samples.
+
+    The host too would split them, but the indices that its sampler draws in a part are looked up in the whole: every
+    process would read the first part.
+    """
+    dataset = kwargs.get("dataset")
+    if count_ranks() == 1 or dataset is None or isinstance(dataset, DataLoader):
+        return kwargs
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"dataset: must be a file, c4, wikitext2, a Dataset or a loader in a run of {count_ranks()} processes, got "
+            f"{dataset!r}. Load it and pass the Dataset."
+        )
+    total = min(kwargs.get("num_calibration_samples") or len(dataset), len(dataset))
+    if total < count_ranks():
+        raise ValueError(
+            f"dataset: must have a sample for each of the {count_ranks()} processes, got {total}. Give more."
+        )
+    part = split_range(total)
+    return {**kwargs, "dataset": dataset.select(part), "num_calibration_samples": len(part)}

@@ -1,0 +1,155 @@
+"""Score a checkpoint: token perplexity in fixed windows, and lm-eval tasks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from compressed_tensors.utils import patch_attr
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from struprune_plugin.evaluation.text import load_tokenizer
+from struprune_plugin.storage.checkpoint import check_loading, read_headers
+from struprune_plugin.storage.files import shorten_error
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+_BOOTSTRAP = 100  # draws; above 0 lets lm-eval give standard errors, those of means have a formula and draw nothing
+
+
+@torch.no_grad()
+def measure_perplexity(
+    model: PreTrainedModel, tokens: Tensor, window: int, stride: int | None = None, batch_size: int = 8
+) -> float:
+    """Return token perplexity in fixed windows, each scored on its own.
+
+    With ``stride == window`` (the protocol of the pruning papers) every window gives ``window - 1`` predictions; with
+    a smaller stride a window scores only what the one before it has not reached. A last, shorter window is dropped.
+
+    :param tokens: shape [tokens], int64
+    :param window: context length in tokens, at least 2
+    :param stride: from 1 to ``window``; ``window`` where None
+    :raises ValueError: the contract of window and stride, or fewer tokens than one window
+    """
+    stride = window if stride is None else stride
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings:
+        raise ValueError(
+            f"text: tokens must be below the model's {embeddings} embeddings, got {int(tokens.max())}. Use the tokenizer that "
+            "belongs to the model."
+        )
+    if window < 2 or not 1 <= stride <= window:
+        raise ValueError(f"window must be at least 2 and stride in [1, window], got window={window}, stride={stride}.")
+    if len(tokens) < window:
+        raise ValueError(f"text: must hold at least one window of {window} tokens, got {len(tokens)}. Lower window.")
+    windows = tokens.unfold(0, window, stride)
+    total, count = 0.0, 0
+    for start in tqdm(range(0, len(windows), batch_size), desc="perplexity", leave=False):
+        batch = windows[start : start + batch_size].to(model.device)
+        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
+        if start == 0 and stride < window:  # the first window scores all it has, the others their last ``stride``
+            total, count = losses[0, :-stride].double().sum().item(), window - 1 - stride
+        losses = losses[:, -stride:]
+        total += losses.double().sum().item()
+        count += losses.numel()
+    return math.exp(total / count)
+
+
+def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a dense, pruned or quantised checkpoint and its tokenizer, on the accelerator where there is one.
+
+    :raises ValueError: nothing to load there; weight files that are broken, or that lack what the configuration asks for
+    """
+    headers = read_headers(path)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # a broken file raises whatever its many readers met
+        raise ValueError(
+            f"model: {path!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
+        ) from None
+    tokenizer = load_tokenizer(path)
+    check_loading(path, info, headers)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    return model.to(device).eval(), tokenizer
+
+
+@torch.no_grad()
+def continue_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], num_tokens: int
+) -> list[str]:
+    """Return what a model writes after each prompt, the likeliest token each time."""
+    texts = []
+    for prompt in tqdm(prompts, desc="samples", leave=False):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+        context = getattr(model.config, "max_position_embeddings", ids.shape[1] + num_tokens) - ids.shape[1]
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(num_tokens, context), **options
+        )
+        texts.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+@functools.cache
+def _index_tasks(include_path: str | None, include_defaults: bool) -> TaskManager:
+    """Return lm-eval's index of tasks, made once: it reads more than 10,000 files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path, include_defaults=include_defaults)
+
+
+def check_tasks(tasks: Sequence[str], include_path: str | None = None, include_defaults: bool = True) -> TaskManager:
+    """Return lm-eval's index of tasks, for :func:`run_tasks`.
+
+    :param include_path: folder with task YAML files of your own
+    :param include_defaults: know lm-eval's own tasks, too, which takes it seconds to list
+    :raises ValueError: a task that is not in it
+    """
+    manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()), include_defaults)
+    unknown = [name for name in tasks if name not in manager.all_tasks]
+    if unknown:
+        raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")
+    return manager
+
+
+def run_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    manager: TaskManager,
+    batch_size: int = 8,
+    limit: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Run lm-eval tasks on a loaded model.
+
+    :param manager: as :func:`check_tasks` gives it
+    :param limit: examples a task
+    :return: metrics by task, as lm-eval names them, with standard errors
+    """
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+
+    # Asking pip, git and compilers what is installed takes seconds, and nobody reads what lm-eval makes of that.
+    with patch_attr(evaluator, "add_env_info", lambda _results: None):
+        results = evaluator.simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            log_samples=False,
+            bootstrap_iters=_BOOTSTRAP,
+        )
+    return {
+        task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        for task, metrics in results["results"].items()
+    }

@@ -1,0 +1,175 @@
+"""Text in, token windows out: local JSON lines, hub data sets, and the text that ships with the package."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from struprune_plugin.storage.files import shorten_error
+
+DEMO = Path(__file__).parents[1] / "demo"
+DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.jsonl", DEMO / "test.jsonl"
+
+_C4_FILES = {
+    "train": "en/c4-train.00000-of-01024.json.gz",
+    "validation": "en/c4-validation.00000-of-00008.json.gz",
+}
+HUB_DATASETS: dict[str, dict[str, Any]] = {  # short names that pruning papers use -> arguments of load_dataset
+    "c4": {"path": "allenai/c4", "data_files": _C4_FILES},
+    "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"},
+}
+
+
+def load_tokenizer(where: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """Load a tokenizer.
+
+    :param where: a folder or a hub name
+    :raises ValueError: there is none, or one that cannot be read
+    """
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except (
+        Exception
+    ) as error:  # the compiled library has classes of its own, broken files raise whatever their readers meet
+        raise ValueError(
+            f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)} Copy it again, "
+            "with its model."
+        ) from None
+
+
+def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
+    """Read the texts of a JSON-lines file.
+
+    :raises ValueError: no such file, no JSON lines, or a line without the column
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"text: must be an existing JSON-lines file, got {str(path)!r}. Correct the path.")
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # texts may hold other line breaks
+    numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
+    texts = [_read_text(line, text_column, where) for where, line in numbered]
+    if not texts:
+        raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another.")
+    return texts
+
+
+def _read_text(line: bytes, text_column: str, where: str) -> str:
+    """Return the text of one line; refuse no UTF-8, no JSON, no such column, and a text that cannot be written."""
+    try:
+        text = json.loads(line.decode("utf-8"))[text_column]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Save the file as UTF-8.") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: must be a JSON object with the column {text_column!r}, got {error!r:.300}. "
+            "Correct the file or name the column."
+        ) from None
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {text_column!r} must be a text, got {type(text).__name__}. Correct the line.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: {text_column!r} must be whole characters, got half of one (a lone surrogate) at {error.start}. "
+            "Correct the line."
+        ) from None
+    return text
+
+
+def stream_texts(source: str | os.PathLike, text_column: str = "text", split: str = "train") -> Iterable[str]:
+    """Return the texts of a local JSON-lines file or, streamed, of one split of a hub data set.
+
+    :param source: a file, ``c4``, ``wikitext2`` or any hub name
+    :param split: of a hub data set
+    :raises ValueError: neither a file nor a data set that can be loaded; no such column
+    """
+    if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
+        return read_texts(source, text_column)
+    name = os.fspath(source)
+    try:
+        rows = load_dataset(**HUB_DATASETS.get(name, {"path": name}), split=split, streaming=True)
+        columns = next(iter(rows)).keys()
+    except Exception as error:  # load_dataset raises whatever its many back ends raise
+        raise ValueError(
+            f"data: {name!r} must be a JSON-lines file or a hub data set that can be loaded, got: {shorten_error(error)} Give a "
+            "local file."
+        ) from None
+    if text_column not in columns:
+        raise ValueError(
+            f"data: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name another column."
+        )
+    return (row[text_column] for row in rows)
+
+
+def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens: int | None = None) -> Tensor:
+    """Tokenise every text with the tokenizer's own special tokens and concatenate.
+
+    :return: the first ``max_tokens`` tokens (all where None), shape [tokens], int64
+    """
+    stream = (token for text in texts for token in tokenizer(text, verbose=False)["input_ids"])
+    return torch.tensor(list(islice(stream, max_tokens)), dtype=torch.int64)
+
+
+def pack_windows(
+    sources: Sequence[str | os.PathLike],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    max_tokens: int | None = None,
+    text_column: str = "text",
+) -> Tensor:
+    """Cut sources into windows without padding, those of all sources in turn, so that every stretch of them is as mixed as all.
+
+    :param max_tokens: of all sources together, each an equal share; all that they hold where None
+    :return: shape [windows, length], int64
+    :raises ValueError: as :func:`stream_texts`; a data set of the hub without a limit; no window in a source
+    """
+    share = None if max_tokens is None else max_tokens // len(sources)
+    ranked: list[tuple[float, Tensor]] = []
+    for source in sources:
+        if share is None and not Path(source).exists():
+            raise ValueError(
+                f"tokens: must be given where data come from the hub, got none for "
+                f"{os.fspath(source)!r}, which may not end. Set it."
+            )
+        tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), share)
+        windows = tokens[: len(tokens) // length * length].view(-1, length)
+        if not len(windows):
+            raise ValueError(
+                f"data: {os.fspath(source)!r} must hold a window of {length} tokens, got {len(tokens)} tokens. Lower seq_length, "
+                "or raise tokens."
+            )
+        ranked += [((number + 0.5) / len(windows), window) for number, window in enumerate(windows)]
+    return torch.stack([window for _, window in sorted(ranked, key=lambda pair: pair[0])])
+
+
+def make_calibration_dataset(
+    source: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase,
+    num_samples: int,
+    seq_length: int,
+    text_column: str = "text",
+) -> Dataset:
+    """Cut the first ``num_samples`` windows of ``seq_length`` tokens from a source, in order, for ``oneshot(dataset=…)``.
+
+    :raises ValueError: as :func:`stream_texts`; less text than that
+    """
+    tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), num_samples * seq_length)
+    if len(tokens) == 0:
+        raise ValueError("tokenizer: must turn text into tokens, got none. Is there a tokenizer in the model's folder?")
+    if len(tokens) < num_samples * seq_length:
+        raise ValueError(
+            f"data: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
+            f"Lower the number of samples to at most {len(tokens) // seq_length} or give more text."
+        )
+    windows = tokens.view(num_samples, seq_length)
+    return Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})

@@ -1,0 +1,89 @@
+"""Pruned classes of models whose code came with their checkpoint (``trust_remote_code``)."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+
+from struprune_plugin.export import modeling_struprune as modeling
+from struprune_plugin.export.any_class import find_stock
+
+FILE_NAME = "modeling_struprune_custom"
+_HEAD = '''"""The pruned classes of the code beside this file, made by struprune_plugin."""
+
+'''
+
+
+def is_custom(model: PreTrainedModel) -> bool:
+    """Tell whether a model's class is not transformers' own."""
+    return not find_stock(type(model)).__module__.startswith("transformers.")
+
+
+def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, str]]:
+    """Write the module that derives a model's pruned classes beside the module of its own class, where transformers keeps a copy.
+
+    Saving the model then copies this file, the ones that it imports, and with them the model's own, unchanged.
+
+    :returns: the classes of configuration and model, and the configuration's ``auto_map``
+    :raises ValueError: the classes did not come with a checkpoint
+    """
+    kind, config, base = (find_stock(type(each)) for each in (model, model.config, model.base_model))
+    package = kind.__module__.rpartition(".")[0]
+    classes = [config, kind] + [base] * (base is not kind and base.__module__.rpartition(".")[0] == package)
+    for each in classes:
+        if not each.__module__.startswith(("transformers.", "transformers_modules.")):
+            raise ValueError(
+                f"{each.__module__}.{each.__name__}: the class must come with its checkpoint, loaded with trust_remote_code, or "
+                "be one of transformers, got neither. Save a checkpoint with its code first (register_for_auto_class)."
+            )
+    folder = Path(str(sys.modules[kind.__module__].__file__)).parent
+    _bring(Path(str(sys.modules[config.__module__].__file__)), folder)
+    shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
+    lines = [f"from {_name_source(each)} import {each.__name__}" for each in classes]
+    lines += ["from .modeling_struprune import derive_custom", ""]
+    lines += [f"{_name(config)} = derive_custom({config.__name__}, __name__)"]
+    lines += [f"{_name(each)} = derive_custom({each.__name__}, __name__, {_name(config)})" for each in classes[1:]]
+    (folder / f"{FILE_NAME}.py").write_text(_HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    importlib.invalidate_caches()
+    made: Any = importlib.import_module(f"{package}.{FILE_NAME}")
+    return _register(made, classes, getattr(model.config, "auto_map", None) or {})
+
+
+def _bring(file: Path, folder: Path) -> None:
+    """Copy a configuration's module to the folder of its model's, where that did not import it and so has none."""
+    if "transformers_modules" in file.parts and not (folder / file.name).exists():
+        for each in (file, *map(Path, get_relative_import_files(file))):
+            shutil.copyfile(each, folder / each.name)
+
+
+def _register(made: Any, classes: list[Any], old: dict[str, str]) -> tuple[Any, Any, dict[str, str]]:
+    """Let saving save the code; return the derived classes and their ``auto_map``, what it said of tokenizers kept."""
+    config, kind, *bases = classes
+    own = {name for name, said in old.items() if str(said).rpartition(".")[2] in (kind.__name__, _name(kind))}
+    named = {"AutoConfig": config, **dict.fromkeys([*own, "AutoModelForCausalLM"], kind)}
+    if bases:
+        named["AutoModel"] = bases[0]
+    for name, each in named.items():
+        getattr(made, _name(each)).register_for_auto_class(name)
+    auto_map = {name: said for name, said in old.items() if not name.startswith(("AutoModel", "AutoConfig"))}
+    auto_map |= {name: f"{FILE_NAME}.{_name(each)}" for name, each in named.items()}
+    model_class = getattr(made, _name(kind))
+    if issubclass(kind, GenerationMixin):  # which loading adds where the code does not
+        model_class = add_generation_mixin_to_remote_model(model_class)
+    return getattr(made, _name(config)), model_class, auto_map
+
+
+def _name(kind: type) -> str:
+    return modeling.PREFIX + kind.__name__
+
+
+def _name_source(kind: type) -> str:
+    """Return what the made module imports a class from."""
+    return "transformers" if kind.__module__.startswith("transformers.") else f".{kind.__module__.rpartition('.')[2]}"

@@ -1,0 +1,167 @@
+"""A pruned LLaMA as a GGUF file for llama.cpp, whose ``deci`` architecture takes every layer's own heads and FFN width."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from struprune_plugin.model.layers import LayerSizes, find_layouts, measure_layer
+
+FILE_NAME = "model.gguf"
+_ARCHITECTURE = "deci"  # LLaMA's computation with sizes a layer; keys and values are of one width there
+_LINEARS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # how its expression begins
+
+
+def check_gguf(config: Any, tokenizer: Path) -> None:
+    """Refuse what cannot become a GGUF file, before any work.
+
+    :param config: of the dense model
+    :param tokenizer: its ``tokenizer.json``
+    :raises ValueError: the library is missing, another type of model, rotary positions or biases that the architecture lacks, or a
+        tokenizer whose splitting llama.cpp has no name for
+    """
+    if find_spec("gguf") is None:
+        raise ValueError(
+            "gguf: the package gguf must be installed, got none. Run pip install 'struprune-plugin[gguf]'."
+        )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    for name, wanted, got in (
+        ("model_type", "llama", config.model_type),
+        ("hidden_act", "silu", getattr(config, "hidden_act", None)),
+        ("rope_type", "default", rope),
+        ("attention_bias", False, getattr(config, "attention_bias", False)),
+        ("mlp_bias", False, getattr(config, "mlp_bias", False)),
+    ):
+        if got != wanted:
+            raise ValueError(
+                f"gguf: {name} must be {wanted!r}, which llama.cpp's {_ARCHITECTURE} architecture computes, got {got!r}. "
+                "Use uniform-padded, and llama.cpp's own converter."
+            )
+    _name_splitting(_read_tokenizer(tokenizer))
+
+
+def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) -> None:
+    """Write a model whose values are as wide as its keys, with its tokenizer, in the dtype that it has.
+
+    :param config: of the dense model
+    :param source: the folder of the tokenizer
+    :param output: the file
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(output, _ARCHITECTURE)
+    layers = [layer for layer, _ in find_layouts(model)]
+    sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
+    _write_sizes(writer, config, sizes)
+    _write_tokenizer(writer, config, source)
+    kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[model.dtype]
+    writer.add_file_type({"F32": 0, "F16": 1, "BF16": 32}[kind])
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        form = gguf.GGMLQuantizationType[kind if tensor.dim() > 1 else "F32"]
+        values = tensor.detach().float().contiguous().numpy()
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, form), raw_dtype=form)
+
+    body: Any = model.get_decoder()
+    add("token_embd", body.embed_tokens.weight)
+    add("output_norm", body.norm.weight)
+    if not config.tie_word_embeddings:
+        add("output", model.get_output_embeddings().weight)  # type: ignore[union-attr]
+    for index, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
+        heads = {"attn_q": size.num_heads, "attn_k": size.num_key_value_heads}
+        for ours, theirs in _LINEARS.items():
+            weight: Any = layer.get_submodule(ours).weight
+            add(f"blk.{index}.{theirs}", _pair_channels(weight, heads[theirs]) if theirs in heads else weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=False)
+    writer.close()
+
+
+def _pair_channels(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Reorder a projection's rows: llama.cpp rotates neighbours, transformers a head's halves."""
+    rows, columns = weight.shape
+    return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def _write_sizes(writer: Any, config: Any, sizes: list[LayerSizes]) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(len(sizes))
+    writer.add_feed_forward_length([size.width for size in sizes])
+    writer.add_head_count([size.num_heads for size in sizes])
+    writer.add_head_count_kv([size.num_key_value_heads for size in sizes])
+    writer.add_key_length(sizes[0].head_dim)
+    writer.add_value_length(sizes[0].value_head_dim)
+    writer.add_rope_dimension_count(sizes[0].head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _read_tokenizer(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"gguf: {path} must be there, got none. Copy the tokenizer into the folder.")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _name_splitting(tokenizer: dict[str, Any]) -> str:
+    """Return llama.cpp's name for how a tokenizer splits text before it merges.
+
+    :raises ValueError: it is no byte-level BPE, or splits in a way that is not known here
+    """
+    split = tokenizer.get("pre_tokenizer") or {}
+    steps = split.get("pretokenizers", [split])
+    kinds = [step.get("type") for step in steps]
+    if tokenizer.get("model", {}).get("type") == "BPE":
+        if kinds == ["ByteLevel"]:
+            return "gpt-2"
+        if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+            return "smollm"
+        if kinds == ["Split", "ByteLevel"] and str(steps[0]["pattern"].get("Regex")).startswith(_LLAMA3):
+            return "llama-bpe"
+    raise ValueError(
+        "gguf: the tokenizer must be a byte-level BPE that splits as GPT-2's, SmolLM's or LLaMA-3's does, got a "
+        f"{tokenizer.get('model', {}).get('type')} with {kinds}. Use uniform-padded, and llama.cpp's own converter."
+    )
+
+
+def _write_tokenizer(writer: Any, config: Any, source: Path) -> None:
+    from gguf import TokenType
+
+    content = _read_tokenizer(source / "tokenizer.json")
+    tokens = {number: (text, TokenType.NORMAL) for text, number in content["model"]["vocab"].items()}
+    for added in content.get("added_tokens", []):
+        tokens[added["id"]] = (added["content"], TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED)
+    filled = [tokens.get(number, (f"[PAD{number}]", TokenType.UNUSED)) for number in range(config.vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_name_splitting(content))
+    writer.add_token_list([text for text, _ in filled])
+    writer.add_token_types([kind for _, kind in filled])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    begin = tokenizer.bos_token_id
+    writer.add_add_bos_token(begin is not None and tokenizer("a").input_ids[0] == begin)
+    for number, add in (
+        (begin, writer.add_bos_token_id),
+        (tokenizer.eos_token_id, writer.add_eos_token_id),
+        (tokenizer.pad_token_id, writer.add_pad_token_id),
+    ):
+        if number is not None:
+            add(number)

@@ -1,0 +1,173 @@
+"""The stock configuration that says the sizes of a model whose layers are all alike; which keys do is tried, not described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from loguru import logger
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from struprune_plugin.export import modeling_struprune as modeling
+from struprune_plugin.export.any_class import (
+    Shapes,
+    build_dense,
+    describe_form,
+    find_stock,
+    list_differences,
+    list_shapes,
+    list_stock_shapes,
+    make_dense_config,
+)
+from struprune_plugin.model.layers import find_layouts, has_uniform_layers, measure_layer
+from struprune_plugin.model.units.group import UnitGroup
+
+_PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 makes the width of another number, unless told not to
+
+
+def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the stock configuration of a model whose layers all have the same sizes.
+
+    :raises ValueError: the stock class cannot have the sizes
+    """
+    heads = {measure_layer(layout, layer).num_key_value_heads for layer, layout in find_layouts(model)} - {0}
+    return find_stock_config(
+        model, change_heads(model, heads.pop()) if len(heads) == 1 else None
+    )  # else they are as they were
+
+
+def are_layers_alike(model: PreTrainedModel) -> bool:
+    """Tell whether the layers of a model are as its stock class makes them, or all of one size."""
+    return describe_form(model.config) == "dense" or has_uniform_layers(model)
+
+
+def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+    """Return the groups without the FFNs whose width no key of the stock configuration says: those stay whole.
+
+    :param groups: all of a model; FFNs of one name and width are said by one key
+    :raises ValueError: no group is left
+    """
+    alike: dict[tuple[str, int], list[UnitGroup]] = {}
+    for group in groups:
+        if group.unit.is_ffn:
+            alike.setdefault((group.consumer, group.num_units), []).append(group)
+    fixed: dict[str, str] = {}
+    for members in alike.values():
+        try:
+            find_stock_config(model, shapes=list_narrower(model, members))
+        except ValueError as error:
+            fixed |= {group.name: str(error) for group in members}
+    left = [group for group in groups if group.name not in fixed]
+    if not left:
+        raise ValueError(
+            "output: uniform must have FFN widths that a key of the stock configuration says, got none. "
+            f"{next(iter(fixed.values()))}. Set output: per_layer."
+        )
+    if fixed:
+        logger.info(
+            f"output: uniform leaves {len(fixed)} FFNs whole, {next(iter(fixed))} the first: no key says their width"
+        )
+    return left
+
+
+def change_heads(model: PreTrainedModel, num_key_value_heads: int) -> dict[str, int]:
+    """Return what a configuration says of so many value heads; nothing where all are there."""
+    dense = make_dense_config(model.config).get_text_config(decoder=True)
+    every = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
+    sizes = next((size for size in every if size.num_heads), None)
+    if sizes is None:
+        return {}
+    num_heads = num_key_value_heads * sizes.num_heads // sizes.num_key_value_heads
+    if not num_heads or num_heads == dense.num_attention_heads:
+        return {}
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": sizes.head_dim,
+    }
+
+
+def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
+    """Tell whether a model's stock class can be configured with that many value heads in every layer."""
+    changes = change_heads(model, num_key_value_heads)
+    if not changes:
+        return True
+    try:
+        built = build_stock(model, changes)[0]
+    except ValueError:
+        return False
+    sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(built)]
+    wanted = tuple(changes.values())
+    return all((size.num_heads, size.num_key_value_heads, size.head_dim) == wanted for size in sizes if size.num_heads)
+
+
+def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedConfig]:
+    """Return a model of the stock class, without memory for its weights, and its configuration, some keys changed.
+
+    :raises ValueError: the class refuses the values
+    """
+    dense = make_dense_config(model.config)
+    text = dense.get_text_config(decoder=True)
+    try:
+        for name, value in changes.items():
+            setattr(text, name, value)
+        values = {name: value for name, value in dense.to_dict().items() if name != "model_type"}
+        config = type(dense)(**values)  # as it will be read from the file
+        modeling.copy_settings(dense, config)
+        return build_dense(find_stock(type(model)), config), config
+    except Exception as error:  # what a class makes of sizes that it was not written for
+        problem = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{type(dense).__name__}: must take {dict(changes)}, got {problem}")
+
+
+def find_stock_config(
+    model: PreTrainedModel, changes: Mapping[str, int] | None = None, shapes: Shapes | None = None
+) -> PreTrainedConfig:
+    """Return the stock configuration that says a model's sizes, the same in all layers; which keys do is tried.
+
+    :param changes: values of the text configuration's keys that are known
+    :param shapes: of the tensors; the model's, padded linears grown, where None
+    :raises ValueError: the class makes other shapes, whatever its keys say
+    """
+    shapes = list_stock_shapes(model) if shapes is None else shapes
+    built, config = build_stock(model, changes or {})
+    changes, before = dict(changes or {}), list_shapes(built)
+    text = config.get_text_config(decoder=True).to_dict()
+    plain = {name: value for name, value in _PLAIN.items() if name in text}
+    problems = list_differences(shapes, before)
+    for old, new in _list_changes(before, shapes):
+        named = [name for name, value in text.items() if value == old and type(value) is int]
+        unnamed = [name for name, value in text.items() if value is None or (plain and type(value) is int)]
+        for name in named or unnamed:  # a class has the width by default, or makes it of another number
+            tried = {**changes, **({} if named else plain), name: new}
+            try:
+                built, candidate = build_stock(model, tried)
+            except ValueError:
+                continue
+            if len(rest := list_differences(shapes, list_shapes(built))) < len(problems):
+                changes, problems, config = tried, rest, candidate
+    if problems:
+        raise ValueError(f"{type(config).__name__}: {changes} must make the model's shapes, got: {problems[0]}")
+    return config
+
+
+def _list_changes(before: Shapes, after: Shapes) -> list[tuple[int, int]]:
+    """Return the pairs of sizes that differ between tensors of the same names."""
+    pairs = (pair for name, shape in before.items() for pair in zip(shape, after.get(name, shape), strict=True))
+    return sorted({(old, new) for old, new in pairs if old != new})
+
+
+def list_narrower(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Shapes:
+    """Return a model's stock shapes if FFNs had half their channels."""
+    shapes = list_stock_shapes(model)
+    for group in groups:
+        layer = model.get_submodule(group.layer_name)
+        for name in (*group.producers, group.consumer):
+            full, reads = f"{group.layer_name}.{name}", name == group.consumer
+            columns_last = not hasattr(
+                layer.get_submodule(name), "nf"
+            )  # transposed in the stock class where it has that
+            rows, columns = shapes[f"{full}.weight"]
+            shapes[f"{full}.weight"] = (rows, columns // 2) if reads == columns_last else (rows // 2, columns)
+            if not reads and f"{full}.bias" in shapes:
+                shapes[f"{full}.bias"] = (shapes[f"{full}.bias"][0] // 2,)
+    return shapes

@@ -1,0 +1,1 @@
+"""One decoder layer at a time: capture inputs, run, accumulate statistics."""

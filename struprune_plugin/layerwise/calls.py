@@ -1,0 +1,251 @@
+"""One call of a decoder layer that can be repeated, and what a batch carries from layer to layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from struprune_plugin.runtime.device_context import DeviceContext
+
+Place = int | str  # of an argument: its index among the other positional ones, or its name
+Seen = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class States:
+    """What one path of a batch carries from a decoder layer to the next.
+
+    :param hidden: hidden states, shape [batch, sequence, d]; classes with several streams have an axis more
+    :param others: what else layers leave to those after them: parts of their output by index, and entries of mappings that they
+        fill, as keys and values that layers share, by the argument's place and the key
+    """
+
+    hidden: Tensor
+    others: Mapping[Any, Any] = field(default_factory=dict)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> States:
+        """Return the same with every tensor changed."""
+        return States(change(self.hidden), map_tensors(change, dict(self.others)))
+
+    def list_learning(self) -> list[Tensor]:
+        """Return the tensors that gradients may flow through, the hidden states first; those of the next layer are in the same
+        order."""
+        return [part for part in [self.hidden, *list_tensors(dict(self.others))] if part.is_floating_point()]
+
+    def watch(self) -> States:
+        """Return the same as leaves of a new graph."""
+        return self.map(lambda part: part.detach().requires_grad_() if part.is_floating_point() else part)
+
+
+def pair_gradients(outputs: States, above: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what a backward pass through a layer starts from: outputs that have a graph, and the gradients at them.
+
+    :param above: as :meth:`States.list_learning` orders them; of the hidden states alone on the last layer
+    """
+    learning = outputs.list_learning()[: len(above)]
+    pairs = [(part, gradient) for part, gradient in zip(learning, above, strict=True) if part.requires_grad]
+    return [part for part, _ in pairs], [gradient for _, gradient in pairs]
+
+
+@dataclass
+class LayerCall:
+    """One call of a decoder layer, kept on the host so that it can be repeated.
+
+    :param hidden: hidden states, as in :class:`States`
+    :param args: the other positional arguments; equal tensors of successive layers and batches are held once
+    :param kwargs: the other named arguments, the same
+    :param tokens: flat indices of the tokens that are no padding, shape [kept], on the host; None where all are
+    :param name: of the argument that hidden states are given by; empty where they come first
+    :param others: what else has come to the layer, as in :class:`States`
+    :param wires: arguments that are parts of the output of the layer before, which part by place
+    :param keeps: parts of this layer's output that the next layer is given
+    :param shape: of the batch: sequences, tokens; None where it is the hidden states'
+    """
+
+    hidden: Tensor
+    args: tuple
+    kwargs: dict[str, Any]
+    tokens: Tensor | None
+    device: torch.device
+    name: str = ""
+    others: Mapping[Any, Any] = field(default_factory=dict)
+    wires: dict[Place, int] = field(default_factory=dict)
+    keeps: tuple[int, ...] = ()
+    shape: tuple[int, int] | None = None
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Sequences, and tokens of each, padding included."""
+        return self.shape or (self.hidden.shape[0], self.hidden.shape[1])
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence, padding included."""
+        return self.batch_shape[1]
+
+    def list_tokens(self, hidden: Tensor) -> Tensor:
+        """Return hidden states token by token, shape [tokens, d]; those of several streams one after the other."""
+        before = next(axis for axis in range(hidden.dim() - 1) if hidden.shape[axis : axis + 2] == self.batch_shape)
+        return hidden.movedim((before, before + 1), (0, 1)).flatten(0, 1).flatten(1)
+
+    @property
+    def states(self) -> States:
+        """What has come to the layer."""
+        return States(self.hidden, self.others)
+
+    @classmethod
+    def record(
+        cls,
+        args: tuple,
+        kwargs: dict[str, Any],
+        previous: LayerCall | None,
+        context: DeviceContext,
+        held: Tensor | None = None,
+        seen: Seen | None = None,
+    ) -> LayerCall:
+        """Take down a call as a hook sees it, all tokens as counting.
+
+        :param previous: an earlier call, whose equal tensors are shared
+        :param held: hidden states of that shape that are on the host already, in place of the call's own
+        :param seen: as in :func:`hold`
+        """
+        name = find_hidden(args, kwargs)
+        hidden: Tensor = kwargs[name] if name else args[0]
+        known = previous or cls(hidden, (), {}, None, hidden.device)
+        rest = args if name else args[1:]
+        named = {key: hold(value, known.kwargs.get(key), context, seen) for key, value in kwargs.items() if key != name}
+        parked = context.park(hidden) if held is None else held
+        return cls(parked, hold(rest, known.args, context, seen), named, None, hidden.device, name)
+
+    def repeat(self, layer: Callable[..., Any], context: DeviceContext, hidden: Tensor | None = None) -> Tensor:
+        """Run the layer again, on other hidden states where given; return its hidden states on the device."""
+        return self.run(layer, context, None if hidden is None else States(hidden, self.others)).hidden
+
+    def run(self, layer: Callable[..., Any], context: DeviceContext, states: States | None = None) -> States:
+        """Run the layer again, on what another path carries where given; return what goes to the next layer, on the device.
+
+        Entries of shared mappings that the layer leaves alone come back as they were given.
+        """
+        states, send = states or self.states, partial(context.to_device, device=self.device)
+        args = dict[Place, Any](enumerate(self.args)) | dict[Place, Any](self.kwargs)
+        args = {place: map_tensors(send, value) for place, value in args.items()}
+        for place, part in self.wires.items():
+            args[place] = map_tensors(send, states.others[part])
+        given = {key: value for key, value in states.others.items() if isinstance(key, tuple)}
+        sent = {key: map_tensors(send, value) for key, value in given.items()}
+        for (place, key), value in sent.items():
+            if isinstance(args.get(place), MutableMapping):
+                args[place][key] = value
+        before = {place: dict(value) for place, value in args.items() if isinstance(value, MutableMapping)}
+        hidden = send(states.hidden)
+        positional = [args.pop(place) for place in range(len(self.args))]
+        shared = {place: value for place, value in [*enumerate(positional), *args.items()] if place in before}
+        named: dict[str, Any] = args  # type: ignore[assignment]
+        output = layer(**{self.name: hidden}, **named) if self.name else layer(hidden, *positional, **named)
+        parts = list_parts(output)
+        others: dict[Any, Any] = dict(given)
+        for place, mapping in shared.items():
+            changed = {key: value for key, value in mapping.items() if before[place].get(key) is not value}
+            others |= {(place, key): value for key, value in changed.items()}
+        return States(parts[0], others | {part: parts[part] for part in self.keeps})
+
+
+def list_parts(output: Any) -> list[Any]:
+    """Return the parts of a layer's output, the hidden states first.
+
+    :raises ValueError: it is neither a tensor nor a tuple that begins with one
+    """
+    parts = [output] if isinstance(output, Tensor) else list(output) if isinstance(output, tuple | list) else []
+    if not parts or not isinstance(parts[0], Tensor):
+        raise ValueError(
+            f"model: a decoder layer must return its hidden states, or a tuple that begins with them, got {type(output).__name__}. "
+            "Choose another model."
+        )
+    return parts
+
+
+def find_hidden(args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Return the name of the argument that hidden states are given by; empty where it is the first positional one.
+
+    :raises ValueError: no argument can be it
+    """
+    if args:
+        return ""
+    named = [key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    if not named:
+        raise ValueError(
+            f"model: a decoder layer must be called with hidden states, got {sorted(kwargs)}. Choose another model."
+        )
+    return "hidden_states" if "hidden_states" in named else named[0]
+
+
+def hold(value: Any, known: Any, context: DeviceContext, seen: Seen | None = None) -> Any:
+    """Move a tensor, or a tuple, list or mapping of them, to the host, or reuse the equal one that is there already.
+
+    :param known: where an equal one may be
+    :param seen: tensors met, and what is held of them, by their identity
+    """
+    if isinstance(value, tuple | list):
+        others = known if isinstance(known, type(value)) and len(known) == len(value) else (None,) * len(value)
+        held = [hold(part, other, context, seen) for part, other in zip(value, others, strict=True)]
+        return type(value)(*held) if hasattr(value, "_fields") else type(value)(held)
+    if isinstance(value, MutableMapping):
+        entries = known if isinstance(known, MutableMapping) else {}
+        return _refill(value, {key: hold(part, entries.get(key), context, seen) for key, part in value.items()})
+    if not isinstance(value, Tensor):
+        return value
+    if seen is not None and id(value) in seen:
+        return seen[id(value)][1]
+    there = context.to_host(value)
+    same = isinstance(known, Tensor) and known.shape == there.shape and known.dtype == there.dtype
+    there = known if same and torch.equal(known, there) else there
+    if seen is not None:
+        seen[id(value)] = value, there
+    return there
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a tensor, or a tuple, list or mapping of them, changed; lists and mappings are new ones."""
+    if isinstance(value, tuple | list):
+        made = [map_tensors(change, part) for part in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, MutableMapping):
+        return _refill(value, {key: map_tensors(change, part) for key, part in value.items()})
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors that :func:`map_tensors` changes, in its order."""
+    found: list[Tensor] = []
+
+    def see(part: Tensor) -> Tensor:
+        found.append(part)
+        return part
+
+    map_tensors(see, value)
+    return found
+
+
+def _refill(mapping: MutableMapping, entries: Mapping) -> MutableMapping:
+    """Return a mapping of the same class with other entries."""
+    made = copy.copy(mapping)
+    made.clear()
+    made.update(entries)
+    return made
+
+
+def find_tokens(mask: Tensor | None, context: DeviceContext) -> Tensor | None:
+    """Return the flat indices of a batch's tokens that are no padding.
+
+    :param mask: the batch's, 0 at padding, shape [batch, sequence]; None where nothing is padded
+    :return: shape [kept], int64, on the host; None where all tokens count
+    """
+    if mask is None or mask.bool().all():
+        return None
+    return context.to_host(mask.reshape(-1).nonzero().flatten())

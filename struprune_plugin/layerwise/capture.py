@@ -1,0 +1,157 @@
+"""What flows through one decoder layer in a forward pass: streams seen by hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compressed_tensors.utils import patch_attr
+from torch import Tensor, nn
+
+from struprune_plugin.layerwise.calls import LayerCall, find_hidden
+from struprune_plugin.model.layers import find_linear, lay_rows_out, pick_columns
+from struprune_plugin.model.units.group import UnitGroup
+
+
+@dataclass
+class Stream:
+    """The last forward pass of one group's module, tokens flattened, padding included.
+
+    :param residual: residual stream that the output is added to, shape [tokens, d]
+    :param source: inputs of the producing linears, shape [tokens, d]
+    :param inputs: inputs of the consuming linear, shape [tokens, n]
+    :param output: its outputs, shape [tokens, d]; None where the pass stopped before it
+    """
+
+    residual: Tensor
+    source: Tensor
+    inputs: Tensor
+    output: Tensor | None
+
+
+class Stopped(Exception):
+    """No error: ends a forward pass that has shown all that was asked."""
+
+
+@contextmanager
+def capture_streams(
+    layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False
+) -> Iterator[Callable[[UnitGroup], Stream]]:
+    """Watch a decoder layer's forward passes; the function given returns, once, what the last one showed of a group.
+
+    :param stop: end a pass with an exception once a consumer is reached
+    """
+    seen: dict[tuple[str, str], Tensor] = {}
+    handles = []
+
+    def see_input(module: nn.Module, key: tuple[str, str]) -> None:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            name = find_hidden(args, kwargs)
+            given = kwargs[name] if name else args[0]
+            seen[key] = _flatten(pick_columns(module, given) if key[1] == "inputs" else given)
+            if stop and key[1] == "inputs":
+                raise Stopped
+
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def see_output(module: nn.Module, key: tuple[str, str]) -> None:
+        def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
+            seen[key] = _flatten(output).clone()  # what follows may write into it
+
+        handles.append(module.register_forward_hook(hook))
+
+    for group in groups:
+        consumer = find_linear(layer, group.consumer)
+        see_input(layer.get_submodule(group.join.residual), (group.name, "residual"))
+        see_input(layer.get_submodule(next(iter(group.producers))), (group.name, "source"))
+        see_input(consumer, (group.name, "inputs"))
+        see_output(consumer, (group.name, "output"))
+        if group.join.parallel:
+            see_output(find_linear(layer, group.join.parallel), (group.name, "parallel"))
+
+    def take(group: UnitGroup) -> Stream:
+        residual, source, inputs = (seen.pop((group.name, part)) for part in ("residual", "source", "inputs"))
+        stream = Stream(residual, source, inputs, seen.pop((group.name, "output"), None))
+        if group.join.parallel:
+            stream.residual = stream.residual + group.join.scale * seen.pop((group.name, "parallel"))
+        return stream
+
+    try:
+        yield take
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def skip_linears(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[None]:
+    """Let the linears of groups give zeros at once, in a pass whose output nobody reads."""
+
+    def answer(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: lay_rows_out(linear, hidden.new_zeros((*hidden.shape[:-1], linear.out_features)))
+
+    with ExitStack() as stack:
+        for group in groups:
+            for name in (*group.producers, group.consumer):
+                linear = find_linear(layer, name)
+                stack.enter_context(patch_attr(linear, "forward", answer(linear)))
+        yield
+
+
+@contextmanager
+def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Let linears of a layer compute with other weights; their own stay where they are.
+
+    :param weights: (weight, bias) by the linear's name in the layer; the bias counts where the linear has one
+    """
+
+    def answer(linear: nn.Linear, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
+        def forward(inputs: Tensor) -> Tensor:
+            own = None if linear.bias is None else bias.to(inputs)
+            inputs = pick_columns(linear, inputs)
+            return lay_rows_out(linear, nn.functional.linear(inputs, weight.to(inputs), own))
+
+        return forward
+
+    with ExitStack() as stack:
+        for name, (weight, bias) in weights.items():
+            linear = find_linear(layer, name)
+            stack.enter_context(patch_attr(linear, "forward", answer(linear, weight, bias)))
+        yield
+
+
+def _flatten(hidden: Tensor) -> Tensor:
+    return hidden.detach().reshape(-1, hidden.shape[-1])
+
+
+def split_tokens(tokens: Tensor | None, num_tokens: int, length: int) -> list[Any]:
+    """Return what picks the tokens that count out of a micro-batch's, one slice or tensor of indices a sequence.
+
+    Sums that are made sequence by sequence do not depend on how sequences are split into batches.
+
+    :param tokens: flat indices of those that count, sorted, shape [counted]; None where all do
+    :param num_tokens: of the micro-batch, padding included
+    :param length: tokens of a sequence, padding included
+    """
+    if tokens is None:
+        return [slice(start, start + length) for start in range(0, num_tokens, length)]
+    return list(tokens.split(torch.bincount(tokens // length, minlength=num_tokens // length).tolist()))
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One micro-batch of one group: what its module sees, and what its consumer should give.
+
+    :param source: inputs of the producing linears, shape [tokens, d]
+    :param inputs: inputs of the consuming linear, shape [tokens, n]
+    :param target: wanted output of the consumer, shape [tokens, d], float32
+    :param call: the layer's call: batch shape, attention mask, tokens that are no padding
+    """
+
+    source: Tensor
+    inputs: Tensor
+    target: Tensor
+    call: LayerCall

@@ -1,0 +1,99 @@
+"""What a solve should reproduce, and the dense path that says it (method.md section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from struprune_plugin.layerwise.calls import LayerCall, States
+from struprune_plugin.layerwise.capture import Stream, capture_streams
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.runtime.device_context import DeviceContext
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a solve should reproduce.
+
+    :param is_dense: of the dense model, whose path is propagated beside the pruned one; else of the layer as it now is
+    :param is_residual: the residual stream after the module, so that inherited error is repaired; else the module's output
+    """
+
+    is_dense: bool
+    is_residual: bool
+
+
+TARGETS = {  # name in recipes
+    "residual": Target(is_dense=True, is_residual=True),
+    "block": Target(is_dense=True, is_residual=False),
+    "local": Target(is_dense=False, is_residual=False),
+}
+
+
+class DenseReference:
+    """The states of the dense model, one decoder layer after the other, and the targets that they give.
+
+    They live on the host; a micro-batch at a time visits the device.
+    """
+
+    def __init__(self, target: Target, context: DeviceContext):
+        self.target = target
+        self._context = context
+        self._inputs: list[States] = []  # that enter the current layer, by batch; none in the first
+        self._outputs: list[States] = []
+        self._targets: dict[str, list[Tensor]] = {}  # by group and batch; without the residual still to subtract
+
+    @property
+    def is_pruned_path(self) -> bool:
+        """Whether the dense and the pruned path are still one: in the first layer."""
+        return self.target.is_dense and not self._inputs
+
+    def run(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
+        """Run the still dense layer on the next batch of dense hidden states, where there is a path of its own."""
+        if not self._inputs:
+            return
+        with capture_streams(layer, groups) as take:
+            output = call.run(layer, self._context, self._inputs[len(self._outputs)])
+            self.keep(groups, {group.name: take(group) for group in groups}, output)
+
+    def keep(self, groups: Sequence[UnitGroup], streams: Mapping[str, Stream], output: States) -> None:
+        """Keep what a dense forward pass showed of the targets, and its output, on the host."""
+        self._outputs.append(output.map(self._context.park))
+        for group in groups:
+            stream = streams[group.name]
+            assert stream.output is not None
+            wanted = stream.output.float() + (_read_residual(group, stream) if self._is_residual(group) else 0)
+            self._targets.setdefault(group.name, []).append(self._context.park(wanted))
+
+    def knows(self, group: UnitGroup, num_batches: int) -> bool:
+        """Tell whether the targets of all batches are known."""
+        return len(self._targets.get(group.name, ())) == num_batches
+
+    def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
+        """Return what a consumer should give; ``local`` targets are what it gave when the group was first visited.
+
+        :param index: of the batch; -1 for the one that came last
+        :return: shape [tokens, d], float32, on the device
+        """
+        stored = self._targets.setdefault(group.name, [])
+        if not self.target.is_dense and (index == -1 or index >= len(stored)):
+            assert stream.output is not None
+            stored.append(self._context.park(stream.output.float()))
+        target = self._context.to_device(stored[index], stream.inputs.device)
+        return target - _read_residual(group, stream) if self._is_residual(group) else target
+
+    def finish_layer(self) -> None:
+        """Forget the layer; its outputs become the next layer's inputs."""
+        self._inputs, self._outputs = self._outputs, []
+        self._targets.clear()
+
+    def _is_residual(self, group: UnitGroup) -> bool:
+        """Tell whether a group's target is the residual stream; past a norm, the dense output is all that can be asked."""
+        return self.target.is_residual and group.join.is_direct
+
+
+def _read_residual(group: UnitGroup, stream: Stream) -> Tensor:
+    """Return the residual stream in units of the consumer's output, shape [tokens, d], float32."""
+    return stream.residual.float() / group.join.scale

@@ -1,0 +1,240 @@
+"""Before and after the decoder layers: what a model's own forward pass calls them with, and what enters its head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from compressed_tensors.utils import patch_attr
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from struprune_plugin.layerwise.calls import (
+    LayerCall,
+    Place,
+    States,
+    find_hidden,
+    find_tokens,
+    list_parts,
+    list_tensors,
+)
+from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.runtime.device_context import DeviceContext
+
+_TASTED = 8  # tokens
+_PARTS: dict[type[nn.Module], int] = {}  # in what a layer's class returns; 0 where it is a tensor
+
+
+@dataclass
+class BatchFlow:
+    """One batch on its way through the layers; what waits, waits on the host.
+
+    :param calls: of every layer
+    :param states: that the last layer so far has left, or that enter the first
+    :param above: gradients at them, as :meth:`States.list_learning` orders them, and then below, on the way back
+    """
+
+    batch: dict[str, Tensor]
+    calls: list[LayerCall]
+    states: States
+    above: list[Tensor] | None = None
+
+    def enter(self, index: int) -> LayerCall:
+        """Return a layer's call, on what has come to it."""
+        call = self.calls[index]
+        call.hidden, call.others = self.states.hidden, self.states.others
+        return call
+
+    def forget(self, index: int) -> None:
+        """Let go of what a layer was called with."""
+        call = self.calls[index]
+        self.calls[index] = replace(call, hidden=call.hidden[:0], args=(), kwargs={}, others={})
+
+    def leave(self, states: States, context: DeviceContext) -> None:
+        """Keep what a layer has left."""
+        self.states = states.map(context.park)
+
+
+@torch.no_grad()
+def enter_layers(
+    model: PreTrainedModel,
+    batch: dict[str, Tensor],
+    context: DeviceContext,
+    known: Sequence[LayerCall] | None = None,
+) -> BatchFlow:
+    """Return a batch at the first layer, and what every layer is called with; none of them runs.
+
+    The first time that a class is met, its first layer runs on a few tokens, to see what it returns.
+
+    :param known: calls of another batch, whose equal tensors are shared
+    :raises ValueError: the model does not call its layers one after the other, each once, on the hidden states of the one before
+    """
+    named = find_decoder_layers(model)
+    taste_layer(model, batch, named[0][1])
+    recorder = _Recorder(batch, context, known)
+    with ExitStack() as stack:
+        for index, (name, layer) in enumerate(named):
+            stack.enter_context(
+                patch_attr(layer, "forward", recorder.make_forward(index, name, _PARTS[type(named[0][1])]))
+            )
+        run_to_head(model, batch)
+    if len(recorder.calls) < len(named):
+        raise ValueError(
+            f"{named[len(recorder.calls)][0]}: every decoder layer must run on text, got a model that leaves it out. "
+            "Choose another model."
+        )
+    return BatchFlow(batch, recorder.calls, recorder.calls[0].states)
+
+
+class _Recorder:
+    """Takes down what decoder layers are called with, in their place.
+
+    What they return is marked, and found again among the next layer's arguments.
+    """
+
+    def __init__(self, batch: dict[str, Tensor], context: DeviceContext, known: Sequence[LayerCall] | None):
+        self.calls: list[LayerCall] = []
+        self._context, self._known = context, known
+        self._shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
+        self._tokens = find_tokens(batch.get("attention_mask"), context)
+        self._marks: list[Tensor] = []  # of the layer before
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def make_forward(self, index: int, name: str, num_parts: int) -> Callable[..., Any]:
+        """Return what stands for a layer's forward pass.
+
+        :param num_parts: in what it returns; 0 where it is a tensor
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            place = find_hidden(args, kwargs)
+            hidden: Tensor = kwargs[place] if place else args[0]
+            if len(self.calls) != index:
+                raise ValueError(
+                    f"{name}: decoder layers must run on text one after the other, each once, got this one as number "
+                    f"{len(self.calls)}. Choose another model."
+                )
+            if index and not _is_same(hidden, self._marks[0]):
+                raise ValueError(
+                    f"{name}: a decoder layer must run on the hidden states that the layer before it returned, got others. "
+                    "Choose another model."
+                )
+            self._record(name, args, kwargs)
+            self._marks = [hidden.detach(), *(hidden.new_empty(0) for _ in range(num_parts - 1))]
+            return tuple(self._marks) if num_parts else self._marks[0]
+
+        return forward
+
+    def _record(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        before = self.calls[-1] if self.calls else None
+        by_name = find_hidden(args, kwargs)
+        places = dict[Place, Any](enumerate(args if by_name else args[1:])) | dict[Place, Any](kwargs)
+        marks = {id(mark): part for part, mark in enumerate(self._marks)}
+        wires = {place: marks[id(value)] for place, value in places.items() if place != by_name and id(value) in marks}
+        if any(
+            id(leaf) in marks
+            for place, value in places.items()
+            if place not in wires and place != by_name
+            for leaf in list_tensors(value)
+        ):
+            raise ValueError(
+                f"{name}: what the layer before returned must be given to a decoder layer as it is, got it inside "
+                "of another argument. Choose another model."
+            )
+        args = tuple(None if place - (not by_name) in wires else value for place, value in enumerate(args))
+        kwargs = {key: None if key in wires else value for key, value in kwargs.items()}
+        known = self._known[len(self.calls)] if self._known else before
+        call = LayerCall.record(
+            args, kwargs, known, self._context, None if before is None else before.hidden, self._seen
+        )
+        call.tokens, call.shape, call.wires = self._tokens, self._shape, wires
+        if before is not None:
+            before.keeps = tuple(sorted(set(wires.values())))
+        self.calls.append(call)
+
+
+def _is_same(value: Tensor, mark: Tensor) -> bool:
+    return value is mark or (value.shape == mark.shape and torch.equal(value, mark))
+
+
+@torch.no_grad()
+def taste_layer(model: PreTrainedModel, batch: dict[str, Tensor], layer: nn.Module) -> None:
+    """Run the first layer on a few tokens, unless its class is known, to see how many parts its output has."""
+    if type(layer) in _PARTS:
+        return
+
+    def see(_module: nn.Module, _args: tuple, output: Any) -> None:
+        _PARTS[type(layer)] = 0 if isinstance(output, Tensor) else len(list_parts(output))
+        raise _Reached(list_parts(output)[0])
+
+    handle = layer.register_forward_hook(see)
+    try:
+        with suppress(_Reached):
+            model(input_ids=batch["input_ids"][:1, :_TASTED], use_cache=False)
+    finally:
+        handle.remove()
+
+
+class _Reached(Exception):
+    """No error: ends a forward pass at what was asked for."""
+
+    def __init__(self, inputs: Tensor):
+        super().__init__()
+        self.inputs = inputs
+
+
+def run_to_head(model: Callable[..., Any], batch: dict[str, Tensor], head: nn.Module | None = None) -> Tensor:
+    """Run a model's own forward pass up to its output embeddings; return what enters them.
+
+    :param model: a model, or what runs one
+    :param head: its output embeddings, where they are not the model's to tell
+    :raises ValueError: it has none, or does not call them
+    """
+    head = model.get_output_embeddings() if head is None and isinstance(model, PreTrainedModel) else head
+
+    def stop(inputs: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        raise _Reached(inputs)
+
+    if head is not None:
+        with patch_attr(head, "forward", stop):
+            try:
+                model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False)
+            except _Reached as reached:
+                return reached.inputs
+    raise ValueError("model: its output embeddings must be a linear that it calls, got none. Choose another model.")
+
+
+def leave_layers(model: PreTrainedModel, batch: dict[str, Tensor], hidden: Tensor, context: DeviceContext) -> Tensor:
+    """Return what enters the output embeddings where the last decoder layer gives these hidden states.
+
+    The model's layers have been entered before.
+    """
+    layers = [layer for _, layer in find_decoder_layers(model)]
+    with bypass_layers(layers, lambda device: context.to_device(hidden, device)):
+        return run_to_head(model, batch)
+
+
+@contextmanager
+def bypass_layers(layers: Sequence[nn.Module], give: Callable[[torch.device], Tensor] | None) -> Iterator[None]:
+    """Let decoder layers, whose class is known, do nothing, and the last of them return other hidden states.
+
+    :param give: returns these on a device; what entered the first layer where None
+    """
+    num_parts = _PARTS[type(layers[0])]
+
+    def make_forward(is_last: bool) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            name = find_hidden(args, kwargs)
+            hidden: Tensor = kwargs[name] if name else args[0]
+            hidden = give(hidden.device) if is_last and give is not None else hidden
+            return (hidden, *(None for _ in range(num_parts - 1))) if num_parts else hidden
+
+        return forward
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(patch_attr(layer, "forward", make_forward(layer is layers[-1])))
+        yield

@@ -1,0 +1,223 @@
+"""What stands on the last decoder layer: losses of a language model's head, taken in pieces of the vocabulary.
+
+No more logits are held than one piece has; the gradient is found by hand, in a second pass over the pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from struprune_plugin.layerwise.logits import LogitShape, measure_logits
+from struprune_plugin.layerwise.samples import TeacherTargets
+from struprune_plugin.model.surgery import read_weight
+
+Piece = tuple[int, Tensor, Tensor | None]  # first row, weights [rows, d], biases [rows]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output embeddings of a model.
+
+    :param pieces: gives them where they are applied, piece by piece
+    :param scale: what logits are divided by
+    :param cap: soft cap on the logits; None where there is none
+    :param factor: what logits are multiplied by
+    :param num_tokens: of the vocabulary
+    """
+
+    pieces: Callable[[], Iterator[Piece]]
+    scale: float = 1.0
+    cap: float | None = None
+    factor: float = 1.0
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, pieces: Callable[[], Iterator[Piece]] | None = None) -> Head:
+        """Return a model's head, in one piece unless others are given; raises as :func:`measure_logits` does."""
+        shape, linear = measure_logits(model), model.get_output_embeddings()
+        own = pieces or (lambda: iter([(0, *read_weight(linear))]))
+        return cls(own, shape.scale, shape.cap, shape.factor, linear.out_features)
+
+    def shape(self, logits: Tensor) -> Tensor:
+        """Scale and cap what the linear gave, as the model's own forward pass does."""
+        return LogitShape(self.scale, self.factor, self.cap).apply(logits)
+
+    def compute_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Give (first row, logits [tokens, rows] in at least float32, weights) of every piece."""
+        for start, weight, bias in self.pieces():
+            logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+            yield start, self.shape(logits), weight
+
+    def compute_slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of the logits with respect to what the linear gave."""
+        slope = self.factor / self.scale
+        return slope if self.cap is None else (1 - (logits / self.cap).square()) * slope
+
+
+@dataclass(frozen=True)
+class HeadLosses:
+    """Sums over tokens.
+
+    :param gradient: of the weighted sum, with respect to the hidden states, shape [tokens, d]; None where not asked for
+    """
+
+    cross_entropy: float
+    divergence: float
+    gradient: Tensor | None
+
+
+@torch.no_grad()
+def measure_head(
+    hidden: Tensor,
+    labels: Tensor,
+    teacher: TeacherTargets | None,
+    head: Head,
+    temperature: float,
+    weights: tuple[float, float] | None,
+) -> HeadLosses:
+    """Return ``sum -log p(label)`` and the divergence from a teacher, summed over tokens.
+
+    The divergence is ``T^2 * sum_o p_o (log p_o - log q_o)`` over the outcomes o: the teacher's k likeliest tokens, and one
+    bucket that holds the rest of the vocabulary on both sides. p is renormalised over them, so that rounding in the cache
+    cancels; q = softmax(logits / T). It is the full KL divergence where every token is kept, never more where fewer are, and
+    zero where student and teacher agree. T^2 keeps the size of the gradients (Hinton et al., 2015).
+
+    :param hidden: inputs of the head, shape [tokens, d]
+    :param labels: shape [tokens]
+    :param teacher: shape [tokens, k + 1], or [tokens, V]; None without one
+    :param weights: of the two losses in the gradient; None where no gradient is wanted
+    """
+    found = _Normalisers(hidden, labels, teacher, temperature)
+    for start, logits, _weight in head.compute_logits(hidden):
+        found.add(start, logits)
+    del logits, _weight  # or the last piece would stay beside those of the second pass
+    entropy, divergence = found.compute_losses()
+    if weights is None:
+        return HeadLosses(entropy, divergence, None)
+    gradient = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    for start, logits, weight in head.compute_logits(hidden):
+        above = found.compute_gradient(start, logits, *weights) * head.compute_slope(logits)
+        gradient += (above.to(weight.dtype) @ weight).to(gradient.dtype)
+    return HeadLosses(entropy, divergence, gradient)
+
+
+class _Normalisers:
+    """What one pass over the pieces finds, and the second needs.
+
+    With z the logits, I the teacher's kept tokens and T the temperature: ``log sum exp z``, the label's z, and for the divergence
+    ``log sum exp z / T`` over all and over all but I, and z of I.
+    """
+
+    def __init__(self, hidden: Tensor, labels: Tensor, teacher: TeacherTargets | None, temperature: float):
+        tokens, dtype = len(hidden), torch.promote_types(hidden.dtype, torch.float32)
+        self._labels, self._temperature = labels[:, None], temperature
+        self._whole = hidden.new_full((tokens, 1), -math.inf, dtype=dtype)
+        self._label = hidden.new_zeros((tokens, 1), dtype=dtype)
+        self._kept: Tensor | None = None
+        if teacher is not None:
+            self._wanted = F.log_softmax(teacher.log_probs.to(dtype), dim=-1)
+            size = self._wanted.shape[-1]
+            kept = torch.arange(size, device=hidden.device).expand(tokens, -1)
+            self._has_rest = teacher.indices is not None
+            self._kept = kept if teacher.indices is None else teacher.indices.long()
+            self._values = hidden.new_zeros(self._kept.shape, dtype=dtype)
+            self._warm, self._rest = self._whole.clone(), self._whole.clone()
+
+    def add(self, start: int, logits: Tensor) -> None:
+        self._whole = torch.logaddexp(self._whole, logits.logsumexp(-1, keepdim=True))
+        at, inside = _locate(self._labels, start, logits.shape[-1])
+        self._label += logits.gather(-1, at) * inside
+        if self._kept is None:
+            return
+        at, inside = _locate(self._kept, start, logits.shape[-1])
+        self._values += logits.gather(-1, at) * inside
+        warm = logits / self._temperature
+        self._warm = torch.logaddexp(self._warm, warm.logsumexp(-1, keepdim=True))
+        others = warm.masked_fill_(_mark(logits, at, inside), -math.inf).logsumexp(-1, keepdim=True)
+        self._rest = torch.logaddexp(self._rest, others)
+
+    def compute_losses(self) -> tuple[float, float]:
+        entropy = (self._whole - self._label).sum().item()
+        if self._kept is None:
+            return entropy, 0.0
+        found = self._values / self._temperature - self._warm
+        if self._has_rest:
+            found = torch.cat([found, self._rest - self._warm], dim=-1)
+        divergence = (self._wanted.exp() * (self._wanted - found)).sum()
+        return entropy, self._temperature**2 * divergence.item()
+
+    def compute_gradient(self, start: int, logits: Tensor, entropy: float, divergence: float) -> Tensor:
+        """Return that of the weighted losses with respect to one piece's logits.
+
+        ``p_j - [j = label]``, and ``T (p_j - w_j)`` for j in I and ``T (p_j - w_rest r_j)`` else, with w the teacher's
+        probabilities, p and r the student's at T: of all tokens, and of those that are not in I.
+        """
+        gradient = torch.zeros_like(logits)
+        if entropy:
+            at, inside = _locate(self._labels, start, logits.shape[-1])
+            gradient += entropy * (logits - self._whole).exp_()
+            gradient.scatter_add_(-1, at, -entropy * inside.to(gradient.dtype))
+        if divergence and self._kept is not None:
+            factor, warm = divergence * self._temperature, logits / self._temperature
+            at, inside = _locate(self._kept, start, logits.shape[-1])
+            gradient += factor * (warm - self._warm).exp()
+            wanted = self._wanted.exp()
+            if self._has_rest:
+                rest = (warm - self._rest).exp_().masked_fill_(_mark(logits, at, inside), 0.0)
+                gradient -= factor * wanted[:, -1:] * rest
+                wanted = wanted[:, :-1]
+            gradient.scatter_add_(-1, at, -factor * wanted * inside)
+        return gradient
+
+
+def _locate(indices: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return where tokens are within a piece, 0 for those that are not, and which are."""
+    at = indices - start
+    inside = (at >= 0) & (at < width)
+    return at.where(inside, 0), inside
+
+
+def _mark(logits: Tensor, at: Tensor, inside: Tensor) -> Tensor:
+    """Return which of a piece's tokens are among those located, shape [tokens, rows], bool."""
+    return torch.zeros_like(logits).scatter_add_(-1, at, inside.to(logits.dtype)) > 0
+
+
+@torch.no_grad()
+def compress_head(hidden: Tensor, head: Head, top_k: int, temperature: float) -> TeacherTargets:
+    """Keep the ``top_k`` likeliest tokens of every distribution, and the probability of all others together.
+
+    With p = softmax(logits / T) and I the ``top_k`` largest: ``log p_i, i in I`` and ``log(sum_{j not in I} p_j)``.
+
+    :param hidden: inputs of the head, shape [tokens, d]
+    :param top_k: outcomes to keep; all where it is the vocabulary or more
+    :param temperature: T
+    """
+    whole, best, where, rows = None, None, None, 0
+    for start, logits, _ in head.compute_logits(hidden):
+        logits = logits / temperature
+        total, rows = logits.logsumexp(-1, keepdim=True), start + logits.shape[-1]
+        values, at = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+        if whole is not None and best is not None and where is not None:
+            total, values = torch.logaddexp(whole, total), torch.cat([best, values], -1)
+            at = torch.cat([where, at + start], -1)
+            values, order = values.topk(min(top_k, values.shape[-1]), dim=-1)
+            at = at.gather(-1, order)
+        whole, best, where = total, values, at
+    assert whole is not None
+    assert best is not None
+    assert where is not None
+    if top_k >= rows:
+        return TeacherTargets((best - whole).scatter(-1, where, best - whole), None)
+    rest = torch.full_like(whole, -math.inf)
+    for start, logits, _ in head.compute_logits(hidden):
+        at, inside = _locate(where, start, logits.shape[-1])
+        others = (logits / temperature).masked_fill_(_mark(logits, at, inside), -math.inf)
+        rest = torch.logaddexp(rest, others.logsumexp(-1, keepdim=True))
+    return TeacherTargets(torch.cat([best, rest], -1) - whole, where)

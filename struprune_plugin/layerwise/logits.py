@@ -1,0 +1,111 @@
+"""What a model's own forward pass makes of what its output embeddings give: a scale and a soft cap, measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from compressed_tensors.utils import patch_attr
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from struprune_plugin.layerwise.ends import bypass_layers, taste_layer
+from struprune_plugin.model.layers import find_decoder_layers
+
+_REACH = 80.0  # largest logit shown
+_SHOWN = 64  # logits compared while a pair of numbers is looked for
+
+
+@dataclass(frozen=True)
+class LogitShape:
+    """Logits are ``c tanh(z f / (s c))`` of what the linear gives.
+
+    :param scale: s
+    :param factor: f
+    :param cap: c; None where there is none
+    """
+
+    scale: float = 1.0
+    factor: float = 1.0
+    cap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the model's logits of what the linear gave."""
+        logits = logits if self.scale == 1 else logits / self.scale
+        logits = logits if self.factor == 1 else logits * self.factor
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+@torch.no_grad()
+def measure_logits(model: PreTrainedModel) -> LogitShape:
+    """Return what a model does with what its output embeddings give, its numbers being some of its configuration's.
+
+    Neither a decoder layer nor the output embeddings run: the model's forward pass is shown logits.
+
+    :raises ValueError: something else is done with them, or the output embeddings are no linear
+    """
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"model: its output embeddings must be a linear, got {type(head).__name__}. Choose another model."
+        )
+    shown = torch.linspace(-_REACH, _REACH, head.out_features)
+    found = _show(model, head, shown).flatten()
+    if found.shape == shown.shape:
+        for shape in _list_shapes(model):
+            if _agrees(shape, shown, found):
+                return shape
+    raise ValueError(
+        f"model: logits must be what {type(model).__name__}'s output embeddings give, times or over a number of its configuration "
+        "and softly capped by another, got something else. Choose another model."
+    )
+
+
+def _show(model: PreTrainedModel, head: nn.Module, shown: Tensor) -> Tensor:
+    """Return the model's logits of one token where its output embeddings give those shown, float32, on the host."""
+
+    def give(inputs: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return shown.to(inputs.device).expand(*inputs.shape[:-1], -1)
+
+    layers = [layer for _, layer in find_decoder_layers(model)]
+    batch = {"input_ids": torch.ones(1, 1, dtype=torch.int64, device=model.device)}
+    taste_layer(model, batch, layers[0])
+    with ExitStack() as stack:
+        stack.enter_context(bypass_layers(layers, None))
+        stack.enter_context(patch_attr(head, "forward", give))
+        return model(**batch, use_cache=False).logits.float().cpu()
+
+
+def _agrees(shape: LogitShape, shown: Tensor, found: Tensor) -> bool:
+    """Tell whether a shape explains the logits found; first on a few of them."""
+    few = slice(None, None, max(1, len(shown) // _SHOWN))
+    return all(
+        torch.allclose(shape.apply(shown[part]), found[part], rtol=1e-6, atol=1e-6) for part in (few, slice(None))
+    )
+
+
+def _list_shapes(model: PreTrainedModel) -> Iterator[LogitShape]:
+    """Give what may be done to logits, the simplest first."""
+    numbers = sorted(set(_list_numbers(model.config.to_dict())))
+    yield LogitShape()
+    scales = [LogitShape(scale=number) for number in numbers] + [LogitShape(factor=number) for number in numbers]
+    yield from scales
+    caps = [number for number in numbers if number > 0]
+    yield from (LogitShape(cap=cap) for cap in caps)
+    yield from (LogitShape(one.scale, one.factor, cap) for one, cap in product(scales, caps))
+
+
+def _list_numbers(value: Any) -> Iterator[float]:
+    """Give the numbers of a configuration, those of its parts too, that change what they multiply."""
+    if isinstance(value, dict):
+        for part in value.values():
+            yield from _list_numbers(part)
+    elif (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value not in (0, 1)
+    ):
+        yield float(value)

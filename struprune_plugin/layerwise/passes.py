@@ -1,0 +1,89 @@
+"""The decoder layers of a model as a stream: one on the device at a time, all batches through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from struprune_plugin.layerwise.calls import LayerCall, States
+from struprune_plugin.layerwise.ends import BatchFlow, enter_layers
+from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.runtime.device_context import DeviceContext
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """One decoder layer, on the device while it is its turn.
+
+    :param index: of the layer
+    :param flows: all batches
+    :param propagates: whether the layer runs again once it has been changed; else its outputs of now are the next one's inputs
+    """
+
+    index: int
+    name: str
+    layer: nn.Module
+    flows: Sequence[BatchFlow]
+    context: DeviceContext
+    propagates: bool
+
+    @property
+    def progress(self) -> str:
+        """Where the run is, for progress bars."""
+        return f"({self.index + 1}/{len(self.flows[0].calls)}): "
+
+    def observe(
+        self, statistics: LayerStatistics, groups: Sequence[UnitGroup], batches: slice = slice(None)
+    ) -> Iterator[tuple[LayerCall, States]]:
+        """Run the layer on batches under the eyes of the statistics; give each call and what it leaves."""
+        for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
+            call = flow.enter(self.index)
+            with self.context.stage("statistics"):
+                output = statistics.run_layer(self.layer, groups, call)
+            if not self.propagates:
+                flow.leave(output, self.context)
+            yield call, output
+
+
+@torch.no_grad()
+def stream_layers(
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
+    context: DeviceContext,
+    progress: str,
+    propagates: bool = False,
+) -> Iterator[LayerStep]:
+    """Give every decoder layer in order, its weights on the device until the next one is asked for.
+
+    :param progress: what the progress bar says
+    :param propagates: whether a layer sees the outputs of the changed layers before it, or of the dense ones
+    """
+    flows: list[BatchFlow] = []
+    for batch in batches:
+        flows.append(enter_layers(model, batch, context, flows[-1].calls if flows else None))
+    try:
+        for index, name, layer, following in tqdm(list(list_visits(model)), desc=progress):
+            with context.hold(layer, following):
+                yield LayerStep(index, name, layer, flows, context, propagates)
+                for flow in flows if propagates else ():
+                    flow.leave(flow.enter(index).run(layer, context), context)
+                for flow in flows:
+                    flow.forget(index)
+    finally:
+        context.drop_ahead()
+
+
+def list_visits(
+    model: PreTrainedModel, backward: bool = False
+) -> Iterator[tuple[int, str, nn.Module, nn.Module | None]]:
+    """Give the decoder layers in the order of a pass: index, name, layer, and the layer that follows."""
+    visits = [(index, *named) for index, named in enumerate(find_decoder_layers(model))][:: -1 if backward else 1]
+    for place, visit in enumerate(visits):
+        yield *visit, visits[place + 1][2] if place + 1 < len(visits) else None

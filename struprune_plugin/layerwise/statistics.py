@@ -1,0 +1,247 @@
+"""The statistics of one decoder layer after the other: moments, those of held-out sequences apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from struprune_plugin.layerwise.calls import LayerCall, States
+from struprune_plugin.layerwise.capture import (
+    Stopped,
+    Visit,
+    capture_streams,
+    skip_linears,
+    split_tokens,
+)
+from struprune_plugin.layerwise.dense_reference import DenseReference, Target
+from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, add_moments, select_inputs
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import count_ranks, reduce_sums
+
+_HOLD_EVERY = 4  # sequences
+
+
+@dataclass(frozen=True)
+class GroupMoments:
+    """The statistics of one group's consumer, inputs in unit order.
+
+    :param all: of all sequences
+    :param held: of those held out, which are a part of them; None where there are none
+    """
+
+    all: SecondMoments
+    held: SecondMoments | None = None
+
+
+class MomentGatherer:
+    """Sums of the moments of groups while they grow.
+
+    :param hold_out: gather every fourth sequence apart
+    :param num_before: sequences of the processes before this one, so that every fourth is counted through all
+    """
+
+    def __init__(self, context: DeviceContext, hold_out: bool = False, num_before: int = 0):
+        self._context, self._hold_out, self._num_before = context, hold_out, num_before
+        self._sums: dict[str, MomentSums] = {}
+        self._held: dict[str, MomentSums] = {}
+        self._visits: dict[str, int] = {}  # sequences seen, by group
+        self._device = torch.device("cpu")  # that the inputs are on
+
+    def has(self, group: UnitGroup) -> bool:
+        """Tell whether a group's moments have been gathered."""
+        return group.name in self._sums
+
+    def add(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:
+        """Count every token once: with the rest or, in sequences held out, apart; the two are added when all are counted."""
+
+        def count(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
+            if group.name not in store:
+                store[group.name] = make_group_sums(layer, group, visit.inputs.device, self._context, apart)
+            accumulate_tokens(store[group.name], visit.inputs, visit.target, tokens, visit.call.length, self._context)
+
+        tokens, self._device = visit.call.tokens, visit.inputs.device
+        if self._hold_out:
+            first = self._visits.get(group.name, self._num_before)
+            self._visits[group.name] = first + visit.call.batch_shape[0]
+            rest, apart = _split_tokens(visit.call, first)
+            tokens = rest if len(apart) else tokens
+            if len(apart) or count_ranks() > 1:  # with several processes empty ones are sent too
+                count(self._held, apart, apart=True)
+        count(self._sums, tokens, apart=False)
+
+    def finish(self, group: UnitGroup) -> GroupMoments:
+        """Return a group's moments, of all processes' batches, whole in the first process, once."""
+        moments, sums = self._close(self._sums.pop(group.name), group), self._held.pop(group.name, None)
+        self._visits.pop(group.name, None)
+        if sums is None:
+            return GroupMoments(moments)
+        held = self._close(sums, group)
+        add_moments(moments, held)
+        return GroupMoments(moments, held if held.num_tokens else None)
+
+    def _close(self, sums: MomentSums, group: UnitGroup) -> SecondMoments:
+        """Return sums as moments where their systems are solved; those of other processes added."""
+        check_finite(sums, group)
+        reduce_sums(sums.list_parts())
+        with self._context.solving():
+            return _reorder(sums.gather(self._context.fetch or self._lift), group)
+
+    def _lift(self, part: Tensor) -> Tensor:
+        """Bring a sum to the device, from the host where it has grown there."""
+        return self._context.to_device(part, self._device)
+
+    def clear(self) -> None:
+        """Forget a layer."""
+        for store in (self._sums, self._held, self._visits):
+            store.clear()
+
+
+class LayerStatistics:
+    """What one decoder layer after the other shows: its calls, its groups' moments, and the dense path beside.
+
+    While a layer runs on the pruned path's inputs, the statistics of its first group are gathered, and the dense layer
+    runs on the dense hidden states. Once that group is pruned, the layer runs again for the next. Hidden states live on the
+    host; a micro-batch at a time visits the device.
+
+    :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
+    :param propagates: whether a finished layer runs again: nobody then reads the outputs of the runs before
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        context: DeviceContext,
+        all_groups: bool = False,
+        hold_out: bool = False,
+        num_before: int = 0,
+        propagates: bool = False,
+    ):
+        self.dense = DenseReference(target, context)
+        self.calls: list[LayerCall] = []
+        self.context = context
+        self._all_groups = all_groups
+        self._moments = MomentGatherer(context, hold_out, num_before)
+        self._propagates = propagates
+
+    def run_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> States:
+        """Run a layer on one batch, count what its first group shows, and run the dense path; return what it leaves.
+
+        In the first layer the two paths are one, which is run once.
+        """
+        self.calls.append(call)
+        counted = groups if self._all_groups else groups[:1]
+        is_dense = self.dense.is_pruned_path
+        self.dense.run(layer, groups, call)
+        watched = groups if is_dense else counted
+        skips = self._propagates and not any(group.join.parallel for group in watched)
+        with (
+            capture_streams(layer, watched) as take,
+            skip_linears(layer, groups[len(watched) :] if skips else []),
+        ):
+            output = call.run(layer, self.context)
+        streams = {group.name: take(group) for group in watched}
+        if is_dense:
+            self.dense.keep(groups, streams, output)
+        for group in counted:
+            stream = streams[group.name]
+            target = self.dense.find_target(group, stream, -1)
+            self._moments.add(layer, group, Visit(stream.source, stream.inputs, target, call))
+        return output
+
+    def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
+        """Return the moments of the next group: gathered already for a layer's first, by a pass for the others."""
+        if not self._moments.has(group):
+            for visit in self.visit_batches(layer, group, progress):
+                self._moments.add(layer, group, visit)
+        return self._moments.finish(group)
+
+    def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
+        """Run the layer, as it now is, on every recorded batch of the pruned path."""
+        stop = self.dense.knows(group, len(self.calls)) and not group.join.parallel
+        with capture_streams(layer, [group], stop) as take:
+            for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
+                with suppress(Stopped):
+                    call.repeat(layer, self.context)
+                stream = take(group)
+                yield Visit(stream.source, stream.inputs, self.dense.find_target(group, stream, index), call)
+
+    def finish_layer(self) -> None:
+        """Forget the layer; its dense outputs become the next layer's dense inputs."""
+        self.dense.finish_layer()
+        self.calls.clear()
+        self._moments.clear()
+
+
+def make_group_sums(
+    layer: nn.Module, group: UnitGroup, device: torch.device, context: DeviceContext, apart: bool = False
+) -> MomentSums:
+    """Return empty float32 sums for a group's consumer, on a device or, where the room's placement says so, on the host.
+
+    :param device: where its inputs are
+    :param apart: of sequences held out
+    """
+    consumer, placement = find_linear(layer, group.consumer), context.placement
+    sizes = consumer.in_features, consumer.out_features
+    if not (placement.hold_on_host if apart else placement.gather_on_host):
+        return MomentSums(sizes, device, torch.float32, placement.tokens)
+    with context.on_host() as host:
+        return MomentSums(sizes, host, torch.float32, placement.tokens, placement.rows, context.to_host)
+
+
+def accumulate_tokens(
+    sums: MomentSums,
+    inputs: Tensor,
+    targets: Tensor,
+    tokens: Tensor | None,
+    length: int,
+    context: DeviceContext,
+) -> None:
+    """Add the tokens of one micro-batch that count, sequence by sequence.
+
+    :param tokens: indices of those that count, sorted, shape [counted], int64; None where all do
+    :param length: tokens of a sequence, padding included
+    """
+    targets = context.to_device(targets, inputs.device)
+    tokens = None if tokens is None else context.to_device(tokens, inputs.device)
+    for part in split_tokens(tokens, len(inputs), length):
+        sums.add(inputs[part], targets[part])
+
+
+def check_finite(sums: MomentSums, group: UnitGroup) -> None:
+    """Refuse sums of what is not finite; once they are complete, for a card must be waited for to know.
+
+    :raises ValueError: NaN or Inf among the activations; the message names the linear
+    """
+    if not sums.is_finite():
+        raise ValueError(
+            f"{group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
+            "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
+        )
+
+
+def _reorder(moments: SecondMoments, group: UnitGroup) -> SecondMoments:
+    """Bring the inputs of moments gathered in the module's order to unit order."""
+    if group.repeats == 1:
+        return moments
+    order = torch.arange(group.num_columns, device=moments.gram.device)
+    return select_inputs(moments, group.to_unit_order(order))
+
+
+def _split_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:
+    """Return the flat indices of the tokens that are no padding, int64: those to count, and those of every fourth sequence.
+
+    :param first: sequences before this batch
+    """
+    batch, length = call.batch_shape
+    apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
+    valid = torch.ones_like(apart)
+    if call.tokens is not None:
+        valid = torch.zeros_like(apart).index_fill(0, call.tokens.cpu(), True)
+    return (valid & ~apart).nonzero().flatten(), (valid & apart).nonzero().flatten()

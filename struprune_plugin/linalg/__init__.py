@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: statistics, importance, elimination, solves, rotations, budgets."""

@@ -1,0 +1,92 @@
+"""Errors and weights for every number of kept units along one order of removal, from moments alone.
+
+The kept units of a smaller number are among those of a larger one, so that one Cholesky factor, of the units in the order in
+which they stay longest, serves all of them: that of the first k is its leading block. Legend as in ``solve.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from struprune_plugin.linalg.elimination import unit_columns
+from struprune_plugin.linalg.second_moments import SecondMoments
+from struprune_plugin.linalg.solve import factorize_in_place
+
+
+def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:
+    """Return the re-solved error for every number of kept units, along one elimination order.
+
+    With L the Cholesky factor of H in the reverse of that order,
+    ``E(k) = tr(Y Y^T) - sum_{i <= k} ||(C L^-T)_:i||^2``.
+    Source: method.md section 2 (no second pass) and section 5 (``error_curve``).
+
+    :param order: units, first removed first, shape [units]
+    :return: damped error with k = 0 ... units kept, shape [units + 1], float64, never increasing
+    """
+    _, half, _ = _factorize(damped, order, columns_per_unit, where)
+    explained = half.square().sum(1)
+    return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
+
+
+def measure_deletion_curve(damped: SecondMoments, weight: Tensor, order: Tensor, columns_per_unit: int) -> Tensor:
+    """Return ``||Y - W_S P_S||^2`` for every number of kept units, the weights left as they are.
+
+    Parameters and return value as in :func:`measure_restored_curve`.
+
+    :param weight: shape [d, n + 1], float64, bias last
+    """
+    rows = _list_rows(order, columns_per_unit)
+    weight = weight[:, rows]
+    products = damped.gram[rows[:, None], rows].mul_(weight.T @ weight)
+    added = 2 * products.tril_().sum(1) - products.diagonal()
+    linear = (weight * damped.cross[:, rows]).sum(0)
+    return (damped.target_energy + (added - 2 * linear).cumsum(0))[::columns_per_unit].clamp(min=0)
+
+
+def solve_nested_weights(
+    damped: SecondMoments, order: Tensor, columns_per_unit: int, counts: Iterable[int], where: str
+) -> dict[int, Tensor]:
+    """Return the least-squares weights on the last k units of an order, for every number k, zeros elsewhere.
+
+    Parameters as in :func:`measure_restored_curve`.
+
+    :return: by k, shape [d, n + 1], float64, bias last
+    """
+    factor, half, rows = _factorize(damped, order, columns_per_unit, where)
+    solved = {}
+    for count in counts:
+        kept = 1 + count * columns_per_unit
+        weight = torch.zeros_like(damped.cross)
+        weight[:, rows[:kept]] = torch.linalg.solve_triangular(factor[:kept, :kept].mT, half[:kept], upper=True).T
+        solved[count] = weight
+    return solved
+
+
+def _list_rows(order: Tensor, columns_per_unit: int) -> Tensor:
+    """Return the rows of H, those that stay longest first: the bias, then the last unit."""
+    columns = unit_columns(order.flip(0), columns_per_unit)
+    return torch.cat([columns.new_tensor([len(columns)]), columns])
+
+
+def _factorize(
+    damped: SecondMoments, order: Tensor, columns_per_unit: int, where: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the Cholesky factor L of H in that order of rows, ``L^-1 C^T``, and the rows."""
+    rows = _list_rows(order, columns_per_unit)
+    factor = factorize_in_place(damped.gram[rows[:, None], rows], where)
+    return factor, torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False), rows
+
+
+def measure_block_influence(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """Return the sum over tokens of one minus the cosine of a layer's input and output.
+
+    Source: ShortGPT (Men et al. 2024), Eq. 1, whose mean is the block influence.
+
+    :param inputs: hidden states that enter, shape [tokens, d]
+    :param outputs: those that leave, the same shape
+    :return: scalar, float64, in [0, 2 tokens]
+    """
+    return (1 - torch.cosine_similarity(inputs.double(), outputs.double(), dim=-1)).sum()

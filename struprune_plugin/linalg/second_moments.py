@@ -1,0 +1,284 @@
+"""Stream activations into moments: everything that importance, allocation and solve need, in one pass.
+
+Legend (per linear that consumes a group's units):
+    P [n + 1, tokens]  inputs of the linear, with a last row of ones that carries the bias
+    Y [d, tokens]      target output
+    W [d, n + 1]       weights, with the bias as last column
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_NUM_BLOCKS = 16  # of rows of H, at most
+_LEAST_ROWS = 256  # of one
+# On a CPU, a sum in a product has no more terms than this: a BLAS splits longer ones among threads, and float32 rounds them more.
+_TERMS = 512
+_NARROW_ROWS = 1024  # of a product of bfloat16 numbers, made before it is added
+
+
+@dataclass(frozen=True)
+class SecondMoments:
+    """Sums over calibration tokens for one consuming linear. The tensors grow in place.
+
+    :param gram: ``H = P P^T``, shape [n + 1, n + 1]; the last row and column belong to the bias
+    :param cross: ``C = Y P^T``, shape [d, n + 1]
+    :param target_energy: ``tr(Y Y^T)``, scalar
+    :param absolute_sum: ``sum_t |x_it|``, shape [n]
+    """
+
+    gram: Tensor
+    cross: Tensor
+    target_energy: Tensor
+    absolute_sum: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return round(self.gram[-1, -1].item())  # the row of ones against itself
+
+
+def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, dtype: torch.dtype) -> SecondMoments:
+    """Return empty moments of a linear with ``num_inputs`` inputs and ``num_outputs`` outputs.
+
+    :param dtype: accumulation dtype, float32 or float64
+    """
+    size = num_inputs + 1
+    return SecondMoments(
+        gram=torch.zeros(size, size, device=device, dtype=dtype),
+        cross=torch.zeros(num_outputs, size, device=device, dtype=dtype),
+        target_energy=torch.zeros((), device=device, dtype=torch.float64),
+        absolute_sum=torch.zeros(num_inputs, device=device, dtype=dtype),
+    )
+
+
+def accumulate_moments(moments: SecondMoments, inputs: Tensor, targets: Tensor) -> None:
+    """Add the tokens of one micro-batch.
+
+    Sums, not means: the result does not depend on how the tokens are split into batches.
+
+    :param moments: grown in place
+    :param inputs: inputs of the consuming linear, shape [tokens, n], any float dtype
+    :param targets: target outputs of that linear, shape [tokens, d], any float dtype
+    """
+    dtype = moments.gram.dtype
+    widened, targets = _append_ones(inputs, dtype), targets.to(dtype)
+    moments.gram.addmm_(widened.T, widened)
+    moments.cross.addmm_(targets.T, widened)
+    moments.target_energy.add_(_measure_energy(targets))
+    moments.absolute_sum.add_(_sum_absolute(widened))
+
+
+class MomentSums:
+    """SecondMoments of many tokens while they grow: of H only the upper triangle is made and held, in blocks of rows.
+
+    A card multiplies bfloat16 inputs as they are and adds up in float32: their products are exact there, and several times
+    faster. Targets go in two parts, which hold 16 of their bits.
+
+    :param sizes: (n, d): inputs and outputs of the linear
+    :param device: where the sums live
+    :param dtype: of the sums, float32 or float64
+    :param tokens: widened to that dtype at once; on a CPU at most 512
+    :param rows: of a product that is made at once, where ``fetch`` is given
+    :param fetch: brings a product to the sums, where the activations are elsewhere
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        device: torch.device | str,
+        dtype: torch.dtype,
+        tokens: int = 1 << 20,
+        rows: int = 1 << 20,
+        fetch: Callable[[Tensor], Tensor] | None = None,
+    ):
+        num_inputs, num_outputs = sizes
+        self._dtype, self._tokens, self._rows, self._fetch = dtype, tokens, rows, fetch
+        self._upper = [torch.zeros(shape, device=device, dtype=dtype) for shape in _list_blocks(num_inputs + 1)]
+        self._cross = torch.zeros(num_outputs, num_inputs + 1, device=device, dtype=dtype)
+        self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
+        self._absolute_sum = torch.zeros(num_inputs, device=device, dtype=dtype)
+
+    def add(self, inputs: Tensor, targets: Tensor) -> None:
+        """Add the tokens of one sequence, as :func:`accumulate_moments` does.
+
+        Float32 sums depend on the order of their terms. Given sequence after sequence, they do not depend on how these are split
+        into batches. No BLAS promises the same order for another number of threads or another processor: there the last bits of a
+        sum may differ, which :mod:`struprune_plugin.linalg.ties` keeps out of the choice of units.
+        """
+        narrow = _multiplies_narrow(inputs, self._dtype)
+        tokens = self._tokens if inputs.is_cuda else min(self._tokens, _TERMS)
+        for part, wanted in zip(inputs.split(tokens), targets.split(tokens), strict=True):
+            widened, wanted = _append_ones(part, part.dtype if narrow else self._dtype), wanted.to(self._dtype)
+            for block in self._upper:
+                right = widened[:, -block.shape[1] :]
+                self._add_product(block, right[:, : len(block)], right)
+            for piece in _split_bfloat16(wanted) if narrow else (wanted,):
+                self._add_product(self._cross, piece, widened)
+            fetch = self._fetch or (lambda tensor: tensor)
+            self._target_energy.add_(fetch(_measure_energy(wanted)))
+            self._absolute_sum.add_(fetch(_sum_absolute(widened)))
+
+    def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        narrow = right.dtype is not self._dtype
+        if self._fetch is None and not narrow:
+            total.addmm_(left.T, right)
+            return
+        step = min(self._rows, _NARROW_ROWS) if narrow else self._rows
+        for start in range(0, len(total), step):
+            rows = slice(start, start + step)
+            part = left[:, rows].T
+            product = torch.mm(part, right, out_dtype=self._dtype) if narrow else part @ right
+            total[rows] += product if self._fetch is None else self._fetch(product)
+
+    def is_finite(self) -> bool:
+        """Tell whether every token was finite; the diagonal of H and tr(Y Y^T) show it."""
+        diagonal = torch.cat([block.diagonal() for block in self._upper])
+        return bool(diagonal.isfinite().all() and self._target_energy.isfinite())
+
+    def list_parts(self) -> list[Tensor]:
+        """Return all sums, to be added to in place."""
+        return [*self._upper, self._cross, self._target_energy, self._absolute_sum]
+
+    def gather(self, fetch: Callable[[Tensor], Tensor] | None = None) -> SecondMoments:
+        """Return the moments; the sums end here, block by block.
+
+        :param fetch: brings a sum to where the moments are wanted
+        """
+        fetch = fetch or (lambda tensor: tensor)
+        cross, energy, absolute = (fetch(part) for part in (self._cross, self._target_energy, self._absolute_sum))
+        gram = cross.new_empty(cross.shape[1], cross.shape[1])
+        while self._upper:
+            block = fetch(self._upper.pop())
+            start, height = len(gram) - block.shape[1], len(block)
+            square = block[
+                :, :height
+            ]  # no BLAS promises that a matrix' product with itself is symmetric to the last bit
+            gram[start : start + height, start : start + height] = square.triu() + square.triu(1).T
+            gram[start : start + height, start + height :] = block[:, height:]
+            gram[start + height :, start : start + height] = block[:, height:].T
+        return SecondMoments(gram, cross, energy, absolute)
+
+
+def multiply_by_itself(tokens: Tensor) -> Tensor:
+    """Return ``G^T G`` of one sequence, shape [tokens, d] -> [d, d], on a CPU in parts of 512 tokens."""
+    if tokens.is_cuda:
+        return tokens.T @ tokens
+    total = tokens.new_zeros(tokens.shape[1], tokens.shape[1])
+    for part in tokens.split(_TERMS):
+        total.addmm_(part.T, part)
+    return total
+
+
+def multiply_in_parts(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``A B`` in the dtype of A, shape [rows, n] and [n, d], in parts: B, in another dtype, is never widened whole."""
+    terms = _TERMS * 8 if left.is_cuda else _TERMS  # of B, so many rows are widened at once
+    total = left.new_zeros(len(left), right.shape[1])
+    for columns, rows in zip(left.split(terms, dim=1), right.split(terms), strict=True):
+        total.addmm_(columns, rows.to(left.dtype))
+    return total
+
+
+def count_sums(num_inputs: int, num_outputs: int) -> int:
+    """Return how many numbers :class:`MomentSums` hold."""
+    size = num_inputs + 1
+    return sum(height * width for height, width in _list_blocks(size)) + (num_outputs + 1) * size
+
+
+def _list_blocks(size: int) -> list[tuple[int, int]]:
+    """Return the shapes of the blocks of rows of an upper triangle, each from its own first column on."""
+    height = max(_LEAST_ROWS, -(-size // _NUM_BLOCKS))
+    return [(min(height, size - start), size - start) for start in range(0, size, height)]
+
+
+def _append_ones(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the inputs in another dtype with a last column that carries the bias, shape [tokens, n + 1]."""
+    widened = inputs.new_ones(len(inputs), inputs.shape[1] + 1, dtype=dtype)
+    widened[:, :-1] = inputs
+    return widened
+
+
+def _multiplies_narrow(inputs: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a device multiplies bfloat16 numbers into float32 sums."""
+    return inputs.is_cuda and inputs.dtype is torch.bfloat16 and dtype is torch.float32
+
+
+def _split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two bfloat16 tensors whose sum is within 2^-16 of float32 values, relatively."""
+    high = values.bfloat16()
+    return high, (values - high).bfloat16()
+
+
+def _sum_absolute(widened: Tensor) -> Tensor:
+    """Return the sum of absolute inputs over tokens, float32 or better, shape [n]."""
+    dtype = torch.float32 if widened.dtype is torch.bfloat16 else None
+    if widened.is_cuda:
+        return torch.linalg.vector_norm(widened[:, :-1], 1, dim=0, dtype=dtype)  # without a copy
+    return widened[:, :-1].abs().sum(0, dtype=dtype)  # four times as fast there
+
+
+def _measure_energy(targets: Tensor) -> Tensor:
+    """Return the sum of squares, those of a token in the targets' dtype, all in float64."""
+    return torch.linalg.vector_norm(targets, dim=1).double().square().sum()
+
+
+def select_inputs(moments: SecondMoments, columns: Tensor) -> SecondMoments:
+    """Return the moments of some or all inputs, in another order, the bias last as before.
+
+    :param columns: which input comes where, shape [k], int64
+    """
+    rows = with_bias_index(columns, moments.gram.shape[0] - 1)
+    return replace(
+        moments,
+        gram=moments.gram[rows[:, None], rows],
+        cross=moments.cross[:, rows],
+        absolute_sum=moments.absolute_sum[columns],
+    )
+
+
+def add_moments(moments: SecondMoments, others: SecondMoments) -> None:
+    """Add the moments of other tokens, in place."""
+    for total, other in zip(vars(moments).values(), vars(others).values(), strict=True):
+        total.add_(other)
+
+
+def move_moments(moments: SecondMoments, move: Callable[[Tensor], Tensor]) -> SecondMoments:
+    """Return moments elsewhere; ``move`` brings a tensor there."""
+    return SecondMoments(*map(move, vars(moments).values()))
+
+
+def subtract_moments(moments: SecondMoments, part: SecondMoments) -> SecondMoments:
+    """Return the float64 moments of the tokens that are in the first but not in the second, which are a part of them."""
+    wide = replace(moments, gram=moments.gram.double(), cross=moments.cross.double())
+    return SecondMoments(*(a - b for a, b in zip(vars(wide).values(), vars(part).values(), strict=True)))
+
+
+def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return [W, b] in float64, shape [d, n + 1] (b = 0 where the linear has none)."""
+    column = torch.zeros_like(weight[:, 0]) if bias is None else bias
+    return torch.cat([weight, column[:, None]], dim=1).to(torch.float64)
+
+
+def measure_error(moments: SecondMoments, weight: Tensor, columns: Tensor | None = None) -> float:
+    """Return ``||Y - W P||^2`` of any weight from the moments alone.
+
+    ``||Y - W P||^2 = tr(Y Y^T) - 2 tr(W C^T) + tr(W H W^T)``.
+    Source: method.md section 2.
+
+    :param weight: shape [d, k + 1], bias last, float64
+    :param columns: inputs that the weight reads, shape [k]; all n where None
+    :return: sum of squares over outputs and tokens, at least 0
+    """
+    if columns is not None:
+        moments = select_inputs(moments, columns)
+    gram, cross = moments.gram.double(), moments.cross.double()
+    error = moments.target_energy - 2 * (weight * cross).sum() + (weight * (weight @ gram)).sum()
+    return max(float(error), 0.0)
+
+
+def with_bias_index(columns: Tensor, bias_index: int) -> Tensor:
+    """Append the bias' row to a set of input columns, shape [k] -> [k + 1]."""
+    return torch.cat([columns, columns.new_tensor([bias_index])])

@@ -1,1 +1,0 @@
-"""Tensors in, tensors out."""

@@ -1,0 +1,118 @@
+"""Tiny random instances of any causal-LM class, on which its structure is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from struprune_plugin.model.structure.config_parts import SPECIAL_TOKEN, find_vocabulary, walk_parts
+from struprune_plugin.model.structure.shrinking import shrink_config
+
+
+def find_auto_class(config: PreTrainedConfig) -> Any:
+    """Return the auto class that loads a checkpoint whole: of a wrapper around a text decoder, and images, the wrapper."""
+    known = [
+        auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping
+    ]
+    named = [
+        auto
+        for auto in known
+        if {kind.__name__ for kind in _list_classes(auto, config)} & {*(config.architectures or [])}
+    ]
+    return (named or known or [AutoModelForCausalLM])[0]
+
+
+def _list_classes(auto: Any, config: PreTrainedConfig) -> list[Any]:
+    kinds = auto._model_mapping[type(config)]
+    return list(kinds) if isinstance(kinds, (list, tuple)) else [kinds]
+
+
+def find_class(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> tuple[Any, PreTrainedConfig]:
+    """Return the class that :func:`find_auto_class` makes of a configuration, and the (part of the) configuration it takes.
+
+    :param kind: the class, where it is known, as for code that is not transformers' own
+    :raises ValueError: no class is known
+    """
+    if kind is None:
+        auto = find_auto_class(config)
+        if type(config) not in auto._model_mapping:
+            raise ValueError(
+                f"config: the class must be known to AutoModelForCausalLM, got {type(config).__name__} of model type "
+                f"{config.model_type!r}. Pass the model's class as kind."
+            )
+        kinds = _list_classes(auto, config)
+        kind = next((one for one in kinds if one.__name__ in (config.architectures or [])), kinds[0])
+    text = config.sub_configs.get("text_config")
+    return kind, config.get_text_config() if text and getattr(kind, "config_class", None) is text else config
+
+
+def build_tiny(config: PreTrainedConfig, seed: int = 0, kind: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """Build a random instance of a configuration's class with the sizes of :func:`shrink_config`.
+
+    Float32, on the CPU, in eval mode, with eager attention. Norms, biases, gates and the like vary around their initial
+    values, so that nothing is zero or one by chance of initialisation. Torch's random state is left as it was found.
+
+    :param seed: of the weights
+    :param kind: as :func:`find_class` takes it
+    :raises ValueError: as :func:`find_class` does
+    """
+    kind, small = find_class(shrink_config(config), kind)
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # what a class leaves uninitialised becomes NaN
+        try:
+            model = kind._from_config(small, **options)
+        finally:
+            torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
+        _vary(model)
+    return model.eval()
+
+
+def draw_tokens(config: PreTrainedConfig, rows: int, length: int, seed: int = 0) -> Tensor:
+    """Return random ids for an instance, shape [rows, length], int64, none of them that of padding, an image or the like.
+
+    :param config: of the instance
+    """
+    values = [(name, value) for part in walk_parts(config) for name, value in vars(part).items()]
+    found = [value if isinstance(value, list) else [value] for name, value in values if SPECIAL_TOKEN.search(name)]
+    special = {one for several in found for one in several}
+    plain = torch.tensor([index for index in range(3, find_vocabulary(config)) if index not in special])
+    return plain[torch.randint(len(plain), (rows, length), generator=torch.Generator().manual_seed(seed))]
+
+
+@torch.no_grad()
+def _vary(model: nn.Module) -> None:
+    """Draw the weights of linears and the like anew, of unit scale; move other parameters a little."""
+    linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            noise, values = torch.randn_like(parameter), parameter.nan_to_num(0.0)
+            if id(parameter) in linears or (parameter.dim() > 1 and _is_random(values)):
+                parameter.copy_(noise / _fan_in(parameter) ** 0.5)
+            else:
+                parameter.copy_(values + 0.1 * noise)
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            values = buffer.nan_to_num(0.0, posinf=float("inf"), neginf=float("-inf"))
+            buffer.copy_(values + 0.1 * torch.randn_like(buffer) if name in saved else values)
+
+
+def _is_random(values: Tensor) -> bool:
+    """Whether initial values are noise around zero, or zero, rather than a pattern."""
+    return values.numel() == 0 or (abs(values.mean().item()) <= 0.1 and values.abs().max().item() <= 6.0)
+
+
+def _fan_in(parameter: Tensor) -> int:
+    return (
+        parameter.shape[-1]
+        if parameter.dim() == 2
+        else parameter[0].numel()
+        if parameter.dim() != 3
+        else max(parameter.shape[1:])
+    )

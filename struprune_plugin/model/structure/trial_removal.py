@@ -1,0 +1,163 @@
+"""The proof that units are units: without their rows, a tiny model gives what it gives without their columns alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from struprune_plugin.model.structure.layout import Part
+
+_CLOSE = 1e-5  # of the largest logit
+
+
+@dataclass(frozen=True)
+class Trial:
+    """About a third of the units of one module.
+
+    :param consumer: the linear that loses columns
+    :param columns: those, indices
+    :param rows: that go with them, indices by producer
+    :param slices: whether linears without them fit the module as it is
+    """
+
+    consumer: str
+    columns: Tensor
+    rows: Mapping[str, Tensor]
+    slices: bool
+
+
+def make_trial(consumer: str, reached: Mapping[str, Tensor], columns: Tensor, slices: bool) -> Trial:
+    """Return a trial: with columns go the rows that reach them and no others.
+
+    :param reached: what the rows of every producer reach of the consumer's columns, shape [rows, columns], bool
+    """
+    gone = torch.zeros(next(iter(reached.values())).shape[1], dtype=torch.bool)
+    gone[columns] = True
+    rows = {name: (each.any(1) & ~each[:, ~gone].any(1)).nonzero().flatten() for name, each in reached.items()}
+    return Trial(consumer, columns, rows, slices)
+
+
+@torch.no_grad()
+def find_flaw(layers: Sequence[nn.Module], trial: Trial, run: Callable[[], Tensor]) -> str:
+    """Return what is wrong with the units of one module; nothing where they are units.
+
+    :param layers: that have the module
+    :param run: gives the model's logits
+    """
+    with _change(layers, trial, zero_rows=False):
+        wanted = run()
+    with _change(layers, trial, zero_rows=True):
+        problem = _compare(run(), wanted, "its rows are read by others, too")
+    if problem or not trial.slices:
+        return problem
+    try:
+        with _slice(layers, trial):
+            return _compare(run(), wanted, "without its rows the module gives something else")
+    except Exception as error:  # whatever a module raises that counts on its width
+        return f"the module does not take another width ({type(error).__name__})"
+
+
+@torch.no_grad()
+def mixes(
+    layers: Sequence[nn.Module],
+    consumer: str,
+    rows: Sequence[tuple[str, Part, Tensor]],
+    matrix: Tensor,
+    run: Callable[[], Tensor],
+) -> bool:
+    """Tell whether a model stays the same when the channels of every head are mixed by an orthogonal matrix.
+
+    A permutation shows that channels can stand at each other's place; any other, that values may be rotated.
+
+    :param consumer: the linear that reads the channels, head by head
+    :param rows: that make them, as :func:`~struprune_plugin.model.structure.units.list_channel_rows` returns them
+    :param matrix: shape [width, width]
+    """
+    wanted, columns = run(), torch.arange(_view(layers[0].get_submodule(consumer)).shape[1]).view(-1, len(matrix))
+    with _keep(layers, [consumer, *dict.fromkeys(name for name, *_ in rows)]):
+        for layer in layers:
+            weight = _view(layer.get_submodule(consumer))
+            for head in columns:
+                weight[:, head] = weight[:, head] @ matrix.mT
+            for name, _, heads in rows:
+                linear: Any = layer.get_submodule(name)
+                for head in heads:
+                    _view(linear)[head] = matrix @ _view(linear)[head]
+                    if linear.bias is not None:
+                        linear.bias.data[head] = matrix @ linear.bias.data[head]
+        return not _compare(run(), wanted, "differs")
+
+
+def _compare(given: Tensor, wanted: Tensor, problem: str) -> str:
+    return "" if float((given - wanted).abs().max()) <= _CLOSE * float(wanted.abs().max()) else problem
+
+
+def _view(linear: Any) -> Tensor:
+    """Return a linear's weights, shape [rows, columns]; transposed modules hold them the other way."""
+    return linear.weight.data if isinstance(linear, nn.Linear) else linear.weight.data.mT
+
+
+@contextmanager
+def _change(layers: Sequence[nn.Module], trial: Trial, zero_rows: bool) -> Iterator[None]:
+    """Set a consumer's columns to zero, and where asked for the producers' rows."""
+    with _keep(layers, (trial.consumer, *trial.rows)):
+        for layer in layers:
+            _view(layer.get_submodule(trial.consumer))[:, trial.columns] = 0
+            for name, rows in trial.rows.items() if zero_rows else ():
+                linear: Any = layer.get_submodule(name)
+                _view(linear)[rows] = 0
+                if linear.bias is not None:
+                    linear.bias.data[rows] = 0
+        yield
+
+
+@contextmanager
+def _keep(layers: Sequence[nn.Module], names: Sequence[str]) -> Iterator[None]:
+    """Give linears back the weights that they have now."""
+    linears: list[Any] = [layer.get_submodule(name) for layer in layers for name in names]
+    before = [{name: p.data.clone() for name, p in linear.named_parameters(recurse=False)} for linear in linears]
+    try:
+        yield
+    finally:
+        for linear, old in zip(linears, before, strict=True):
+            for name, value in old.items():
+                getattr(linear, name).data = value
+
+
+@contextmanager
+def _slice(layers: Sequence[nn.Module], trial: Trial) -> Iterator[None]:
+    """Take the columns out of the consumer and the rows out of the producers."""
+    changes: list[tuple[Any, dict[str, Any]]] = []
+    for layer in layers:
+        for name in (trial.consumer, *trial.rows):
+            linear: Any = layer.get_submodule(name)
+            weight, bias = _view(linear), linear.bias
+            if name == trial.consumer:
+                weight = weight[:, _list_rest(trial.columns, weight.shape[1])]
+            else:
+                rest = _list_rest(trial.rows[name], weight.shape[0])
+                weight, bias = weight[rest], None if bias is None else nn.Parameter(bias.data[rest])
+            old = {
+                key: getattr(linear, key) for key in ("weight", "bias", "nf", "out_features") if hasattr(linear, key)
+            }
+            changes.append((linear, old))
+            linear.weight = nn.Parameter(weight if isinstance(linear, nn.Linear) else weight.mT.contiguous())
+            linear.bias = bias
+            linear.nf = linear.out_features = len(weight)
+    try:
+        yield
+    finally:
+        for linear, old in changes:
+            for key, value in old.items():
+                setattr(linear, key, value)
+
+
+def _list_rest(gone: Tensor, count: int) -> Tensor:
+    rest = torch.ones(count, dtype=torch.bool)
+    rest[gone] = False
+    return rest.nonzero().flatten()

@@ -1,0 +1,152 @@
+"""The kinds of units: FFN channels, whole attention heads, value channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from struprune_plugin.model.layers import LayerSizes, find_linear, measure_layer, read_counts
+from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout, Part
+from struprune_plugin.model.units.group import UnitGroup, UnitKind
+
+
+class FFNChannel(UnitKind):
+    """A row of every producing linear and a column of the consuming one."""
+
+    name = "ffn"
+    is_ffn = True
+
+    def describe(self, layout: LayerLayout, layer: nn.Module) -> Iterable[UnitGroup]:
+        for ffn in layout.ffns:
+            yield UnitGroup(
+                self,
+                ffn.producers,
+                ffn.output,
+                ffn.join,
+                num_units=find_linear(layer, ffn.output).in_features,
+                repeated={name: "channel" for name in ffn.producers if ffn.alternates},
+                activation=ffn.activation,
+            )
+
+    def find_owners(self, group: UnitGroup, part: Part) -> Tensor:
+        return torch.arange(group.num_units)[None]
+
+
+class Head(UnitKind):
+    """A whole attention head: under grouped-query attention a KV head with its query heads."""
+
+    name = "head"
+
+    def describe(self, layout: LayerLayout, layer: nn.Module) -> Iterable[UnitGroup]:
+        if layout.attention is not None and layout.attention.has_heads:
+            yield _describe_heads(layout.attention, measure_layer(layout, layer), layer)
+
+    def find_owners(self, group: UnitGroup, part: Part) -> Tensor:
+        return torch.arange(group.num_units)[:, None].expand(-1, group.part_rows[part])
+
+    def update_counts(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
+        attention = layer.get_submodule(group.attention)
+        for name, count in read_counts(attention).items():
+            if name != "value_head_dim":
+                setattr(attention, name, count * num_keep // group.num_units)
+
+    def count_heads(self, group: UnitGroup, num_units: int) -> int:
+        return num_units
+
+
+class ValueChannel(UnitKind):
+    """The same number from every value head, with the columns of all query heads that share it, and the rows that gate it."""
+
+    name = "value_channels"
+    solve_copies = 12
+
+    def describe(self, layout: LayerLayout, layer: nn.Module) -> Iterable[UnitGroup]:
+        attention = layout.attention
+        if attention is None:
+            return
+        heads = _describe_heads(attention, measure_layer(layout, layer), layer)
+        repeats = heads.heads_per_block
+        yield replace(
+            heads,
+            unit=self,
+            num_units=heads.num_units * heads.part_rows["value"],
+            num_blocks=heads.num_units,
+            columns_per_unit=repeats,
+            repeats=repeats,
+            producers={linear: parts for linear, parts in heads.producers.items() if {"value", "gate"} & {*parts}},
+            rotates=attention.rotates,
+        )
+
+    def find_owners(self, group: UnitGroup, part: Part) -> Tensor:
+        rows, per_block = group.part_rows[part], group.num_units // group.num_blocks
+        if part not in ("value", "gate"):
+            return torch.full((group.num_blocks, rows), -1)
+        units = torch.arange(group.num_units).view(group.num_blocks, per_block)
+        return units.repeat(1, rows // per_block)
+
+    def resize_rows(self, group: UnitGroup, num_units: int) -> Mapping[Part, int]:
+        width = num_units // group.num_blocks
+        return {**group.part_rows, "value": width, "gate": width * group.heads_per_block}
+
+    def update_counts(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
+        width = num_keep // group.num_blocks
+        if not hasattr(find_linear(layer, group.consumer), "gather"):
+            setattr(layer.get_submodule(group.attention), "value_head_dim", width)  # noqa: B010
+            return
+        for name, parts in group.producers.items():
+            spread: Any = find_linear(layer, name).spread
+            for part, segment in zip(parts, spread["segments"], strict=True):
+                if part in ("value", "gate"):
+                    segment[1] = width
+        gather: Any = find_linear(layer, group.consumer).gather
+        gather["segments"][0][1] = width
+
+    def count_heads(self, group: UnitGroup, num_units: int) -> int:
+        return group.num_blocks
+
+
+def describe_padding(group: UnitGroup) -> tuple[dict[str, dict], dict]:
+    """Return what linears of values that lose channels need to know, so that stock attention sees heads of the dense width.
+
+    :return: (by producer, of the consumer): ``outer`` runs of ``segments``, each (count, kept width, dense width)
+    """
+    width, blocks, heads = group.part_rows["value"], group.num_blocks, group.num_blocks * group.heads_per_block
+    counts = {"value": blocks, "gate": heads}
+    spread = {}
+    for name, parts in group.producers.items():
+        runs = {"": 1, "block": blocks, "head": heads}[group.repeated.get(name, "")]
+        others = {part: group.part_rows[part] * blocks // runs for part in parts if part not in counts}
+        segments = [[counts[p] // runs, width, width] if p in counts else [1, others[p], others[p]] for p in parts]
+        spread[name] = {"outer": runs, "segments": segments}
+    return spread, {"outer": 1, "segments": [[heads, width, width]]}
+
+
+def _describe_heads(attention: AttentionLayout, sizes: LayerSizes, layer: nn.Module) -> UnitGroup:
+    blocks, repeats = sizes.num_key_value_heads, sizes.num_heads // sizes.num_key_value_heads
+    rows: dict[Part, int] = {"value": sizes.value_head_dim, "gate": repeats * sizes.value_head_dim}
+    rows |= {"query": repeats * sizes.head_dim, "key": sizes.head_dim}
+    for name, parts in attention.producers.items():  # queries and keys may be of another width than values
+        free = [part for part in parts if part in ("query", "key")]
+        if len(free) == 1:
+            known = sum(rows[part] for part in parts if part not in free)
+            rows[free[0]] = find_linear(layer, name).out_features // blocks - known
+    return UnitGroup(
+        HEAD,
+        attention.producers,
+        attention.output,
+        attention.join,
+        num_units=blocks,
+        columns_per_unit=repeats * sizes.value_head_dim,
+        heads_per_block=repeats,
+        part_rows=rows,
+        repeated=attention.repeated,
+        attention=attention.module,
+        query_key=tuple(attention.producers)[:2] if attention.is_plain else (),
+    )
+
+
+FFN, HEAD, VALUE = FFNChannel(), Head(), ValueChannel()

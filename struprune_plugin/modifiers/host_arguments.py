@@ -1,0 +1,117 @@
+"""Arguments of ``oneshot``: what llm-compressor would pass over in silence is refused, and models that lie on the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.offload import load_offloaded_model
+from llmcompressor.pytorch.model_load.helpers import parse_dtype
+from llmcompressor.recipe import Recipe
+from loguru import logger
+from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
+
+from struprune_plugin.evaluation.calibration import check_dataset
+from struprune_plugin.model.structure.tiny import find_auto_class
+from struprune_plugin.storage.checkpoint import is_packed
+from struprune_plugin.storage.files import check_place
+
+_PRECISIONS = {  # that llm-compressor reads; it takes every other word for auto
+    *("auto", "None", "float32", "torch.float32", "full", "bfloat16", "torch.bfloat16"),
+    *("float16", "torch.float16", "half"),
+}
+
+_IGNORED = dict.fromkeys(("stage", "recipe_args"), "Edit the recipe.") | {
+    "config_name": "Edit the model's config.json."
+}
+
+_UNPACKED: dict[str, Any] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+
+
+def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that llm-compressor would ignore, or that end in a puzzle."""
+    for name, remedy in _IGNORED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: must be left out, got {kwargs[name]!r}, which would be ignored. {remedy}")
+    if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
+        raise ValueError(f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}.")
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None:
+        raise ValueError(
+            f"model: must be a causal language model, got {type(model).__name__} without a head. Load that."
+        )
+    if str(kwargs.get("precision", "auto")) not in _PRECISIONS:
+        raise ValueError(
+            f"precision: must be auto, float32, bfloat16 or float16, got {kwargs['precision']!r}, which llm-compressor would take "
+            "for auto. Give one of these."
+        )
+    check_dataset(kwargs.get("dataset"), kwargs.get("splits"))
+    pipeline, count = kwargs.get("pipeline") or "independent", len(recipe.modifiers)
+    if pipeline != "independent" and not (pipeline == "sequential" and count == 1):
+        raise ValueError(
+            f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
+            "calibration pass of its own. Leave it out."
+        )
+
+
+def check_offload(model: object, folder: str | os.PathLike | None, memory: int | None) -> None:
+    """Refuse half of the options for weights that lie on the disk, or both for a model that is loaded."""
+    if memory is not None and (folder is None or memory < 1):
+        raise ValueError(
+            f"offload_memory: must be bytes, at least 1, given with offload_folder, got {memory} and "
+            f"offload_folder={folder!r}. Give both, or neither."
+        )
+    if folder is not None and isinstance(model, PreTrainedModel):
+        raise ValueError(
+            "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
+        )
+    if folder is not None:
+        check_place("offload_folder", Path(folder))
+
+
+def load_model(
+    path: str, config: PretrainedConfig, kwargs: dict[str, Any], folder: Path | None = None, memory: int | None = None
+) -> PreTrainedModel:
+    """Load a model as llm-compressor does, wrappers around a text decoder whole, packed weights unpacked.
+
+    :param config: of the checkpoint
+    :param kwargs: of ``oneshot``
+    :param folder: for the weights that the memory does not hold
+    :param memory: bytes of weights that it may hold then; all but 5 GB of what is free where None
+    """
+    options = {
+        "revision": kwargs.get("model_revision", "main"),
+        "dtype": parse_dtype(kwargs.get("precision", "auto")),
+        "trust_remote_code": kwargs.get("trust_remote_code_model", False),
+    }
+    auto = find_auto_class(config)
+    if is_packed(config):
+        logger.info(
+            f"{path}: weights are stored in {config.quantization_config['quant_method']}; they are unpacked to prune them"
+        )
+        options["quantization_config"] = _UNPACKED[config.quantization_config["quant_method"]](dequantize=True)
+    if folder is None:
+        model = auto.from_pretrained(path, **options)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        options |= {} if memory is None else {"max_memory": {"cpu": memory}}
+        with load_offloaded_model():
+            model = auto.from_pretrained(path, device_map="auto_offload", offload_folder=str(folder), **options)
+    if is_packed(config):
+        _forget_packing(model)
+    return model
+
+
+def _forget_packing(model: PreTrainedModel) -> None:
+    """Let a model that was unpacked as it was loaded be run and saved as one that never was packed."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16 != model.dtype:  # which MXFP4 is unpacked to, whatever was asked for
+            parameter.data = parameter.data.to(model.dtype)
+    vars(model.config).pop("quantization_config", None)
+    model.hf_quantizer = None
+    prefixes = [each for each in model._weight_conversions if isinstance(each, PrefixChange)]
+    own = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = prefixes + [each for each in own if not isinstance(each, PrefixChange)]

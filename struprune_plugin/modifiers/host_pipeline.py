@@ -1,0 +1,37 @@
+"""What llm-compressor's calibration pipeline would set up, for passes that our own loop drives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from llmcompressor.utils.helpers import DisableQuantization, calibration_forward_context
+from torch import nn
+from transformers import PreTrainedModel
+
+from struprune_plugin.model.layers import can_fuse_attention, list_attention_configs
+from struprune_plugin.runtime.device_context import DeviceContext, open_device_context
+from struprune_plugin.runtime.offload_plan import OffloadPlan
+from struprune_plugin.runtime.residence import hold_one_layer
+
+
+@contextmanager
+def calibrating(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model run as in llm-compressor's pipeline: no cache, no gradients, no head, no quantisers."""
+    with calibration_forward_context(model), DisableQuantization(model):
+        yield
+
+
+@contextmanager
+def enter_device_context(model: PreTrainedModel, placement: OffloadPlan) -> Iterator[DeviceContext]:
+    """Hold one decoder layer on the device, and count what is there, while the block lasts."""
+    layers = list_attention_configs(model)
+    with ExitStack() as stack:
+        stack.enter_context(hold_one_layer(layers, can_fuse_attention(model), placement.release_weights))
+        context = stack.enter_context(open_device_context(placement))
+        if placement.embed_on_host:
+            embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+            head = model.get_output_embeddings()
+            assert head is not None
+            stack.enter_context(context.keep_on_host(embeddings, head))
+        yield context

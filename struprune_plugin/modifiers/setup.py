@@ -1,0 +1,190 @@
+"""What a modifier finds out, and refuses, before any calibration: a pure reading of the recipe, the model and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmcompressor.modifiers import Modifier
+from loguru import logger
+from torch import nn
+from torch.utils.data import RandomSampler
+from transformers import PreTrainedModel
+
+from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
+from struprune_plugin.model.footprint import read_sizes
+from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.model.surgery import check_sliceable
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.checks import (
+    check_cache_quantisation,
+    check_calibration,
+    check_order,
+    check_targets,
+    check_vocabulary,
+    check_weights,
+    list_later_modifiers,
+    list_modifiers,
+)
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
+from struprune_plugin.pruning.resume import describe_run
+from struprune_plugin.runtime.device_context import find_free_bytes
+from struprune_plugin.runtime.distributed import check_one_process
+from struprune_plugin.runtime.offload_plan import WHOLE, Demands, OffloadPlan, place_parts
+from struprune_plugin.storage.manifest import describe_versions
+from struprune_plugin.storage.resume_store import ResumeStore
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What is known of a run before it starts.
+
+    :param groups: to prune, in the order in which the model computes them
+    :param roundings: what kept counts are rounded to, by group name
+    :param sizes: of the groups, for the budget
+    :param num_prunable: parameters that sparsity is a share of
+    :param share: the sparsity that the groups need on average
+    :param num_sequences: of calibration data
+    :param num_tokens: padding left out
+    :param placement: what goes to the host
+    """
+
+    groups: Sequence[UnitGroup]
+    roundings: dict[str, Rounding]
+    sizes: Sequence[GroupSize]
+    num_prunable: int
+    share: float
+    num_sequences: int
+    num_tokens: int
+    placement: OffloadPlan
+
+
+def prepare_run(
+    modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], loader: Iterable | None
+) -> RunSetup:
+    """Read what a recipe asks of a model and of calibration data, and begin, or go on with, a run that is kept; ``sparsity`` must
+    be known.
+
+    :param groups: that the recipe chooses
+    :raises ValueError: what cannot succeed
+    """
+    assert modifier.sparsity is not None
+    check_order(modifier)
+    check_weights(model)
+    later = list_later_modifiers(modifier)
+    check_targets(model, later)
+    _check_methods(modifier, model, later)
+    roundings = find_roundings(model, groups, later, modifier.width_multiple)
+    _check_groups(model, groups, roundings)
+    sizes, num_prunable = measure_groups(groups, roundings), count_prunable_parameters(model)
+    share = find_group_sparsity(sizes, num_prunable, modifier.sparsity)
+    most = modifier.allocation.most
+    if most is not None and share > most:
+        raise ValueError(
+            f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={modifier.sparsity}, "
+            f"got {most}. Lower sparsity, raise max_sparsity or prune more kinds of units."
+        )
+    sequences, tokens = _count_calibration(modifier, model, loader, groups)
+    placement = place_run(modifier, model, groups, loader, together=modifier.only_plans)
+    if modifier.store is not None:
+        open_store(modifier.store, model, loader)
+    return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement)
+
+
+def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier]) -> None:
+    """Refuse methods that are not defined for the model, or for each other.
+
+    :raises ValueError: the same
+    """
+    check_cache_quantisation(model.config, later, modifier.attention_unit == "head")
+    modifier.importance.check(model, modifier.attention_unit, modifier.prune_ffn)
+    if not modifier.only_plans:
+        modifier.weight_update.check(model, modifier.attention_unit, modifier.prune_ffn)
+    modifier.allocation.check(modifier.importance.method)
+
+
+def _check_groups(model: nn.Module, groups: Sequence[UnitGroup], roundings: dict[str, Rounding]) -> None:
+    """Refuse linears that cannot be sliced, and multiples that leave nothing.
+
+    :raises ValueError: the same
+    """
+    for group in groups:
+        check_sliceable(model.get_submodule(group.layer_name), group)
+        rounding = roundings[group.name]
+        if rounding.step > group.num_units:
+            raise ValueError(
+                f"{group.name}: the multiple of kept widths must be at most the width {group.num_columns}, got "
+                f"{rounding.width} ({', '.join(rounding.because)}). Choose a smaller multiple or group size."
+            )
+
+
+def _count_calibration(
+    modifier: StructuredModifier, model: PreTrainedModel, loader: Iterable | None, groups: Sequence[UnitGroup]
+) -> tuple[int, int]:
+    """Return (sequences, tokens) of the calibration data, checked against the largest solve.
+
+    :raises ValueError: as :func:`~struprune_plugin.modifiers.checks.check_calibration`
+    """
+    widest = max(groups, key=lambda group: group.num_columns)
+    solves = modifier.importance.eliminates or modifier.weight_update.solves
+    needed = widest.num_columns + 1 if solves else 1
+    counts = check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
+    check_vocabulary(model, counts.largest_token)
+    return counts.num_sequences, counts.num_tokens
+
+
+def open_store(store: ResumeStore, model: PreTrainedModel, loader: Any) -> None:
+    """Begin, or go on with, the run that a recipe describes.
+
+    :raises ValueError: the store is another run's; samples come in another order every time; several processes
+    """
+    check_one_process("checkpoint_dir", "Leave it out.")
+    if isinstance(getattr(loader, "sampler", None), RandomSampler):
+        raise ValueError(
+            "checkpoint_dir: calibration samples must come in the same order every time, got a sampler that shuffles them. Pass "
+            "shuffle_calibration_samples=False."
+        )
+    hosts = set(Modifier.model_fields)
+    recipe = [
+        {type(m).__name__: {name: value for name, value in m.model_dump().items() if name not in hosts}}
+        for m in list_modifiers()
+    ]
+    store.open(describe_run(recipe, describe_versions(), model, loader))
+
+
+def place_run(
+    modifier: StructuredModifier,
+    model: PreTrainedModel,
+    groups: Sequence[UnitGroup],
+    loader: Any,
+    together: bool,
+) -> OffloadPlan:
+    """Choose what goes to the host under the budget; without one, under what the accelerator has free.
+
+    :param together: moments of all modules of a layer are gathered in one pass; else module by module, where asked for those of
+        sequences held out, too
+    :raises ValueError: the budget is too small, or a method asked for does not keep one
+    """
+    strict = modifier.memory_budget is not None
+    budget = modifier.memory_budget or find_free_bytes()
+    if budget is None:
+        return WHOLE
+    unable = {
+        f"weight_update: {modifier.weight_update.method}": modifier.weight_update.refines,
+        f"importance: {modifier.importance.method}": not modifier.importance.keeps_budget,
+        "ffn_tuning": getattr(modifier, "ffn_tuning", None) is not None,
+    }
+    for name, is_unable in unable.items():
+        if is_unable and not strict:
+            return WHOLE
+        if is_unable:
+            raise ValueError(f"memory_budget: must be left out for {name}, which keeps none. Leave one out.")
+    sizes = read_sizes(model, groups, next(iter(loader))["input_ids"].shape)
+    hold_out = not together and modifier.dampening_frac == "auto"
+    demands = Demands(together, hold_out, modifier.sensitivity_samples is not None)
+    placement = place_parts(budget, sizes, demands, strict)
+    if placement.gather_on_host or placement.solve_on_host:
+        logger.info(f"{budget:,} bytes for the device: {placement}")
+    return placement

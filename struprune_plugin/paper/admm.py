@@ -1,0 +1,213 @@
+"""Algorithm 4 on the kept units of one module, and Algorithm 1's inner loop on all of them.
+
+Variables of every token lie on the host; steps move those of a micro-batch or a sequence on the device at a time (R12). Weights go
+in lists: those of the producers, then the consumer's, bias last.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import compress
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from struprune_plugin.layerwise.capture import Visit
+from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
+from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, with_bias_index
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.surgery import read_weight
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.paper.admm_variables import ADMMSettings, Sample, Variables, make_ridge_moments, solve_ridge
+from struprune_plugin.pruning.weight_update import Refined
+from struprune_plugin.runtime.device_context import DeviceContext
+
+_Sample = TypeVar("_Sample", bound=Sample)
+_Movable = TypeVar("_Movable", bound=Sample | Variables)
+Weights = Sequence[Tensor]
+
+
+class ADMMRun(ABC, Generic[_Sample]):
+    """ADMM on one module.
+
+    :param module: not yet sliced
+    :param damping: pull of every weight step towards the current weights
+    :param parts: producers, each with the number of weights that it makes
+    """
+
+    def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float, parts: Mapping[str, int]):
+        self.module, self.settings, self.damping, self.parts = module, settings, damping, parts
+        self.group, self.context = module.group, module.context
+        self.samples: list[_Sample] = []
+        self.variables: list[Variables] = []
+
+    def refine(self, keep: Tensor, weight: Tensor) -> Refined:
+        """Run Algorithm 4 on the kept units, from their least-squares solution.
+
+        :param keep: sorted kept units
+        :param weight: the consumer's re-solved weight on them, bias last
+        """
+        weights = [*self._read_producers(keep), weight.float()]
+        for visit in self.module.visit_batches():
+            self._start(visit, weights)
+        objective: list[float] = []
+        for step in tqdm(range(self.settings.steps + 1), desc=f"ADMM {self.group.name}"):
+            weights, total = self._step(weights, weights, move=step > 0)
+            objective.append(total)
+        left = iter(weights)
+        producers = {name: torch.cat([next(left) for _ in range(count)]) for name, count in self.parts.items()}
+        return Refined(producers, next(left), objective)
+
+    def score(self, scores: Tensor, num_keep: int) -> Tensor:
+        """Return Lemma 1's score of every unit after ``steps`` outer steps of Algorithm 1.
+
+        In each step the best ``num_keep`` units by the scores so far give the mask, the masked dense weights move the
+        per-token variables, and regressing those on the inputs gives the current weights that Lemma 1 compares with the
+        dense ones. Source: paper, Algorithm 1, the inner loop; Differs from the source: the first mask comes from
+        ``scores`` (R4), and dense and current inputs of the module are the same, as its layer sees them now.
+
+        :param scores: that make the first mask, shape [units]
+        :param num_keep: units of the mask, a multiple of the group's blocks
+        :return: shape [units], float64
+        """
+        group, num_units = self.group, self.group.num_units
+        output = append_bias(*read_weight(find_linear(self.module.layer, group.consumer))).float()
+        dense = self._read_producers(torch.arange(num_units))
+        cut = [name in group.producers for name, count in self.parts.items() for _ in range(count)]
+        current, size = dense, dense[0].shape[1]
+        gram = torch.zeros(size, size, dtype=torch.float64, device=output.device)
+        for visit in self.module.visit_batches():
+            self._start(visit, [*dense, output])
+            inputs = torch.nn.functional.pad(pick_tokens(visit, self.context).inputs, (0, 1), value=1.0).double()
+            gram.addmm_(inputs.T, inputs)
+        for _ in range(self.settings.steps - 1):
+            keep = keep_last(order_units(scores, group.num_blocks), num_units, num_keep)
+            masked = [_mask_rows(w, keep, num_units) if is_cut else w for w, is_cut in zip(dense, cut, strict=True)]
+            solved, _ = self._step([*masked, _mask_columns(output, keep, group)], [*current, output])
+            current = solved[:-1]
+            old, new = (_stack_units(list(compress(weights, cut)), num_units) for weights in (dense, current))
+            scores = score_closed_form(old, new, (gram, gram, gram), num_units)
+        return scores if self.settings.steps > 1 else torch.ones_like(scores)
+
+    def _read_producers(self, keep: Tensor) -> list[Tensor]:
+        """Return the producers' kept rows, all where the group does not cut them, bias last, float32; a fused gate and up apart."""
+        weights: list[Tensor] = []
+        for name, count in self.parts.items():
+            weight = append_bias(*read_weight(find_linear(self.module.layer, name))).float()
+            if name in self.group.producers:
+                weight = weight[self.group.find_kept_rows(name, keep).to(weight.device)]
+            weights += weight.chunk(count)
+        return weights
+
+    def _start(self, visit: Visit, weights: Weights) -> None:
+        """Take in a batch, at the variables that the weights give."""
+        for sample in self.split(visit):
+            self.samples.append(_move(sample, None, self.context))
+            variables = self.initialize(_move(sample, weights[-1].device, self.context), weights)
+            self.variables.append(_move(variables, None, self.context))
+
+    def _step(self, weights: Weights, pull: Weights, move: bool = True) -> tuple[list[Tensor], float]:
+        """Move all variables, then regress the weights on them, pulled towards ``pull``; return these and the objective.
+
+        :param move: False to leave all as it is, and only measure
+        """
+        device, total = weights[-1].device, 0.0
+        moments = make_ridge_moments(self.list_regressed(weights))
+        for index, on_host in enumerate(self.samples):
+            sample, variables = _move(on_host, device, self.context), _move(self.variables[index], device, self.context)
+            variables, value = self.visit(sample, variables, weights, moments, move)
+            total += value
+            if move:
+                self.variables[index] = _move(variables, None, self.context)
+        solved = [weight.float() for weight in self.solve(moments, pull)] if move else list(weights)
+        return solved, self.measure(moments, solved, total)
+
+    def solve(self, moments: list[SecondMoments], pull: Weights) -> Weights:
+        """Return the weights that the variables ask for."""
+        return solve_ridge(moments, pull, self.damping, self.module.has_bias, [self.group.name] * len(pull))
+
+    def list_regressed(self, weights: Weights) -> Weights:
+        """Return one weight for every regression."""
+        return weights
+
+    def measure(self, moments: list[SecondMoments], weights: Weights, total: float) -> float:
+        """Return the objective from the samples' parts of it."""
+        return total
+
+    @abstractmethod
+    def split(self, visit: Visit) -> Iterator[_Sample]:
+        """Yield a batch's samples."""
+
+    @abstractmethod
+    def initialize(self, sample: _Sample, weights: Weights) -> Variables:
+        """Return the variables that the weights themselves give."""
+
+    @abstractmethod
+    def visit(
+        self, sample: _Sample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
+    ) -> tuple[Variables, float]:
+        """Move one sample's variables and add it to the moments; return them and its part of the objective."""
+
+
+def pick_tokens(visit: Visit, context: DeviceContext) -> Sample:
+    """Return the tokens that are no padding, inputs in float32."""
+    tokens = slice(None) if visit.call.tokens is None else context.to_device(visit.call.tokens, visit.source.device)
+    return Sample(visit.source[tokens].float(), visit.target[tokens])
+
+
+def _move(holder: _Movable, device: torch.device | None, context: DeviceContext) -> _Movable:
+    """Return a dataclass with all its tensors on a device, or on the host where None."""
+
+    def send(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(map(send, part))
+        if not isinstance(part, Tensor):
+            return part
+        return context.park(part) if device is None else context.to_device(part, device)
+
+    return replace(holder, **{f.name: send(getattr(holder, f.name)) for f in fields(holder)})
+
+
+def _mask_rows(weight: Tensor, keep: Tensor, num_units: int) -> Tensor:
+    rows = unit_columns(keep, len(weight) // num_units)
+    return torch.zeros_like(weight).index_copy(0, rows, weight[rows])
+
+
+def _mask_columns(weight: Tensor, keep: Tensor, group: UnitGroup) -> Tensor:
+    columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
+    return torch.zeros_like(weight).index_copy(1, columns, weight[:, columns])
+
+
+def _stack_units(weights: list[Tensor], num_units: int) -> Tensor:
+    """Put the rows that several producers give one unit together, unit after unit."""
+    parts = [weight.view(num_units, -1, weight.shape[1]) for weight in weights]
+    return torch.cat(parts, 1).reshape(-1, weights[0].shape[1])
+
+
+def score_closed_form(dense: Tensor, current: Tensor, grams: tuple[Tensor, Tensor, Tensor], num_units: int) -> Tensor:
+    """Return Lemma 1's score of every unit: the least-squares optimal scalar gate of its rows.
+
+    ``s_u = sum (c b + d z_pre) / sum (c^2 + d^2)`` over tokens and the unit's rows, with ``b = W a`` (current weights,
+    current inputs), ``c = z_pre = W^ a_pre`` (dense weights, dense inputs), ``d = W^ a`` (dense weights, current inputs).
+    Source: paper, Lemma 1 and Algorithm 1; d and z_pre of the same layer (R2), sums over tokens in numerator and
+    denominator (R3). All sums are read off three Gram matrices of the inputs, bias row included.
+
+    :param dense: W^, shape [rows, n + 1], bias last; rows of one unit are consecutive
+    :param current: W, the same shape
+    :param grams: ``sum a_pre a_pre^T``, ``sum a_pre a^T`` and ``sum a a^T``, each of shape [n + 1, n + 1]
+    :return: shape [num_units], float64; exactly 1 where nothing has changed yet (R4)
+    """
+    dense, current = dense.double(), current.double()
+    gram_dense, gram_cross, gram_current = grams
+
+    def products(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
+        return ((left @ gram.double()) * right).sum(1).view(num_units, -1).sum(1)
+
+    numerator = products(dense, gram_cross, current) + products(dense, gram_cross, dense)
+    denominator = products(dense, gram_dense, dense) + products(dense, gram_current, dense)
+    return numerator / denominator.clamp(min=1e-300)

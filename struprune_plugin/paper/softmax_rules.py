@@ -1,0 +1,232 @@
+"""``softmax`` and ``softmax_inverse``: Algorithms 2 and 3; ``block_influence``: the same rule over ShortGPT's importance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal
+
+import torch
+from loguru import logger
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget, GroupStatistics, Sizes, Subject
+from struprune_plugin.linalg.budget import MAX_SPARSITY, Candidate, spread_sparsity
+from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
+from struprune_plugin.linalg.ties import argmin_with_ties
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.surgery import read_weight
+from struprune_plugin.model.units import list_head_weights
+from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.storage.records import AllocationRecord
+
+
+class SoftmaxRule(AllocationRule):
+    """Weigh groups by importance, at the temperature of least error.
+
+    :param temperature: relative to std(I) (R8); a list is searched by error (R9)
+    :param search: how a temperature's error is found: ``moments`` reads it off every module's error curve on the dense path,
+        ``full`` reruns the whole pruning at every temperature and gives the weights back (R9)
+    :param max_sparsity: the clip of Algorithms 2 and 3
+    :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
+    """
+
+    temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
+    search: Literal["moments", "full"] = "moments"
+    max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
+    as_printed: bool = False
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, value: float | list[float]) -> float | list[float]:
+        grid = value if isinstance(value, list) else [value]
+        if not grid or not all(t > 0 and math.isfinite(t) for t in grid):
+            raise ValueError(f"must be above 0, one value or a list of at least one, got {value}.")
+        return value
+
+    @property
+    def rehearses(self) -> bool:
+        return self.search == "full"
+
+    def spread(self, importance: Tensor, sizes: Tensor, share: float, temperature: float) -> Tensor:
+        """Return the sparsities of one kind's modules, see :func:`allocate_softmax`."""
+        if self.as_printed:
+            return allocate_softmax_as_printed(importance, share, temperature, self.max_sparsity)
+        return allocate_softmax(importance, sizes, share, temperature, self.max_sparsity)
+
+    def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
+        importance = {size.name: statistics[size.name].importance for size in sizes}
+        curves = [statistics[size.name].curve for size in sizes]
+        grid = self.temperature if isinstance(self.temperature, list) else [self.temperature]
+
+        def spread(weights: Tensor, parameters: Tensor, temperature: float) -> Tensor:
+            return self.spread(weights, parameters, budget.share, temperature)
+
+        candidates = search_temperature(sizes, list(importance.values()), curves, grid, spread)
+        best = candidates[argmin_with_ties([candidate.loss for candidate in candidates])]
+        if not self.as_printed:
+            check_budget(sizes, best.kept, budget.share)
+        else:
+            removed = sum((s.num_units - kept) * s.unit_cost for s, kept in zip(sizes, best.kept, strict=True))
+            logger.warning(
+                f"as_printed: the paper's formula removes {removed / budget.num_prunable:.4f} of the parameters, "
+                f"asked were {budget.sparsity} (R6). Set as_printed: false to meet the budget."
+            )
+        logger.info(f"allocated by {self.rule} at temperature {best.temperature:g}, error {best.loss:.6g}")
+        record = AllocationRecord(
+            self.rule,
+            as_printed=self.as_printed,
+            search="moments",
+            temperature=best.temperature,
+            searched=[{"temperature": c.temperature, "error": c.loss} for c in candidates],
+            importance=importance,
+        )
+        kept = {size.name: count for size, count in zip(sizes, best.kept, strict=True)}
+        return UnitAllocation(kept, record, tuple(candidates))
+
+
+@RULES.register
+class Softmax(SoftmaxRule):
+    """Algorithm 2: importance is the sum of the units' scores."""
+
+    rule: Literal["softmax"] = "softmax"
+
+
+@RULES.register
+class SoftmaxInverse(SoftmaxRule):
+    """Algorithm 3: importance from the weights' norms, decayed with depth.
+
+    :param rho: attention's factor; cancels under a relative temperature, kept for completeness
+    :param gamma: decay of importance with depth
+    """
+
+    rule: Literal["softmax_inverse"] = "softmax_inverse"
+    rho: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    gamma: float = Field(default=0.9, gt=0, le=1)
+
+    def spread(self, importance: Tensor, sizes: Tensor, share: float, temperature: float) -> Tensor:
+        if self.as_printed:
+            return allocate_softmax_inverse_as_printed(importance, share, temperature, self.max_sparsity)
+        return super().spread(importance, sizes, share, temperature)
+
+    def weigh(self, subject: Subject) -> float:
+        group, layer = subject.group, subject.layer
+        decay = self.gamma**group.layer_index
+        if group.unit.is_ffn:
+            linears = [read_weight(find_linear(layer, name))[0] for name in (*group.producers, group.consumer)]
+            return decay * measure_mlp_importance(linears)
+        return (
+            decay
+            * self.rho
+            * measure_attention_importance(list_head_weights(layer, find_structure(subject.model)[group.layer_index]))
+        )
+
+
+@RULES.register
+class BlockInfluence(SoftmaxRule):
+    """How much a whole layer changes the hidden states (ShortGPT), under Algorithm 2's rule."""
+
+    compares_layers: ClassVar[bool] = True
+    rule: Literal["block_influence"] = "block_influence"
+
+    def weigh(self, subject: Subject) -> float:
+        return subject.influence
+
+
+def allocate_softmax(
+    importance: Tensor, sizes: Tensor, sparsity: float, temperature: float, max_sparsity: float = MAX_SPARSITY
+) -> Tensor:
+    """Allocate by ``w = softmax(-I / T)``, ``r_l`` proportional to w_l, clipped to [0, max_sparsity], mean r.
+
+    Source: paper, Algorithms 2 and 3, step 2; T relative to std(I) (R8), under which a common factor of I (rho) cancels.
+    Differs from the source: what the clip takes is spread over the unclipped layers until the budget holds (R6), layers count
+    by their parameters, and in Algorithm 3, too, layers of low (decayed) importance lose more, as the paper's text says (R7).
+
+    :param importance: of one module kind, shape [layers]
+    :param sizes: parameters of each module, shape [layers]
+    :param sparsity: mean sparsity, in [0, 1)
+    :param temperature: relative, above 0
+    :return: sparsity of every layer, shape [layers], float64
+    """
+    return spread_sparsity(_softmin(importance, temperature), sizes, sparsity, max_sparsity)
+
+
+def allocate_softmax_as_printed(
+    importance: Tensor, sparsity: float, temperature: float, max_sparsity: float = MAX_SPARSITY
+) -> Tensor:
+    """Allocate exactly as Algorithm 2, step 2, is printed: ``r_l = r L w_l``; it misses the budget once a layer is clipped (R6)."""
+    weights = _softmin(importance, temperature)
+    shares = (sparsity * len(weights) * weights).clamp(0, max_sparsity)
+    if (shares < max_sparsity).all():
+        shares = (shares * sparsity / shares.mean().clamp(min=1e-300)).clamp(0, max_sparsity)
+    return shares
+
+
+def allocate_softmax_inverse_as_printed(
+    importance: Tensor, sparsity: float, temperature: float, max_sparsity: float = MAX_SPARSITY
+) -> Tensor:
+    """Allocate exactly as Algorithm 3, step 2, is printed: by ``1 - w_l``, with the clip (R6, R7)."""
+    weights = _softmin(importance, temperature)
+    complement = 1 - weights if len(weights) > 1 else weights
+    return (sparsity * len(weights) * complement / complement.sum()).clamp(0, max_sparsity)
+
+
+def _softmin(importance: Tensor, temperature: float) -> Tensor:
+    importance = importance.double()
+    spread = importance.std(correction=0)
+    if not spread > 1e-12 * importance.abs().max():  # constant importance: uniform (R8)
+        return torch.full_like(importance, 1 / len(importance))
+    return torch.softmax(-importance / (temperature * spread), dim=0)
+
+
+def search_temperature(
+    groups: Sequence[GroupSize],
+    importance: Sequence[float],
+    curves: Sequence[Tensor],
+    temperatures: Sequence[float],
+    spread: Callable[[Tensor, Tensor, float], Tensor],
+) -> list[Candidate]:
+    """Allocate at every temperature, each module kind apart; return the candidates.
+
+    Source: paper, Algorithms 2 and 3, the outer loop and step 5, the losses read off the moments (R9).
+
+    :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
+    :param spread: sparsities of one kind's modules from (importances, parameters, temperature)
+    """
+    candidates = []
+    for temperature in temperatures:
+        shares = [0.0] * len(groups)
+        for kind in {group.kind for group in groups}:
+            members = [i for i, group in enumerate(groups) if group.kind == kind]
+            weights = torch.tensor([importance[i] for i in members], dtype=torch.float64)
+            allocated = spread(weights, torch.tensor([groups[i].num_parameters for i in members]), temperature)
+            for i, share in zip(members, allocated.tolist(), strict=True):
+                shares[i] = share
+        kept = round_kept_counts(groups, shares)
+        loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
+        candidates.append(Candidate(temperature, tuple(kept), loss))
+    return candidates
+
+
+def measure_attention_importance(head_weights: Sequence[Tensor]) -> float:
+    """Return ``sum_h (||W_h||_1 + 0.1 Var(W_h) + 0.01 ||W_h||_2)`` of one attention module.
+
+    Source: paper, Algorithm 3, step 1, without its factors gamma^l and rho.
+
+    :param head_weights: all weights of one head (rows of Q, K, V and columns of O), flattened, one tensor a head
+    """
+    return sum(_weigh(w.double(), variance=0.1) + 0.01 * w.double().norm().item() for w in head_weights)
+
+
+def measure_mlp_importance(weights: Sequence[Tensor]) -> float:
+    """Return ``sum_m (||W_m||_1 + 0.05 Var(W_m))`` over the linears of one FFN.
+
+    Source: paper, Algorithm 3, step 1, without its factor gamma^l.
+    """
+    return sum(_weigh(w.double(), variance=0.05) for w in weights)
+
+
+def _weigh(weight: Tensor, variance: float) -> float:
+    return (weight.abs().sum() + variance * weight.var(correction=0)).item()

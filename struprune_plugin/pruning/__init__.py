@@ -1,0 +1,1 @@
+"""Prune a decoder layer, and all of them in turn."""

@@ -1,0 +1,106 @@
+"""The contract of an importance: how the units of one group are ranked. A file in this folder is one method, or two alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.linalg.elimination import order_units, unit_columns
+from struprune_plugin.linalg.second_moments import SecondMoments
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.storage.registry import Config, Registry
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What an importance may look at.
+
+    :param module: not yet sliced
+    :param moments: of the group's consumer, inputs in unit order
+    :param damped: the same, damped; weighed by the sensitivity for an importance that eliminates
+    :param sparsity: asked of the whole model
+    :param dampening_frac: of all but the closing solve
+    """
+
+    module: ModuleView
+    moments: SecondMoments
+    damped: SecondMoments
+    sensitivity: Sensitivity
+    sparsity: float
+    dampening_frac: float
+
+    @property
+    def group(self) -> UnitGroup:
+        return self.module.group
+
+
+Order = tuple[Tensor, Tensor]  # units, first removed first, at least those asked for; the score of every unit
+
+
+class Importance(Config):
+    """How units are ranked.
+
+    :cvar eliminates: whether it removes units one by one on damped moments: the sensitivity then weighs them, values may be
+        rotated, and kept units swapped for removed ones
+    :cvar gradients: whether it needs :attr:`Sensitivity.saliency`, which :meth:`measure` finds
+    :cvar keeps_budget: whether it works under a memory budget
+    :cvar aims: whether scores depend on the sparsity that is asked for
+    """
+
+    eliminates: ClassVar[bool] = False
+    gradients: ClassVar[bool] = False
+    keeps_budget: ClassVar[bool] = True
+    aims: ClassVar[bool] = False
+    method: str
+
+    def rank(self, ranking: Ranking, num_remove: int) -> Order:
+        """Return the units, first removed first, at least ``num_remove`` of them, and every unit's score; lowest goes first."""
+        group = ranking.group
+        dense = ranking.module.read_dense()
+        columns = unit_columns(torch.arange(group.num_units, device=dense.device), group.columns_per_unit)
+        scores = self.score(ranking, dense, columns.view(group.num_units, -1))
+        return order_units(scores, group.num_blocks), scores
+
+    @property
+    def swaps(self) -> int:
+        """How many kept units are exchanged for removed ones at most, once an order is found."""
+        return 0
+
+    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
+        """Return the score of every unit, shape [units], float64.
+
+        :param dense: the consumer's weights, shape [d, n + 1], bias last
+        :param columns: of every unit, shape [units, columns_per_unit], int64
+        """
+        raise NotImplementedError
+
+    def measure(
+        self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup]
+    ) -> dict[str, Tensor]:
+        """Return every unit's saliency in the whole dense model, by group name, where :attr:`gradients` says so."""
+        raise NotImplementedError
+
+    def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
+        """Refuse a model that the method is not defined for.
+
+        :raises ValueError: the same
+        """
+
+
+IMPORTANCES: Registry[Importance] = Registry(Importance)
+
+
+def sum_columns(per_column: Tensor, columns: Tensor) -> Tensor:
+    """Return the sum over every unit's columns, shape [units].
+
+    :param per_column: shape [n]
+    :param columns: shape [units, columns_per_unit], int64
+    """
+    return per_column[columns].sum(1)

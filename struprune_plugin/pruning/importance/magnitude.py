@@ -1,0 +1,43 @@
+"""``magnitude``: the size of a unit's weights; needs no data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.surgery import read_weight, sum_rows
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Ranking, sum_columns
+
+
+@IMPORTANCES.register
+class Magnitude(Importance):
+    """Sum of absolute weights, see :func:`score_magnitude`."""
+
+    method: Literal["magnitude"] = "magnitude"
+
+    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
+        group, layer = ranking.group, ranking.module.layer
+        with ranking.module.context.on_host(False):
+            norms = {
+                n: read_weight(find_linear(layer, n))[0].abs().sum(1, dtype=torch.float64) for n in group.producers
+            }
+            rows = [sum_rows(group, name, norm).to(dense.device) for name, norm in norms.items()]
+        return score_magnitude(dense[:, :-1], columns, rows)
+
+
+def score_magnitude(weight: Tensor, unit_columns: Tensor, producer_rows: Sequence[Tensor]) -> Tensor:
+    """Score units by ``sum |W|`` over all rows and columns that go with them.
+
+    Source: paper, table "Other structured methods".
+
+    :param weight: of the consuming linear, shape [d, n]
+    :param unit_columns: shape [units, columns_per_unit], int64
+    :param producer_rows: l1 norm of every unit's rows, one tensor of shape [units] per producing linear
+    :return: shape [units], float64
+    """
+    columns = sum_columns(weight.double().abs().sum(0), unit_columns)
+    return columns + sum((rows.double() for rows in producer_rows), torch.zeros_like(columns))

@@ -1,0 +1,36 @@
+"""``obs``: units are eliminated one by one, each the one whose loss the others make up best."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from struprune_plugin.linalg.elimination import eliminate_units
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Order, Ranking
+
+
+@IMPORTANCES.register
+class OBS(Importance):
+    """The exact increase of the re-solved error (method.md section 3).
+
+    :param max_swaps: after the elimination, exchange at most this many kept units of a module for removed ones, while the
+        re-solved error falls; units of one column that were not rotated
+    """
+
+    eliminates: ClassVar[bool] = True
+    method: Literal["obs"] = "obs"
+    max_swaps: int = Field(default=100, ge=0)
+
+    @property
+    def swaps(self) -> int:
+        return self.max_swaps
+
+    def rank(self, ranking: Ranking, num_remove: int) -> Order:
+        """Return the order of elimination; units that stay get the score infinity."""
+        group = ranking.group
+        elimination = eliminate_units(ranking.damped, group.columns_per_unit, group.name, group.num_blocks, num_remove)
+        scores = elimination.increase.new_full((group.num_units,), torch.inf)
+        scores[elimination.order] = elimination.increase
+        return elimination.order, scores

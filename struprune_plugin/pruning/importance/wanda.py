@@ -1,0 +1,56 @@
+"""``wanda`` and ``wanda_l2``: norms of inputs times norms of the weights that read them.
+
+Legend: u a unit, i one of its columns in the consuming linear W [d, n], x_i that input, t a token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from struprune_plugin.linalg.second_moments import SecondMoments
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Ranking, sum_columns
+
+
+@IMPORTANCES.register
+class Wanda(Importance):
+    """Mean absolute input times column l1 norm, see :func:`score_wanda`."""
+
+    method: Literal["wanda"] = "wanda"
+
+    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
+        return score_wanda(ranking.moments, dense[:, :-1], columns)
+
+
+@IMPORTANCES.register
+class WandaL2(Importance):
+    """Norm of the input over tokens times column l2 norm, see :func:`score_wanda_l2`."""
+
+    method: Literal["wanda_l2"] = "wanda_l2"
+
+    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
+        return score_wanda_l2(ranking.moments, dense[:, :-1], columns)
+
+
+def score_wanda(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) -> Tensor:
+    """Score units by mean absolute input times column l1 norm: ``sum_i mean_t |x_it| * sum_o |W_oi|``.
+
+    Source: paper, Algorithms 2 and 3, step 3 (``||W_i x_i||_1`` averaged over samples).
+
+    :param moments: of the consuming linear
+    :param weight: of the consuming linear, shape [d, n]
+    :param unit_columns: columns of every unit, shape [units, columns_per_unit], int64
+    :return: shape [units], float64, at least 0
+    """
+    mean_input = moments.absolute_sum.double() / max(moments.num_tokens, 1)
+    return sum_columns(mean_input * weight.double().abs().sum(0), unit_columns)
+
+
+def score_wanda_l2(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) -> Tensor:
+    """Score units by ``sum_i ||W_:i||_2 * ||X_i||_2``, norms over outputs and over tokens.
+
+    Source: paper, Eq. (wanda). Parameters and return value as in :func:`score_wanda`.
+    """
+    input_norm = moments.gram.diagonal()[:-1].double().sqrt()
+    return sum_columns(weight.double().norm(dim=0) * input_norm, unit_columns)

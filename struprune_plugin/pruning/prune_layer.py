@@ -1,0 +1,170 @@
+"""Prune one decoder layer. The page to read first: everything else in this package serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
+from struprune_plugin.model.surgery import rotate_group, rotate_producer, slice_group
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
+from struprune_plugin.pruning.ffn_tuning import prepare_tuning
+from struprune_plugin.pruning.importance import Ranking
+from struprune_plugin.pruning.reconstruction import LeastSquaresProblem, refine_group, solve_again, solve_group
+from struprune_plugin.pruning.selection import describe_group, select_units, weigh_moments
+from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import compute_on_rank0
+from struprune_plugin.storage.records import GroupRecord, TuningRecord
+
+_SOLVED_AGAIN = ("target_energy", "error_after", "damping", "condition_number")  # told of a tuned FFN's last solve
+
+
+@dataclass(frozen=True)
+class SelectionResult:
+    """What becomes of one group.
+
+    :param keep: sorted kept units, shape [kept], int64
+    :param weight: the consumer's weights on them, in unit order, bias last, shape [d, kept columns + 1], float64
+    :param basis: what the heads' units are rotated by first, shape [blocks, width, width]; None where they are not
+    :param rows: the producer's kept rows after the rotation, bias last; None where there is none
+    :param record: for the manifest
+    """
+
+    keep: Tensor
+    weight: Tensor
+    basis: Tensor | None
+    rows: Tensor | None
+    record: GroupRecord
+
+
+@dataclass(frozen=True)
+class LayerOutcome:
+    """What became of one decoder layer.
+
+    :param groups: a record per group, in order
+    :param tuning: None where the layer was not tuned
+    :param changed: whether anything has gone from this layer or from one before it
+    """
+
+    groups: list[GroupRecord]
+    tuning: TuningRecord | None
+    changed: bool
+
+
+@dataclass(frozen=True)
+class LayerPruner:
+    """Prunes decoder layers after an allocation."""
+
+    config: PruningConfig
+    allocation: UnitAllocation
+    sensitivity: Sensitivity
+    context: DeviceContext
+
+    def prune(
+        self,
+        layer: nn.Module,
+        groups: Sequence[UnitGroup],
+        statistics: LayerStatistics,
+        changed: bool = False,
+        progress: str = "",
+    ) -> LayerOutcome:
+        """Remove units from every group of a decoder layer, in place, and update what remains.
+
+        Each group in turn: statistics of its consumer's inputs, as the groups before it left them; which units stay and what
+        the weights on them are; surgery; where asked for, an FFN is tuned, and its consumer solved once more. A layer is left
+        alone as long as nothing has gone: its inputs are the dense ones.
+
+        :param groups: of this layer, in the order in which the model computes them
+        :param statistics: what the layer has shown on the calibration data, and can show again
+        :param changed: whether anything has gone from a layer before
+        :param progress: where the run is, for progress bars
+        """
+        records, tuning = [], None
+        for group in groups:
+            module = ModuleView(layer, group, statistics)
+            with self.context.stage("statistics"):
+                moments = module.collect_moments(f"{progress}{group.consumer.split('.')[-1]} statistics")
+            changed = changed or self.allocation.kept[group.name] < group.num_units
+            with self.context.stage("select and solve"):
+                result = self.decide(module, moments, updates=changed)
+            del moments
+            tune = self._prepare_tuning(module, result.record)
+            record = self._slice(module, result) if changed else result.record
+            if tune is not None:
+                with self.context.stage("tuning"):
+                    tuning, record = self._tune(module.resize(record.kept), tune, record)
+            records.append(record)
+        return LayerOutcome(records, tuning, changed)
+
+    def decide(self, module: ModuleView, moments: GroupMoments, updates: bool = True) -> SelectionResult:
+        """Rank, select and re-solve one group; the first of several processes decides for all. The layer stays as it is.
+
+        :param moments: of the group's consumer
+        :param updates: whether the weights that remain are re-solved
+        """
+        group, config = module.group, self.config
+
+        def decide() -> SelectionResult:
+            problem = LeastSquaresProblem.pose(module, moments, config.dampening_frac)
+            weighed = problem.damped
+            if config.importance.eliminates:
+                weighed = weigh_moments(module, weighed, problem.dense, self.sensitivity)
+            ranking = Ranking(module, moments.all, weighed, self.sensitivity, config.sparsity, config.dampening_frac)
+            selected = select_units(ranking, self.allocation, config)
+            basis = rows = None
+            if selected.rotation is not None:
+                basis = selected.rotation.basis
+                problem = problem.rotate(basis)
+            weight, solve = solve_group(problem, selected, config, updates)
+            if basis is not None:
+                rows = _rotate_kept_rows(module, selected.keep, basis)
+            record = describe_group(group, selected.keep, selected.scores, solve)
+            return SelectionResult(selected.keep, weight, basis, rows, record)
+
+        with self.context.solving():
+            return compute_on_rank0(decide, SelectionResult, moments.all.gram.device)
+
+    def _slice(self, module: ModuleView, result: SelectionResult) -> GroupRecord:
+        """Take the units that go out of the layer, by way of the weight update where it refines; return the group's record."""
+        layer, group, record = module.layer, module.group, result.record
+        if not self.config.weight_update.can_refine(group):
+            with self.context.stage("surgery"):
+                producers = {} if result.rows is None else {next(iter(group.producers)): result.rows}
+                slice_group(layer, group, result.keep, result.weight, producers)
+                self.context.release(layer)
+            return record
+        if result.basis is not None:
+            rotate_group(layer, group, result.basis)
+        with self.context.stage("admm"):
+            admm = refine_group(module, result.keep, result.weight, self.config)
+        return replace(record, admm=admm, error_after=admm.error_after)
+
+    def _prepare_tuning(self, module: ModuleView, record: GroupRecord) -> Callable[[ModuleView], TuningRecord] | None:
+        tuning, group = self.config.ffn_tuning, module.group
+        if tuning is None or not group.activation or record.kept == group.num_units:
+            return None
+        with self.context.stage("tuning"):
+            return prepare_tuning(module, self.sensitivity.fisher_sqrt.get(group.name), tuning)
+
+    def _tune(
+        self, module: ModuleView, tune: Callable[[ModuleView], TuningRecord], record: GroupRecord
+    ) -> tuple[TuningRecord, GroupRecord]:
+        """Tune a sliced FFN, and solve its consumer once more on what it now reads."""
+        tuning = tune(module)
+        if tuning.best_epoch and self.config.weight_update.solves:
+            solve = vars(solve_again(module, self.config))
+            record = replace(record, **{name: solve[name] for name in _SOLVED_AGAIN})
+        self.context.release(module.layer)
+        return tuning, record
+
+
+def _rotate_kept_rows(module: ModuleView, keep: Tensor, basis: Tensor) -> Tensor:
+    """Return the kept rows of the linear that makes the values, these rotated, bias last."""
+    rows = module.group.find_kept_rows(next(iter(module.group.producers)), keep.cpu())
+    producer = rotate_producer(module.layer, module.group, basis, module.context.fetch)
+    return producer[rows.to(producer.device)]

@@ -1,0 +1,91 @@
+"""Finished decoder layers of a pruning pass, and what an allocation measured, kept in a store and taken out of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from struprune_plugin.layerwise.token_digest import digest_tokens
+from struprune_plugin.model.layers import describe_weights
+from struprune_plugin.model.surgery import LayerCopy
+from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.pruning.prune_layer import LayerOutcome
+from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.runtime.payload import dump, load
+from struprune_plugin.storage.resume_store import ResumeStore, digest_package
+
+
+@dataclass(frozen=True)
+class DoneLayer:
+    """A layer that an earlier process has pruned.
+
+    :param outcome: its records
+    :param copy: what it is now; None where nothing has gone yet
+    """
+
+    outcome: LayerOutcome
+    copy: LayerCopy | None
+
+
+class LayerLog:
+    """The layers that are done, first to last without a gap.
+
+    :param store: where they are kept
+    """
+
+    def __init__(self, store: ResumeStore):
+        self._store = store
+        self._is_whole = True  # so far every layer asked for was there
+
+    def take(self, index: int) -> DoneLayer | None:
+        """Return a layer that is done; None from the first on that is not."""
+        held = self._store.read(_name(index)) if self._is_whole else None
+        self._is_whole = held is not None
+        return None if held is None else load(DoneLayer, *held)
+
+    def keep(self, index: int, outcome: LayerOutcome, copy: LayerCopy | None) -> None:
+        """Make a layer that is done durable.
+
+        :param copy: as in :class:`DoneLayer`
+        :raises OSError: the disk refuses
+        """
+        self._store.write(_name(index), *dump(DoneLayer(outcome, copy)))
+
+
+def _name(index: int) -> str:
+    return f"layer-{index:05d}"
+
+
+def keep_allocation(store: ResumeStore, stage: str, plan: UnitAllocation | None, signals: Sensitivity) -> None:
+    """Make what was measured of the dense model, and the plan that followed, durable."""
+    store.write(stage, *dump((plan, signals)))
+
+
+def take_allocation(store: ResumeStore | None, stage: str) -> tuple[UnitAllocation | None, Sensitivity] | None:
+    """Return what :func:`keep_allocation` kept; None where there is nothing."""
+    held = None if store is None else store.read(stage)
+    return None if held is None else load(tuple[UnitAllocation | None, Sensitivity], *held)
+
+
+def describe_run(
+    recipe: list[dict[str, Any]], versions: dict[str, str], model: PreTrainedModel, loader: Iterable[dict[str, Tensor]]
+) -> dict[str, Any]:
+    """Return what must be the same for a run to go on, by topic.
+
+    :param recipe: fields of every modifier, in order
+    :param versions: of the packages
+    """
+    parts = (batch[name] for batch in loader for name in ("input_ids", "attention_mask") if name in batch)
+    return {
+        "recipe": recipe,
+        "model": {"weights": describe_weights(model), "dtype": str(model.dtype)},
+        "data": digest_tokens(parts),
+        "versions": versions,
+        "threads": torch.get_num_threads(),
+        "code": digest_package(),
+    }

@@ -1,0 +1,76 @@
+"""How the weights that remain are updated: deleted only, re-solved, or more, by registered methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.storage.registry import Config, Registry
+
+
+@dataclass(frozen=True)
+class Refined:
+    """New weights of one group's linears.
+
+    :param producers: by linear, kept rows only, shape [rows, d + 1], bias last
+    :param consumer: shape [d_out, kept columns + 1], bias last
+    :param objective: at the start, then after every step
+    """
+
+    producers: dict[str, Tensor]
+    consumer: Tensor
+    objective: list[float]
+
+
+class WeightUpdate(Config):
+    """What happens to the weights that remain.
+
+    :cvar solves: re-solve the consumers by least squares
+    :cvar refines: then move the producers, too, by :meth:`refine`
+    """
+
+    solves: ClassVar[bool] = True
+    refines: ClassVar[bool] = False
+    method: str
+
+    def can_refine(self, group: UnitGroup) -> bool:
+        """Tell whether :meth:`refine` is defined for a group."""
+        return False
+
+    def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
+        """Return better weights on the kept units than the least-squares solution.
+
+        :param module: not yet sliced
+        :param keep: sorted kept units
+        :param weight: the consumer's re-solved weights on them, bias last
+        """
+        raise NotImplementedError
+
+    def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
+        """Refuse a model that the method is not defined for.
+
+        :raises ValueError: the same
+        """
+
+
+WEIGHT_UPDATES: Registry[WeightUpdate] = Registry(WeightUpdate)
+
+
+@WEIGHT_UPDATES.register
+class LeastSquares(WeightUpdate):
+    """Re-solve the consumers on the inputs that they now see (method.md section 6)."""
+
+    method: Literal["least_squares"] = "least_squares"
+
+
+@WEIGHT_UPDATES.register
+class NoUpdate(WeightUpdate):
+    """Delete only."""
+
+    solves: ClassVar[bool] = False
+    method: Literal["none"] = "none"

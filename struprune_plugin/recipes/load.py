@@ -1,0 +1,274 @@
+"""The recipe: read, by path or by name, changed, and refused wherever llm-compressor would pass over a part of it in silence."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import yaml
+from llmcompressor.modifiers import Modifier, ModifierFactory
+from llmcompressor.recipe import Recipe
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from struprune_plugin.modifiers import (
+    LoRARecoveryModifier,
+    RecoveryModifier,
+    SparsityAllocatorModifier,
+    StruPruneModifier,
+)
+from struprune_plugin.recipes.shipped import describe_recipe, find_recipe, list_recipes
+from struprune_plugin.storage.registry import describe_error, show_name, suggest
+
+__all__ = ["describe_recipe", "list_recipes", "load_recipe"]
+
+_METHOD_KEYS = ("rule", "method")
+_MAX_DEPTH = 50  # levels of YAML; a recipe has five
+_OURS: dict[str, type[Modifier]] = {
+    "StruPruneModifier": StruPruneModifier,
+    "StructPruneModifier": StruPruneModifier,
+    "SparsityAllocatorModifier": SparsityAllocatorModifier,
+    "LoRARecoveryModifier": LoRARecoveryModifier,
+    "RecoveryModifier": RecoveryModifier,
+}
+# what an allocation stage and the pruning stage after it must agree on, so that one change sets it in both
+_AGREED = {"sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "width_multiple", "memory_budget"}
+
+
+def load_recipe(
+    recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe, changes: dict[str, Any] | None = None
+) -> Recipe:
+    """Read a recipe, and refuse every part of it that llm-compressor would pass over in silence.
+
+    :param recipe: a YAML file, the name of one that ships with the package, a YAML text, or modifiers
+    :param changes: fields to set, for recipes given as a file, a name or a text: ``Modifier.field`` in that modifier, a bare
+        ``field`` in the modifier of StruPrune's that has it; ``allocation.temperature`` sets one field of a method
+    :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
+        ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields; a
+        bare field that several modifiers have
+    """
+    if recipe is None:
+        raise ValueError("recipe: must be a YAML file, a YAML text or modifiers, got None. Pass recipe=….")
+    if not isinstance(recipe, (str, os.PathLike)):
+        loaded = Recipe.create_instance(recipe)
+    else:
+        where, content = _read_recipe(recipe)
+        _check_recipe_form(where, content)
+        _change_fields(where, content, changes or {})
+        _check_modifiers(where, content)
+        try:
+            loaded = Recipe.from_dict(content)
+        except ValidationError as error:
+            raise ValueError(f"{where}: {error.title} refuses the recipe: {describe_error(error, _OURS)}") from None
+        except Exception as error:  # a modifier of the host's, given what it does not expect
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ValueError(
+                f"{where}: llm-compressor must be able to read the recipe, got {problem}. Correct its fields."
+            ) from None
+    if not loaded.modifiers:
+        raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
+    return loaded
+
+
+def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
+    text = os.fspath(recipe)
+    where = "recipe"
+    if "\n" not in text:
+        where = text
+        try:
+            text = find_recipe(text).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Is it a recipe?") from None
+    try:
+        _check_depth(text)
+        return where, yaml.load(text, Loader=_UniqueKeyLoader)
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        AttributeError,
+        TypeError,
+    ) as error:  # dates and numbers that are none
+        raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())[:500]}") from None
+
+
+def _check_depth(text: str) -> None:
+    """Refuse YAML that is nested deeper than any recipe, or that holds itself, before anybody follows it down."""
+    depth, open_anchors = 0, list[tuple[int, str]]()
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if event.anchor is not None:
+                open_anchors.append((depth, event.anchor))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            if open_anchors and open_anchors[-1][0] == depth:
+                open_anchors.pop()
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent) and any(event.anchor == anchor for _, anchor in open_anchors):
+            raise yaml.YAMLError(
+                f"*{event.anchor} inside itself, line {event.start_mark.line + 1 if event.start_mark else 1}"
+            )
+        if depth > _MAX_DEPTH:
+            raise yaml.YAMLError(
+                f"more than {_MAX_DEPTH} levels, line {event.start_mark.line + 1 if event.start_mark else 1}"
+            )
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses the same key twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        named = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # `<<: *other` is merged below
+        keys = [self.construct_object(key, deep=True) for key in named]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.YAMLError(f"{sorted(map(str, twice))} twice in one mapping, line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _check_recipe_form(where: str, content: Any) -> None:
+    form = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{where}: must be a mapping of the form {form}, got {type(content).__name__}.")
+    for stage, groups in content.items():
+        if stage == "args":
+            raise ValueError(
+                f"{where}: 'args' must be left out, llm-compressor never substitutes them. Write values in place."
+            )
+        if not str(stage).endswith("_stage") or not isinstance(groups, dict) or not groups:
+            raise ValueError(
+                f"{where}: {stage!r} must be a stage of the form {form}. Name it '…_stage' and nest groups in it."
+            )
+        for group, modifiers in groups.items():
+            if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
+                raise ValueError(
+                    f"{where}: {show_name(stage)}.{show_name(group)} must be a mapping of modifiers under a name that ends "
+                    f"in '_modifiers', got {type(modifiers).__name__} (form {form})."
+                )
+            for name, fields in modifiers.items():
+                if not isinstance(fields, dict) or not all(isinstance(field, str) for field in fields):
+                    raise ValueError(
+                        f"{where}: {show_name(stage)}.{show_name(group)}.{show_name(name)} must be a mapping of fields, "
+                        f"got {fields!r}. Write {{}} for none."
+                    )
+
+
+def _check_modifiers(where: str, content: dict[str, Any]) -> None:
+    """Refuse modifiers that neither we nor the host know.
+
+    :raises ValueError: the same
+    """
+    if not ModifierFactory._loaded:
+        ModifierFactory.refresh()
+    known = {*ModifierFactory._main_registry, *ModifierFactory._experimental_registry, *_OURS}
+    known |= ModifierFactory._registered_registry.keys()
+    for groups in content.values():
+        for modifiers in groups.values():
+            for name in modifiers:
+                if name not in known and name not in ModifierFactory._errors:
+                    remedy = suggest(str(name), known) or f"Ours are {', '.join(_OURS)}."
+                    raise ValueError(
+                        f"{where}: {name!r} must be a modifier of ours or of the host's, got no such. {remedy}"
+                    )
+
+
+def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Set fields: ``Modifier.field`` in that modifier, a bare ``field`` in the one modifier of ours that has it; behind either, a
+    dot and a field of the method that the field names."""
+    present: dict[str, list[dict[str, Any]]] = {}
+    for groups in content.values():
+        for modifiers in groups.values():
+            for name, fields in modifiers.items():
+                present.setdefault(name, []).append(fields)
+    split = {change: _split_change(change, list(present)) for change in changes}
+
+    def order(item: tuple[str, tuple[str, str, list[str]]]) -> tuple[int, bool, bool]:
+        """Put what is more precise last: it has the last word."""
+        name, _, inner = item[1]
+        return len(inner), bool(inner) and inner[0] not in _METHOD_KEYS, name != ""
+
+    for change, (name, field, inner) in sorted(split.items(), key=order):
+        names = _find_holders(where, name, field, list(present)) if name else _find_owners(where, field, list(present))
+        for holder in names:
+            for fields in present[holder]:
+                value = _set_inner((where, holder, field), fields, inner, changes[change]) if inner else changes[change]
+                fields[field] = value
+
+
+def _split_change(change: str, present: list[str]) -> tuple[str, str, list[str]]:
+    """Return (modifier or empty, field, fields inside it) of what is to be set."""
+    first, *rest = change.split(".")
+    if rest and (first in present or first in _OURS or first.endswith("Modifier")):
+        return first, rest[0], rest[1:]
+    return "", first, rest
+
+
+def _set_inner(at: tuple[str, str, str], fields: dict[str, Any], inner: list[str], value: Any) -> dict[str, Any]:
+    """Return a field's mapping with one of its own fields set; what the recipe leaves out is the default.
+
+    :param at: recipe, modifier and field
+    """
+    where, holder, field = at
+    if inner[0] in _METHOD_KEYS:  # another method has fields of its own
+        return {inner[0]: value}
+    known = _OURS[holder].model_fields.get(field) if holder in _OURS else None
+    if known is None:
+        whole = dict(fields.get(field) or {})
+    else:  # a name or a number may be short for a mapping
+        form: Any = Annotated[known.annotation, "field", *known.metadata]
+        before = fields.get(field, known.get_default(call_default_factory=True))
+        try:
+            given = TypeAdapter(form).validate_python(before)
+        except ValidationError as error:
+            raise ValueError(f"{where}: {field} {describe_error(error, _OURS)}") from None
+        whole = _dump_given(given) if isinstance(given, BaseModel) else {}
+    part = whole
+    for name in inner[:-1]:
+        part[name] = dict(part.get(name) or {})
+        part = part[name]
+    part[inner[-1]] = value
+    return whole
+
+
+def _dump_given(given: BaseModel) -> dict[str, Any]:
+    """Return the fields that were given, and the name of a method: a short form of a modifier has defaults of its own."""
+    keys: dict[str, Any] = {name: getattr(given, name) for name in _METHOD_KEYS if name in type(given).model_fields}
+    return {**keys, **given.model_dump(exclude_unset=True)}
+
+
+def _find_holders(where: str, name: str, field: str, present: list[str]) -> list[str]:
+    """Return the modifier of a ``Modifier.field``, by either of its names.
+
+    :raises ValueError: it is not in the recipe, or has no such field
+    """
+    names = [other for other in present if other == name or (name in _OURS and _OURS.get(other) is _OURS[name])]
+    if not names:
+        raise ValueError(f"{where}: {name!r} must be a modifier of the recipe, which holds {', '.join(present)}.")
+    if name in _OURS and field not in _OURS[name].model_fields:
+        known = ", ".join(_list_fields(_OURS[name]))
+        raise ValueError(f"{where}: {field!r} must be a field of {name}, known are {known}.")
+    return names
+
+
+def _find_owners(where: str, field: str, present: list[str]) -> list[str]:
+    """Return the modifiers of ours in which a bare field is to be set.
+
+    :raises ValueError: none has it, or several that need not agree on it do
+    """
+    owners = [name for name in present if name in _OURS and field in _OURS[name].model_fields]
+    if not owners:
+        known = sorted({f for name in present if name in _OURS for f in _list_fields(_OURS[name])})
+        raise ValueError(
+            f"{where}: {field!r} must be a field of one of its modifiers, known are {', '.join(known) or 'none'}."
+        )
+    kinds = {_OURS[name] for name in owners}
+    agreed = field in _AGREED and (field == "memory_budget" or not kinds & {LoRARecoveryModifier, RecoveryModifier})
+    if len(kinds) > 1 and not agreed:
+        forms = " or ".join(f"{name}.{field}" for name in owners)
+        raise ValueError(
+            f"{where}: {field!r} must say which modifier it is set in, {' and '.join(owners)} have it. Give {forms}."
+        )
+    return owners
+
+
+def _list_fields(kind: type[Modifier]) -> list[str]:
+    return sorted(set(kind.model_fields) - set(Modifier.model_fields))

@@ -1,0 +1,59 @@
+"""Recipes that ship with the package, by name. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_PLACES = (_PACKAGE / "recipe_files", _PACKAGE.parent / "recipes")  # of the installed package; of a checkout
+
+
+def list_recipes() -> dict[str, Path]:
+    """Return the recipes that ship with the package, by name."""
+    place = next((place for place in _PLACES if place.is_dir()), None)
+    return {file.stem: file for file in sorted(place.glob("*.yaml"))} if place else {}
+
+
+def find_default(model_type: str) -> str:
+    """Return the name of the recipe that is the default for a type of models."""
+    return "struprune_opt" if model_type == "opt" else "struprune"
+
+
+def describe_recipe(file: Path) -> str:
+    """Return the first sentence of the comment that a recipe begins with."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.lstrip("# ") for line in comment)
+    found = re.match(r".*?[.](?= |$)", text)
+    return found[0] if found else text
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe: the path itself, or that of a name that ships with the package.
+
+    :raises ValueError: neither
+    """
+    if os.path.isfile(name):
+        return Path(name)
+    known = list_recipes()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), known, n=1)
+    remedy = f"Did you mean {near[0]}?" if near else "Correct the path; `struprune recipes` lists the names."
+    raise ValueError(
+        f"recipe: must be an existing file, a YAML text or the name of a recipe that ships with the package, got {name!r}. "
+        + remedy
+    )
+
+
+def check_recipe_name(name: str) -> None:
+    """Refuse a recipe that is neither a file nor a name that ships with the package.
+
+    :raises ValueError: the same
+    """
+    if "\n" not in name:
+        find_recipe(name)

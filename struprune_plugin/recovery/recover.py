@@ -1,0 +1,159 @@
+"""A recovery on a model that is lent for it: teacher, adapters, states and steps put together, and what is told of them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from struprune_plugin.layerwise.runner import LayerwiseRunner, compute_dtype_of
+from struprune_plugin.recovery.adapters import attach_adapters
+from struprune_plugin.recovery.memory import RecoveryPlacement
+from struprune_plugin.recovery.objective import Objective
+from struprune_plugin.recovery.recovery_config import RecoveryConfig
+from struprune_plugin.recovery.states import TrainedStates, list_trained
+from struprune_plugin.recovery.step import Stepper
+from struprune_plugin.recovery.teacher import LayerwiseTeacher
+from struprune_plugin.recovery.training import RecoveryRun, RunCurve, Texts
+from struprune_plugin.runtime.device_context import DeviceContext, open_device_context
+from struprune_plugin.runtime.distributed import count_ranks
+from struprune_plugin.storage.resume_store import ResumeStore
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What is known of a recovery before it starts.
+
+    :param linears: full names of those that get adapters
+    :param teacher: folder or hub name of the dense model; None without a loss that asks it
+    :param store: keeps steps, so that a killed run goes on there; None where nobody asked for that
+    """
+
+    config: RecoveryConfig
+    linears: list[str]
+    texts: Texts
+    teacher: str | None
+    placement: RecoveryPlacement
+    store: ResumeStore | None
+
+    def run(self, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+        """Train a model whose weights are plain tensors on the host; return what the manifest tells of it."""
+        began = time.perf_counter()
+        with open_device_context() as context, self._open_store() as store:
+            teacher = self._load_teacher(model, context, device)
+            with ExitStack() as stack:
+                if self.config.adapters:
+                    _own(model.get_submodule(name).weight for name in self.linears)
+                    with context.on_host():
+                        stack.enter_context(attach_adapters(model, self.linears, self.config.adapters))
+                if self.config.memory == "model":
+                    stack.callback(model.to, "cpu")
+                    model.to(device)
+                runner = self._make_runner(model, context, device)
+                stepper = self._make_stepper(runner, self._open_folder(stack))
+                run = RecoveryRun(self.config, self.texts, stepper, teacher, store, self.store is not None)
+                if teacher is not None and self.config.loss.kl:
+                    with context.stage("teacher"):
+                        teacher.write_logits(self.texts.samples, run.list_asked(), store, self.config.loss.kl)
+                        if not self.config.loss.hidden:
+                            teacher.forget_weights()
+                with context.stage("training"):
+                    run.run()
+            record = self._describe(run, teacher)
+            stages = [{"name": name, **asdict(stage)} for name, stage in context.stages.items()]
+            seconds = time.perf_counter() - began
+            _log(run.curve, seconds)
+            return {**record, "seconds": round(seconds, 3), "memory_measure": context.measure, "stages": stages}
+
+    # -- the parts ------------------------------------------------------------------------------------------------
+
+    def _make_runner(self, model: PreTrainedModel, context: DeviceContext, device: torch.device) -> LayerwiseRunner:
+        dtype = compute_dtype_of(model, self.config.compute)
+        ahead = self.placement.ahead and self.config.memory == "layer"
+        return LayerwiseRunner(model, context, device, dtype, ahead, self.placement.vocabulary)
+
+    def _make_stepper(self, runner: LayerwiseRunner, folder: Path | None) -> Stepper:
+        """Return what takes steps.
+
+        :param folder: for files of states; None where they lie in memory
+        """
+        config, on_host = self.config, self.config.memory == "layer"
+        parameters = list_trained(runner, config.trained)
+        _own(parameters.values())
+        with runner.context.on_host(on_host):
+            states = TrainedStates(parameters, config.optimizer, folder, config.seed)
+        held_sums = self.placement.held_sums if on_host else None
+        return Stepper(runner, states, Objective(runner, config.loss), config, held_sums)
+
+    @contextmanager
+    def _open_store(self) -> Iterator[ResumeStore]:
+        """Give the run's store, or one that goes with the stage."""
+        if self.store is not None:
+            yield self.store
+            return
+        with tempfile.TemporaryDirectory(prefix="struprune-recovery-") as folder:
+            store = ResumeStore(Path(folder))
+            store.open({})
+            yield store
+
+    def _open_folder(self, stack: ExitStack) -> Path | None:
+        """Return a folder of our own for files of states, which goes with the stage; None without one."""
+        parent = self.config.optimizer.state_folder
+        if parent is None:
+            return None
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="struprune-states-", dir=parent)))
+
+    def _load_teacher(
+        self, model: PreTrainedModel, context: DeviceContext, device: torch.device
+    ) -> LayerwiseTeacher | None:
+        if self.teacher is None:
+            return None
+        dense = AutoModelForCausalLM.from_pretrained(self.teacher, dtype=model.dtype).eval().requires_grad_(False)
+        if dense.num_parameters() <= model.num_parameters():
+            logger.warning(
+                f"loss.teacher: {self.teacher!r} is no larger than the model it teaches ({dense.num_parameters():,} parameters). "
+                "Name the dense checkpoint there."
+            )
+        return LayerwiseTeacher(self._make_runner(dense, context, device), self.texts.micro_size)
+
+    def _describe(self, run: RecoveryRun, teacher: LayerwiseTeacher | None) -> dict[str, Any]:
+        """Return what the manifest tells; adapters have been merged, and rounded to the model's dtype."""
+        curve = run.curve
+        told: dict[str, Any] = {
+            "trained_parameters": sum(value.numel() for value in run.parameters.values()),
+            "samples": {"trained": len(self.texts.train), "held_out": len(self.texts.holdout)},
+            "teacher": teacher and {"name": self.teacher, **teacher.describe()},
+            "steps": len(curve.loss),
+            "tokens_seen": curve.tokens_seen[-1],
+            "best_step": curve.best_step,
+            "holdout": curve.holdout,
+            "train": {n: getattr(curve, n) for n in ("loss", "learning_rate", "tokens_seen", "seconds")},
+        }
+        if self.config.adapters:
+            merged = run.measure_holdout() or None
+            told |= {"linears": len(self.linears), "versions": {"peft": version("peft")}, "merged": merged}
+        return told
+
+
+def _log(curve: RunCurve, seconds: float) -> None:
+    losses = [row["loss"] for row in curve.holdout if "loss" in row]
+    held = f", held-out {losses[0]:.4f} -> {min(losses):.4f}" if losses else ""
+    loss = f"{curve.loss[0]:.4f} -> {curve.loss[-1]:.4f}"
+    logger.info(f"Recovery: {len(curve.loss)} steps, loss {loss}{held}, {seconds:.1f} s")
+
+
+def _own(parameters: Iterable[nn.Parameter]) -> None:
+    """Give every process weights of its own: the host lets processes share them, and each would move them, or merge into them."""
+    for parameter in parameters if count_ranks() > 1 else ():
+        parameter.data = parameter.data.clone()

@@ -1,0 +1,1 @@
+"""Model card, tables, HTML report and pictures, from the manifest."""

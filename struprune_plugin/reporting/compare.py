@@ -1,0 +1,123 @@
+"""Outputs side by side: where they differ in kept units, size, time and quality. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from struprune_plugin.reporting.tables import Table, measure_weight_bytes
+from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.manifest import Manifest, read_manifest
+
+
+def compare_outputs(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return what several outputs are, and how the first one's kept units differ from each other one's, as JSON has it.
+
+    :raises ValueError: no manifest in one of them, or one that is named twice
+    """
+    names = [str(folder) for folder in folders]
+    if len(set(names)) < len(names):
+        raise ValueError(f"compare: must be given outputs once each, got {names}. Drop the repeated one.")
+    manifests = {name: read_manifest(name) for name in names}
+    return {
+        "outputs": {name: _summarize(Path(name), manifest) for name, manifest in manifests.items()},
+        "modules": _compare_units(manifests),
+        "settings": _compare_settings(manifests),
+        "same_dense_model": len({manifest.model.weights_sha256 for manifest in manifests.values()}) == 1,
+    }
+
+
+def _summarize(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    evaluation = manifest.evaluation
+    results = {f"perplexity, {entry.text}, windows of {entry.window}": entry.value for entry in evaluation.perplexity}
+    results |= {f"{score.task}, {score.metric}": score.value for score in evaluation.tasks}
+    return {
+        "base": manifest.model.base,
+        "parameters": manifest.model.parameters_after,
+        "bytes": measure_weight_bytes(folder if folder.is_dir() else folder.parent),
+        "removed": manifest.budget.met_sparsity,
+        "allocation": manifest.allocation.method,
+        "error": sum(group.error_after for group in manifest.groups) / max(len(manifest.groups), 1),
+        "seconds": next((stage.seconds for stage in manifest.stages if stage.name == "whole pass"), None),
+        "results": results,
+    }
+
+
+def _compare_units(manifests: Mapping[str, Manifest]) -> dict[str, dict[str, Any]]:
+    """Return by module what each output keeps, and the share of the first one's units that each other one keeps, too."""
+    groups = {name: {group.name: group for group in m.groups} for name, m in manifests.items()}
+    found = {}
+    for module in dict.fromkeys(module for part in groups.values() for module in part):
+        held = {name: part.get(module) for name, part in groups.items()}
+        first, alike = next(iter(held.values())), {}
+        for name, group in held.items():
+            if group and first and group.kind == first.kind:
+                mine, theirs = set(first.keep), set(group.keep)
+                alike[name] = len(mine & theirs) / len(mine | theirs)
+        found[module] = {"kept": {name: group and group.kept for name, group in held.items()}, "alike": alike}
+    return found
+
+
+def _compare_settings(manifests: Mapping[str, Manifest]) -> dict[str, dict[str, Any]]:
+    """Return the fields of the recipe that are not the same in all."""
+    settings = {name: dict(_flatten(manifest.settings)) for name, manifest in manifests.items()}
+    fields = dict.fromkeys(field for part in settings.values() for field in part)
+    told = {field: {name: part.get(field) for name, part in settings.items()} for field in fields}
+    return {field: values for field, values in told.items() if any(a != b for a, b in pairwise(values.values()))}
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Give (place, value) of every field, those of methods behind a dot."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def format_comparison(found: Mapping[str, Any], every: bool = False) -> list[Any]:
+    """Return what differs, as tables and lines.
+
+    :param every: modules that are alike, too
+    """
+    outputs = found["outputs"]
+    rows = [
+        ["parameters", *(f"{output['parameters']:,}" for output in outputs.values())],
+        ["weights on disk", *(format_bytes(output["bytes"]) for output in outputs.values())],
+        ["decoder removed", *(f"{output['removed']:.2%}" for output in outputs.values())],
+        ["allocation", *(output["allocation"] for output in outputs.values())],
+        ["mean error, re-solved", *(f"{output['error']:.4f}" for output in outputs.values())],
+        ["pruning took", *(_format(output["seconds"], "{:.1f} s") for output in outputs.values())],
+    ]
+    for measure in dict.fromkeys(measure for output in outputs.values() for measure in output["results"]):
+        rows.append([measure, *(_format(output["results"].get(measure), "{:.4g}") for output in outputs.values())])
+    rows += [[field, *(_shorten(values[name]) for name in outputs)] for field, values in found["settings"].items()]
+    parts: list[Any] = [Table(["", *outputs], rows)]
+    modules = [
+        [module, *(_describe_kept(told, name, first=not index) for index, name in enumerate(outputs))]
+        for module, told in found["modules"].items()
+        if every or any(share < 1 for share in told["alike"].values()) or len(told["alike"]) < len(outputs)
+    ]
+    if modules:
+        parts.append(Table(["kept units (shared with the first)", *outputs], modules))
+    if left_out := len(found["modules"]) - len(modules):
+        parts.append(f"{left_out} module{'s' if left_out > 1 else ''} the same in all")
+    if not found["same_dense_model"]:
+        parts.append("These were made from different dense models: kept units do not compare.")
+    return parts
+
+
+def _describe_kept(told: Mapping[str, Any], name: str, first: bool) -> str:
+    shared = "" if first or name not in told["alike"] else f" ({told['alike'][name]:.0%})"
+    return "" if told["kept"][name] is None else f"{told['kept'][name]}{shared}"
+
+
+def _format(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _shorten(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:23]}…"

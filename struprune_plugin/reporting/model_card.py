@@ -1,0 +1,143 @@
+"""The model card of an output folder: README.md with the Hub's metadata, and what was measured of the model."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from loguru import logger
+
+from struprune_plugin.reporting.results import list_result_rows
+from struprune_plugin.reporting.tables import Table, list_facts, read_saved_config
+from struprune_plugin.reporting.templates import fill_template
+from struprune_plugin.storage.checkpoint import find_checkpoint
+from struprune_plugin.storage.listing import list_entries, write_listing
+from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from struprune_plugin.storage.records import EvaluationRecord
+
+CARD_NAME = "README.md"
+_CARRIED = ("license", "license_name", "license_link", "language")  # of the dense model's card
+_LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")
+_TAGS = ["struprune", "structured-pruning", "llm-compressor"]
+
+
+def write_card(folder: Path, base: str = "") -> None:
+    """Write the card of an output folder, and carry the dense model's licence over.
+
+    :param base: folder or hub name of the dense model; the manifest's where there is one
+    """
+    manifest = read_manifest(folder) if (folder / MANIFEST_NAME).is_file() else None
+    base = manifest.model.base if manifest else base
+    source = find_checkpoint(base) if base else None
+    carried, config = _read_card(source), read_saved_config(folder)
+    if source is not None:
+        _carry_legal(source, folder)
+    name, hub_name = Path(base).name or "a model", find_hub_name(base, source)
+    evaluation = manifest.evaluation if manifest else EvaluationRecord()
+    data = ModelCardData(
+        base_model=hub_name,
+        base_model_relation="quantized" if "quantization_config" in config else "finetune" if hub_name else None,
+        tags=_TAGS,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=f"{name}-pruned",
+        eval_results=_list_results(evaluation) or None,
+        **{key: carried[key] for key in _CARRIED if key in carried},
+    )
+    rows = list_result_rows(evaluation)
+    text = fill_template(
+        "model_card.md",
+        data=data.to_yaml(),
+        name=name,
+        hub_name=hub_name,
+        facts=list_facts(manifest, folder) if manifest else [],
+        results=str(Table(["", "dense", "pruned"], rows)) if rows else "",
+        own_code="auto_map" in config,
+        versions=", ".join(f"{name} {value}" for name, value in (manifest.versions if manifest else {}).items()),
+    )
+    ModelCard(text)  # raises on what the Hub could not read
+    (folder / CARD_NAME).write_text(text, encoding="utf-8")
+
+
+def try_write_card(folder: Path, base: str = "") -> None:
+    """Write the card; where that fails, say so: no run is lost for its card."""
+    try:
+        write_card(folder, base)
+    except Exception as error:
+        logger.warning(f"{folder.name}: no model card is written: {' '.join(str(error).split())}")
+
+
+def keep_results(folder: Path, found: EvaluationRecord) -> str:
+    """Add results to an output's manifest and card; the same measurement takes the place of an earlier one.
+
+    :return: why they were not kept; empty where they were
+    """
+    entries = {entry.name: entry.state for entry in list_entries(folder, whole=False)}
+    if any(state in ("changed", "missing") for name, state in entries.items() if name != CARD_NAME):
+        return f"{folder} is damaged (struprune verify {folder})"
+    manifest, held = read_manifest(folder), {}
+    for kind, keys in (("perplexity", ("text", "sha256", "window", "stride")), ("tasks", ("task", "metric", "limit"))):
+        results = (*getattr(manifest.evaluation, kind), *getattr(found, kind))
+        held[kind] = list({tuple(getattr(entry, key) for key in keys): entry for entry in results}.values())
+    try:
+        write_manifest(manifest.model_copy(update={"evaluation": EvaluationRecord(**held)}), folder)
+        written = [MANIFEST_NAME]
+        if entries.get(CARD_NAME, "missing") in ("as written", "missing"):  # one that somebody has edited stays
+            try_write_card(folder)
+            written += [CARD_NAME] * (folder / CARD_NAME).is_file()
+        write_listing(folder, written)
+    except OSError as error:
+        return f"{folder} cannot be written: {error}"
+    return ""
+
+
+def find_hub_name(base: str, folder: Path | None) -> str | None:
+    """Return the Hub's name of a model; None for a folder of one's own, which nobody else could find."""
+    if not Path(base).is_dir():
+        return base if _HUB_NAME.fullmatch(base) else None
+    for part in () if folder is None else folder.resolve().parts:
+        if found := _CACHED.fullmatch(part):
+            return f"{found[1]}/{found[2]}"
+    return None
+
+
+def _read_card(folder: Path | None) -> dict[str, Any]:
+    """Return the metadata of a model's own card; nothing where it has none that can be read."""
+    if folder is None or not (folder / CARD_NAME).is_file():
+        return {}
+    try:
+        return ModelCard.load(folder / CARD_NAME, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # whatever its many readers met: a card that is broken has no say
+        return {}
+
+
+def _carry_legal(source: Path, folder: Path) -> None:
+    for pattern in _LEGAL:
+        for file in source.glob(pattern):
+            if file.is_file() and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+
+
+def _list_results(evaluation: EvaluationRecord) -> list[EvalResult]:
+    """Return what was measured as the Hub's model index has it."""
+    measured = [
+        (entry.text, "perplexity", f"perplexity (windows of {entry.window} tokens)", entry.value)
+        for entry in evaluation.perplexity
+    ]
+    measured += [(score.task, score.metric, score.metric, score.value) for score in evaluation.tasks]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=re.sub(r"\W+", "-", dataset),
+            dataset_name=dataset,
+            metric_type=metric,
+            metric_name=label,
+            metric_value=value,
+        )
+        for dataset, metric, label, value in measured
+    ]

@@ -1,0 +1,55 @@
+"""What was measured of an output: as its manifest keeps it, and as its card and its report show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from struprune_plugin.storage.files import digest_whole_file
+from struprune_plugin.storage.records import EvaluationRecord, PerplexityRecord, TaskRecord
+
+
+def list_results(score: Mapping[str, Any], dense: Mapping[str, Any], settings: Mapping[str, Any]) -> EvaluationRecord:
+    """Return what one model scored, beside what the dense one did in the same command, as the manifest has it.
+
+    :param score: by the names of ``struprune eval``'s columns
+    :param dense: the same of the dense model; empty where it was not scored
+    :param settings: of the command
+    """
+    perplexity, tasks = [], []
+    if "perplexity" in score:
+        told: dict[str, Any] = {name: settings[name] for name in ("window", "stride", "max_tokens", "dtype")}
+        text = Path(settings["text"])
+        told |= {"text": text.name, "sha256": digest_whole_file(text), "tokens": score["tokens"]}
+        perplexity.append(PerplexityRecord(**told, value=score["perplexity"], dense=dense.get("perplexity")))
+    for column, value in score.items():
+        task, _, metric = column.partition(" ")
+        if f"{column}_stderr" in score or (metric and not metric.endswith(("_stderr", "sample_len", "name", "alias"))):
+            errors = _read_error(score, column), _read_error(dense, column)
+            tasks.append(TaskRecord(task, metric, settings["limit"], float(value), dense.get(column), *errors))
+    return EvaluationRecord(perplexity, tasks)
+
+
+def _read_error(score: Mapping[str, Any], column: str) -> float | None:
+    error = score.get(f"{column}_stderr")
+    return float(error) if isinstance(error, int | float) and error == error else None
+
+
+def list_result_rows(evaluation: EvaluationRecord) -> list[list[str]]:
+    """Return (what, dense, pruned) of everything that was measured; standard errors where they are known."""
+    rows = []
+    for entry in evaluation.perplexity:
+        told = [f"{value:.2f}" if value is not None else "" for value in (entry.dense, entry.value)]
+        rows.append([f"perplexity, {entry.text}, windows of {entry.window}", *told])
+    for score in evaluation.tasks:
+        limited = f", {score.limit} examples" if score.limit else ""
+        cells = [_format_score(score.dense, score.dense_stderr), _format_score(score.value, score.stderr)]
+        rows.append([f"{score.task}, {score.metric}{limited}", *cells])
+    return rows
+
+
+def _format_score(value: float | None, error: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if error is None else f"{value:.3f} ± {error:.3f}"

@@ -1,0 +1,179 @@
+"""Tables for people, and what they say of an output: its sizes, its layers, how it was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.manifest import Manifest
+from struprune_plugin.storage.records import GroupRecord, RoundingRecord
+
+_BAR = 20
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a header, the first column to the left, the others to the right; a row stays a line on narrow terminals."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def __str__(self) -> str:
+        cells = [list(map(str, row)) for row in (self.header, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        cells.insert(1, ["─" * width for width in widths])
+        aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
+        return "\n".join("  ".join(row).rstrip() for row in aligned)
+
+    def __rich__(self) -> Text:
+        header, rest = str(self).split("\n", 1)
+        return Text.assemble((header, "bold"), f"\n{rest}")
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return rows under a header as text, a line each."""
+    return str(Table(header, rows))
+
+
+def format_facts(facts: Sequence[tuple[str, str]]) -> str:
+    """Return a line per (name, text), the texts below each other."""
+    width = max((len(name) for name, _ in facts), default=0)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in facts)
+
+
+def measure_weight_bytes(folder: str | Path) -> int:
+    """Return the bytes of a folder's weight files; 0 where it is none.
+
+    A checkpoint that holds its weights in several forms counts once, in the form that is loaded.
+    """
+    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.gguf"):
+        files = list(Path(folder).glob(pattern))
+        if files:
+            return sum(file.stat().st_size for file in files)
+    return 0
+
+
+def read_saved_config(folder: str | Path) -> dict[str, Any]:
+    """Return what a folder's config.json holds; nothing where it holds none."""
+    try:
+        return dict(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, int] | None:
+    """Return the bytes that keys and values of one token take, in the dense model and in the pruned one.
+
+    :return: None where the folder's configuration does not tell
+    """
+    try:
+        config = read_saved_config(folder)
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        width = config.get("value_head_dim") or config.get("head_dim")
+        width = width or config["hidden_size"] // config["num_attention_heads"]
+        own = {int(index): sizes for index, sizes in (config.get("per_layer_config") or {}).items()}
+        left = {(group.layer, group.kind): group.kept / group.num_units for group in manifest.groups}
+        dense = pruned = 0
+        for layer in range(config["num_hidden_layers"]):
+            sizes = own.get(layer, {})
+            count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", heads))
+            values = sizes.get("value_head_dim", width)
+            pruned += count * (width + values)
+            dense += round(count / left.get((layer, "head"), 1)) * (
+                width + round(values / left.get((layer, "value_channels"), 1))
+            )
+        item = _ITEM_BYTES[config["dtype"]]
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+        return None
+    return dense * item, pruned * item
+
+
+def describe_units(group: GroupRecord) -> tuple[str, str]:
+    """Return how many units of a module are kept, and what they are."""
+    blocks = group.num_blocks
+    words = {"ffn": "FFN channels", "head": "heads", "value_channels": f"value channels × {blocks} heads"}
+    return f"{group.kept // blocks} / {group.num_units // blocks}", words.get(group.kind, group.kind)
+
+
+def describe_rounding(rounding: RoundingRecord) -> str:
+    """Return what kept widths were rounded to, and who asked for it."""
+    return f"{rounding.kind} in multiples of {rounding.width_multiple} ({', '.join(rounding.because)})"
+
+
+def summarize_layers(manifest: Manifest) -> Table:
+    """Return one row per pruned module: kept of present, a bar of what is left, reconstruction error before and after."""
+    rows = []
+    for group in manifest.groups:
+        filled = round(_BAR * group.kept / group.num_units)
+        left = ["█" * filled + "·" * (_BAR - filled), f"{group.sparsity:.1%}"]
+        errors = [f"{group.error_before:.4f}", f"{group.error_after:.4f}"]
+        rows.append([group.name, *describe_units(group), *left, *errors])
+    return Table(["module", "kept", "unit", "left", "sparsity", "error deleted", "re-solved"], rows)
+
+
+def list_facts(manifest: Manifest, folder: str | Path | None = None) -> list[tuple[str, str]]:
+    """Return (what, how much) of a pruned folder, as its summary, its card and its report tell it."""
+    budget, model, calibration = manifest.budget, manifest.model, manifest.calibration
+    before, after, allocation = model.parameters_before, model.parameters_after, manifest.allocation
+    removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
+    temperature = "" if allocation.temperature is None else f", T = {allocation.temperature:g}"
+    facts = [
+        ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
+        ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}, asked {budget.asked_sparsity:.3%})"),
+        ("allocation", allocation.method + temperature),
+        ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
+    ]
+    if folder is not None:
+        facts.insert(1, ("weights on disk", format_bytes(measure_weight_bytes(folder))))
+    return facts
+
+
+def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:
+    """Return (stage, seconds, peak of memory) of a run."""
+    return [
+        (entry.name, f"{entry.seconds:.2f} s", format_bytes(entry.peak_bytes) if entry.peak_bytes else "")
+        for entry in manifest.stages
+    ]
+
+
+def summarize_manifest(manifest: Manifest, folder: str | Path | None = None) -> str:
+    """Return what a pruned folder is: its model, budget, allocation and stages."""
+    settings = manifest.settings
+    chosen = [settings.get(name) for name in ("importance", "weight_update")]
+    methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
+    units = f"attention {settings.get('attention_unit')}, ffn {'channels' if settings.get('prune_ffn') else 'none'}"
+    facts = [
+        ("pruned from", manifest.model.base),
+        *list_facts(manifest, folder),
+        ("units", units),
+        ("method", f"{methods}, reconstruct {settings.get('reconstruct')}"),
+    ]
+    facts += [
+        ("widths", f"{describe_rounding(entry)}, {len(entry.modules)} modules") for entry in manifest.budget.rounding
+    ]
+    facts += [
+        (f"stage: {name}", f"{took}, peak {peak}" if peak else took) for name, took, peak in list_stages(manifest)
+    ]
+    if recovery := manifest.recovery:
+        adapters, weights = (recovery.settings.get(name) for name in ("adapters", "weights"))
+        lora = f"LoRA rank {adapters.get('rank')}" if isinstance(adapters, dict) else ""
+        how = lora or str(weights or "all").replace("_", " ")
+        told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.2f} s"
+        facts.append(("recovery", f"{how}, {told}"))
+    if folder is not None:
+        if cache := measure_cache_bytes(folder, manifest):
+            told = f"{cache[0]:,} → {cache[1]:,} bytes per token ({cache[1] / cache[0] - 1:+.1%})"
+            facts.append(("cache of keys and values", told))
+        if {"quantization_config", "layout"} <= read_saved_config(
+            folder
+        ).keys():  # its layers have inputs of odd widths
+            why = "not with its kernels for CPUs, which take quantised models in stock classes alone: output: uniform"
+            facts.append(("vLLM", why))
+    return format_facts(facts)

@@ -1,0 +1,26 @@
+"""The templates beside this file, filled in."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+
+@cache
+def _open_environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=lambda name: name is not None and ".html" in name,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def fill_template(name: str, /, **values: Any) -> str:
+    """Return a template's text; whatever goes into HTML is escaped, but for :class:`markupsafe.Markup`."""
+    return _open_environment().get_template(f"{name}.jinja").render(**values)

@@ -1,0 +1,218 @@
+"""One object that says where the tensors of a run live, how long its stages take and what the device holds meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import psutil
+import torch
+from compressed_tensors.offload import disable_offloading
+from torch import Tensor, nn
+
+from struprune_plugin.runtime.offload_plan import WHOLE, OffloadPlan
+from struprune_plugin.runtime.residence import WeightsAhead, keep_on_host, release_weights
+
+_UNPINNED = 0.25  # of the host's memory stays free when copies are pinned
+
+
+@dataclass
+class StageRecord:
+    """What one stage of a run took, all its spans together.
+
+    :param seconds: of wall time
+    :param peak_bytes: most bytes that the device held; None where nothing counts them
+    """
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+
+
+class DevicePeaks:
+    """The most bytes that the accelerator's allocator held, over any span."""
+
+    measure = "accelerator bytes allocated"
+
+    def __init__(self) -> None:
+        self._before = 0  # peak since the enclosing span began, up to the last reset of the counters
+
+    def _read(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def _reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def watch(self) -> Iterator[list[int]]:
+        """Give a list that holds the peak once the block is over; blocks may be nested."""
+        outer, self._before = max(self._before, self._read()), 0
+        self._reset()
+        peak: list[int] = []
+        try:
+            yield peak
+        finally:
+            peak.append(max(self._before, self._read()))
+            self._before = max(outer, peak[0])
+
+
+class DeviceContext:
+    """Where a run's tensors live: moves between the device and the host, stages and what they took.
+
+    :ivar placement: what goes to the host, and in what pieces
+    :ivar stages: by name, in the order of their first spans
+    """
+
+    def __init__(self, placement: OffloadPlan = WHOLE):
+        self.placement = placement
+        self.stages: dict[str, StageRecord] = {}
+        self._ahead = WeightsAhead()
+        self._peaks = DevicePeaks() if torch.cuda.is_available() else None
+
+    @classmethod
+    @contextmanager
+    def open(cls, placement: OffloadPlan = WHOLE) -> Iterator[DeviceContext]:
+        """Give the context of a run, which ends with the block."""
+        yield cls(placement)
+
+    def replace(self, placement: OffloadPlan) -> DeviceContext:
+        """Return the context of a pass inside this one's: the same device, stages of its own."""
+        inner = copy.copy(self)
+        inner.placement, inner.stages = placement, {}
+        return inner
+
+    @property
+    def measure(self) -> str:
+        """What ``peak_bytes`` counts."""
+        return self._peaks.measure if self._peaks else "not measured: no accelerator"
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the host, without its graph."""
+        return tensor.detach().cpu()
+
+    def park(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the host, without its graph, where only :meth:`to_device` and whoever is past the stage read it.
+
+        On a card the copy is made in the order of the card's work, and nothing waits for it: a stage ends with all copies made.
+        It lies in pinned memory, as long as enough of the host's is left: copies are several times faster then.
+        """
+        if not tensor.is_cuda or not _may_pin(tensor.nbytes):
+            return self.to_host(tensor)
+        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return held.copy_(tensor.detach(), non_blocking=True)
+
+    def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor on the execution device."""
+        return tensor.to(device, dtype, non_blocking=device.type == "cuda" and tensor.is_pinned())
+
+    @contextmanager
+    def on_host(self, active: bool = True) -> Iterator[torch.device]:
+        """Give the device on which what the block makes lies: the host's; a block with False inside is as any other again."""
+        yield torch.device("cpu")
+
+    @contextmanager
+    def wait_on_host(self) -> Iterator[None]:
+        """Let what a backward pass needs wait on the host, where weights leave the device after every call."""
+        if not self.placement.release_weights:
+            yield
+            return
+
+        def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
+            return self.to_host(tensor), tensor.device
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: self.to_device(*held)):
+            yield
+
+    def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> AbstractContextManager[None]:
+        """Look input embeddings up where their weights are, and let the output ones be applied there."""
+        return keep_on_host(embeddings, head, self.to_device)
+
+    # -- layers ---------------------------------------------------------------------------------------------------
+
+    def fetch_ahead(self, layer: nn.Module | None) -> None:
+        """Begin to fetch the weights of the layer that comes next, where the placement has room for them."""
+        if layer is not None and self.placement.fetch_ahead:
+            self._ahead.fetch(layer)
+
+    def take_ahead(self, layer: nn.Module) -> None:
+        """Let a layer that runs now have the weights that were fetched for it."""
+        self._ahead.take(layer)
+
+    def drop_ahead(self) -> None:
+        """Let go of fetched weights that no layer took."""
+        self._ahead.drop()
+
+    @contextmanager
+    def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
+        """Keep a layer's weights on the device while the block lasts, and fetch those of the one that follows."""
+        with disable_offloading():
+            self.take_ahead(layer)
+            self.fetch_ahead(following)
+            yield
+
+    # -- solves ---------------------------------------------------------------------------------------------------
+
+    def solving(self) -> AbstractContextManager[object]:
+        """Give the block in which systems are solved: the host's, or the device's."""
+        return self.on_host() if self.placement.solve_on_host else nullcontext()
+
+    @property
+    def fetch(self) -> Callable[[Tensor], Tensor] | None:
+        """What brings a tensor to the host, where systems are solved there; None where they are solved on the device."""
+        return self.to_host if self.placement.solve_on_host else None
+
+    def place(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor of the host's where the system is solved."""
+        return tensor if self.placement.solve_on_host else self.to_device(tensor, like.device)
+
+    def release(self, module: nn.Module) -> None:
+        """Take a module's weights off the device where the budget asks for that."""
+        if self.placement.release_weights:
+            release_weights(module)
+
+    # -- stages ---------------------------------------------------------------------------------------------------
+
+    def watch(self) -> AbstractContextManager[list[int]]:
+        """Give a list that holds the most bytes on the device once the block is over; empty where nothing counts them."""
+        return self._peaks.watch() if self._peaks else nullcontext([])
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds and the peak memory of what runs inside to a stage."""
+        start = time.perf_counter()
+        record = self.stages.setdefault(name, StageRecord())
+        with self.watch() as peaks:
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        record.seconds += time.perf_counter() - start
+        record.peak_bytes = max(*peaks, record.peak_bytes or 0) if peaks else None
+
+
+context_type = DeviceContext  # the context of every run; eval.account puts one here that counts on a CPU
+
+
+def open_device_context(placement: OffloadPlan = WHOLE) -> AbstractContextManager[DeviceContext]:
+    """Give the context of a run, which ends with the block."""
+    return context_type.open(placement)
+
+
+def _may_pin(size: int) -> bool:
+    """Tell whether the host has memory to pin; the system can move none of that to the disk."""
+    memory = psutil.virtual_memory()
+    return memory.available - size > _UNPINNED * memory.total
+
+
+def find_free_bytes() -> int | None:
+    """Return what the accelerator has free, less a tenth for what is not counted; None without one.
+
+    What the allocator keeps for later, from an earlier pass say, is free too.
+    """
+    if not torch.cuda.is_available():
+        return None
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return round(0.9 * (torch.cuda.mem_get_info()[0] + kept))

@@ -1,0 +1,183 @@
+"""What fits the device under ``memory_budget``: estimated from shapes, before work starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from struprune_plugin.linalg.second_moments import count_sums
+
+MAX_LOGITS = 1 << 24  # held at once; with their gradients a third of a gigabyte
+_MIN_ROWS = 64  # of a tile, and tokens of a chunk
+_MAX_TOKENS = 4096  # of a chunk, under a budget
+_LOGIT_COPIES = 5  # float32
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Where a run's parts live, and in what pieces they are made; all on the device and whole unless a budget forbids.
+
+    :param gather_on_host: moments are kept on the host and grow by tiles made on the device
+    :param hold_on_host: those of sequences held out are
+    :param solve_on_host: ranking, swaps and solves run on the host
+    :param release_weights: a linear's weights leave the device after every call, not with the layer; what a backward
+        pass needs waits on the host
+    :param embed_on_host: input and output embeddings are applied on the host
+    :param fetch_ahead: the next layer's weights come to the device while a layer is worked on
+    :param rows: of a tile of moments
+    :param tokens: widened to float32 at once
+    :param logits: held at once
+    """
+
+    gather_on_host: bool = False
+    hold_on_host: bool = False
+    solve_on_host: bool = False
+    release_weights: bool = False
+    embed_on_host: bool = False
+    fetch_ahead: bool = False
+    rows: int = 1 << 20
+    tokens: int = 1 << 20
+    logits: int = MAX_LOGITS
+
+
+WHOLE = OffloadPlan(fetch_ahead=True)
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """The sizes of one consuming linear.
+
+    :param inputs: n
+    :param outputs: d
+    :param copies: float64 Gram matrices that its solves hold
+    """
+
+    inputs: int
+    outputs: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes and widths that the estimate needs.
+
+    :param layer: bytes of the largest decoder layer
+    :param largest: of the largest module that holds its own weights: a linear, or all experts
+    :param embeddings: of the input embeddings, positions too
+    :param head: of the output embeddings
+    :param layers: the consuming linears of every decoder layer that loses units; alike layers once
+    :param tokens: of a micro-batch
+    :param activations: bytes of the forward pass of the layer that takes most
+    """
+
+    layer: int
+    largest: int
+    embeddings: int
+    head: int
+    layers: tuple[tuple[Consumer, ...], ...]
+    tokens: int
+    activations: int
+
+    @property
+    def consumers(self) -> list[Consumer]:
+        """All consuming linears."""
+        return [consumer for layer in self.layers for consumer in layer]
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a run asks for.
+
+    :param together: moments of all modules of a layer are gathered in one pass
+    :param hold_out: those of sequences held out, too
+    :param sensitivity: a backward pass and the logits
+    """
+
+    together: bool
+    hold_out: bool
+    sensitivity: bool
+
+
+def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True) -> OffloadPlan:
+    """Choose what goes to the host and how large pieces may be, the fastest that fits.
+
+    A second layer's weights come to the device only where nothing has to leave it for them.
+
+    :param strict: refuse a budget that even the smallest pieces exceed; take these otherwise
+    :raises ValueError: the least that is needed, and what would lower it
+    """
+    least = find_least_budget(sizes, demands)
+    if strict and least > budget:
+        remedy = " sensitivity: none," if demands.sensitivity else ""
+        raise ValueError(
+            f"memory_budget: must be at least {least:,} bytes ({least / sizes.layer:.2f} decoder layers) for "
+            f"{sizes.tokens} tokens a batch, got {budget:,} ({budget / sizes.layer:.2f}). Raise it, or choose{remedy} a "
+            "smaller batch_size or shorter sequences."
+        )
+    roomy = _place_under(budget - sizes.layer, sizes, demands)  # beside another layer's weights
+    whole = replace(WHOLE, rows=roomy.rows, tokens=roomy.tokens, logits=roomy.logits)
+    return whole if replace(roomy, fetch_ahead=True) == whole else _place_under(budget, sizes, demands)
+
+
+def _place_under(budget: int, sizes: Sizes, demands: Demands) -> OffloadPlan:
+    """Return the fastest placement that fits, no other layer's weights beside."""
+    row, sums = _measure_row(sizes), _measure_sums(sizes, demands.together)
+    free = budget - sizes.layer - sizes.activations
+    gather_on_host = sums + _MIN_ROWS * row > free
+    resident = 0 if gather_on_host else sums
+    hold_on_host = gather_on_host or 2 * sums + _MIN_ROWS * row > free
+    release = _measure_pieces(row) > free or (demands.sensitivity and _measure_backward(sizes) > budget)
+    embed_on_host = (
+        max(sizes.embeddings, sizes.head * demands.sensitivity) + sizes.activations + sizes.layer * (not release)
+        > budget
+    )
+    left = budget - (sizes.largest if release else sizes.layer) - sizes.activations - resident
+    pieces = max(_MIN_ROWS, left // (3 * row))  # tokens, a tile and its product
+    logits = (budget - sizes.head * (not embed_on_host) - sizes.activations) // (4 * _LOGIT_COPIES)
+    return OffloadPlan(
+        gather_on_host=gather_on_host,
+        hold_on_host=hold_on_host,
+        solve_on_host=sizes.layer + _measure_solve(sizes) > budget,
+        release_weights=release,
+        embed_on_host=embed_on_host,
+        rows=pieces,
+        tokens=min(pieces, _MAX_TOKENS),
+        logits=max(1, min(MAX_LOGITS, logits)),
+    )
+
+
+def find_least_budget(sizes: Sizes, demands: Demands) -> int:
+    """Return the bytes that even the smallest pieces need."""
+    least = sizes.largest + sizes.activations + _measure_pieces(_measure_row(sizes))
+    if demands.sensitivity:
+        least = max(least, sizes.largest + sizes.activations + _measure_fisher(sizes))
+    return least
+
+
+def _measure_row(sizes: Sizes) -> int:
+    """Return the bytes of a row of the widest Gram matrix, float32."""
+    return 4 * (max(consumer.inputs for consumer in sizes.consumers) + 1)
+
+
+def _measure_pieces(row: int) -> int:
+    """Return the bytes of the smallest pieces: widened tokens, a tile and its product."""
+    return 3 * _MIN_ROWS * row
+
+
+def _measure_sums(sizes: Sizes, together: bool) -> int:
+    """Return the bytes of float32 moments while they grow: of a whole layer, or of one consumer at a time."""
+    layers = sizes.layers if together else tuple((consumer,) for consumer in sizes.consumers)
+    return max(sum(4 * count_sums(c.inputs, c.outputs) for c in layer) for layer in layers)
+
+
+def _measure_solve(sizes: Sizes) -> int:
+    return max(8 * (c.inputs + 1) * (c.copies * (c.inputs + 1) + 4 * c.outputs) for c in sizes.consumers)
+
+
+def _measure_fisher(sizes: Sizes) -> int:
+    """Return the bytes of the gradients of one module's output, and of their products."""
+    return max(4 * c.outputs * (sizes.tokens + c.outputs) for c in sizes.consumers)
+
+
+def _measure_backward(sizes: Sizes) -> int:
+    sums = max(sum(8 * c.outputs**2 for c in layer) for layer in sizes.layers)
+    return sizes.layer + 3 * sizes.activations + _measure_fisher(sizes) + sums

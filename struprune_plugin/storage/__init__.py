@@ -1,0 +1,1 @@
+"""What lies on disk: manifest, output folder, digests, resume store, the source checkpoint."""

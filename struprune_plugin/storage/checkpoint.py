@@ -1,0 +1,217 @@
+"""A checkpoint as it lies on the disk: whole, and what its configuration asks for, told from the headers of its files.
+
+transformers fills what a checkpoint lacks with random numbers and goes on; so it is asked first, with tensors that have shapes
+and no values, what it would find missing. That takes the renamings, ties and exceptions of every architecture into account.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from struprune_plugin.model.structure.finder import find_structure_of
+from struprune_plugin.model.structure.tiny import find_auto_class, find_class
+from struprune_plugin.storage.files import read_header, shorten_error
+
+_FORMS = (
+    "model.safetensors",
+    "pytorch_model.bin",
+)  # in the order in which transformers looks for them, each before its index
+Header = dict[str, list[int]]  # tensor -> shape
+
+
+def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
+    """Return the configuration of a checkpoint; refuse, without reading weights, one that cannot be pruned.
+
+    :raises ValueError: nothing to load there; an unsupported architecture or form; quantised weights; a weight file that is cut off
+        or is none; a tensor that the configuration asks for and that is missing, or of another shape
+    """
+    config = read_config(model, revision, trust_remote_code)
+    if Path(model).is_dir() and not _list_files(Path(model)):
+        raise ValueError(f"model: {model!r} must hold weights (*.safetensors), got none. Use a complete checkpoint.")
+    if getattr(config, "quantization_config", None) is not None and not is_packed(config):
+        raise ValueError(
+            f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
+            "Prune the full-precision checkpoint and quantise afterwards."
+        )
+    kind = find_custom_class(model, config, revision)
+    check_whole(model, config, revision, kind)
+    find_structure_of(config, kind)
+    return config
+
+
+def is_packed(config: PretrainedConfig) -> bool:
+    """Tell whether weights are stored in a form of a few bits that transformers unpacks where asked to."""
+    stored = getattr(config, "quantization_config", None)
+    return isinstance(stored, dict) and stored.get("quant_method") in ("fp8", "mxfp4")
+
+
+def find_custom_class(model: str, config: PretrainedConfig, revision: str = "main") -> Any:
+    """Return the class that comes with a checkpoint whose configuration did so, too (``trust_remote_code``); None otherwise."""
+    named = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if named is None or not type(config).__module__.startswith("transformers_modules."):
+        return None
+    return get_class_from_dynamic_module(named, model, revision=revision)
+
+
+def read_config(model: str, revision: str = "main", trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read the configuration of a folder or of a name of the hub.
+
+    :raises ValueError: there is none that can be read
+    """
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
+    except Exception as error:  # a broken config.json raises whatever its many readers met
+        raise ValueError(
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
+        ) from None
+
+
+def check_whole(model: str, config: PretrainedConfig | None = None, revision: str = "main", kind: Any = None) -> None:
+    """Refuse a checkpoint that is not whole, from its configuration and the headers of its files; a quantised one from these.
+
+    :param kind: the model's class where it is none of transformers'
+    :raises ValueError: as the last two of :func:`check_checkpoint`
+    """
+    headers = read_headers(model, revision)
+    config = read_config(model, revision) if config is None else config
+    quantised = getattr(config, "quantization_config", None) is not None
+    if kind is None and type(config) in find_auto_class(config)._model_mapping:
+        kind, config = find_class(config)
+    if headers and not quantised and kind is not None:
+        _check_tensors(model, config, headers, kind)
+
+
+def find_checkpoint(model: str, revision: str = "main") -> Path | None:
+    """Return the folder that a checkpoint lies in: its own, or that of the hub's cache; None where nothing is there yet."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        found = cached_file(model, "config.json", revision=revision, local_files_only=True)
+    except (OSError, ValueError):  # not there; no name that the hub could have
+        return None
+    return Path(found).parent if found else None
+
+
+def read_headers(model: str, revision: str = "main") -> dict[Path, Header]:
+    """Read what the weight files that would be loaded hold; nothing where there are none, or none yet.
+
+    :raises ValueError: a file of a local folder is missing, cut off, or holds something else than tensors
+    """
+    folder = find_checkpoint(model, revision)
+    if folder is None:
+        return {}
+    files = _list_files(folder)
+    if not Path(model).is_dir() and not all(file.is_file() for file in files):
+        return {}  # the rest will be downloaded
+    return {file: (read_header if file.suffix == ".safetensors" else _read_pickled)(file) for file in files}
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Return the weight files that transformers loads from a folder."""
+    for name in _FORMS:
+        if (folder / name).is_file():
+            return [folder / name]
+        if (folder / f"{name}.index.json").is_file():
+            return _read_index(folder / f"{name}.index.json")
+    return []
+
+
+def _read_index(index: Path) -> list[Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({index.parent / name for name in names})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"model: {index} must be an index with a weight_map, got {error!r:.200}. Copy or download it again."
+        ) from None
+
+
+def _read_pickled(file: Path) -> Header:
+    """Read the shapes in a ``.bin`` file as transformers reads it: tensors are taken from it, anything else is refused unread."""
+    try:
+        tensors = torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
+        return {name: list(tensor.shape) for name, tensor in tensors.items()}
+    except Exception as error:  # whatever the compiled reader, or the reader of old files, met
+        size = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
+        raise ValueError(
+            f"model: {file} must be a whole file of tensors and nothing else, got {size}: {shorten_error(error)} Copy or download "
+            "it again, best as safetensors."
+        ) from None
+
+
+def _check_tensors(model: str, config: PretrainedConfig, headers: dict[Path, Header], kind: Any) -> None:
+    """Refuse files that lack what a configuration asks for, or hold it in another shape."""
+    count = sum(map(len, headers.values()))
+    for name in ("num_hidden_layers", "num_experts", "num_local_experts"):
+        asked = getattr(config, name, None)
+        if isinstance(asked, int) and asked > count:  # told without building as many
+            raise ValueError(
+                f"model: {model!r} must hold every tensor that its config asks for, got {count} tensors for {name}={asked}. Use a "
+                "complete checkpoint, or the config.json that belongs to it."
+            )
+    tensors = {name: torch.empty(shape, device="meta") for header in headers.values() for name, shape in header.items()}
+    try:
+        with _quiet_transformers(), torch.random.fork_rng(devices=[]):
+            _, info = kind.from_pretrained(
+                None,
+                config=copy.deepcopy(config),
+                state_dict=tensors,
+                device_map={"": "meta"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except NotImplementedError:  # a class that cannot be built without memory for its weights
+        return
+    except Exception as error:  # building a model from a config that makes no sense
+        raise ValueError(
+            f"model: {model!r} must fit its config, got: {shorten_error(error)} Use a complete checkpoint."
+        ) from None
+    check_loading(model, info, headers)
+
+
+def check_loading(model: str, info: dict[str, Any], headers: dict[Path, Header]) -> None:
+    """Refuse a checkpoint of which transformers says that it would fill a part with random numbers.
+
+    :param info: the ``output_loading_info`` of ``from_pretrained``
+    :param headers: of the checkpoint's files, to name the file
+    """
+    where = next(iter(headers)) if len(headers) == 1 else Path(model)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"model: {where} must hold every tensor that its config asks for, {missing[0]}{more} missing. Use a complete "
+            "checkpoint, or the config.json that belongs to it."
+        )
+    for name, stored, wanted in sorted(info["mismatched_keys"], key=lambda entry: entry[0]):
+        file = next((file for file, header in headers.items() if name in header), where)
+        raise ValueError(
+            f"model: {file}: {name} must have the shape {list(wanted)} that the config asks for, got {list(stored)}. Use the "
+            "config.json that belongs to it."
+        )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep the report of a trial from the screen."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,115 @@
+"""Files that are written whole or not at all, their digests and sizes. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+_MAX_HEADER = 1 << 28  # bytes; the format allows 100 MB
+_BLOCK, _NUM_BLOCKS = 1 << 16, 16  # of a large file, what its digest reads
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with replace_file(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replace_file(file: Path) -> Iterator[Path]:
+    """Give a file beside another, which takes its name once what the block wrote has reached the disk."""
+    partial = file.with_name(file.name + ".partial")
+    try:
+        yield partial
+        flush(partial)
+        partial.replace(file)
+        flush(file.parent)  # which holds the name
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Let a file's bytes, or the names that a folder holds, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():  # which some network disks cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_place(where: str, folder: Path) -> None:
+    """Refuse a folder that is none, cannot be made, or cannot be written.
+
+    :param where: for messages
+    """
+    place = next((path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)), folder)
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{where}: must be in a folder that can be written, got {place}, which is none. Choose another path."
+        )
+
+
+def digest_whole_file(path: Path) -> str:
+    """Return the SHA-256 of a file, as ``sha256sum`` has it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """Return a digest of a file's size and bytes; of a large one, of blocks spread over it, which no training leaves alone."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _BLOCK * _NUM_BLOCKS:
+            digest.update(file.read())
+        else:
+            for block in range(_NUM_BLOCKS):
+                file.seek((size - _BLOCK) * block // (_NUM_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def format_bytes(count: float) -> str:
+    """Return a size in decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def shorten_error(error: BaseException) -> str:
+    """Return the first line of what a reader of others has to say, with its kind where that is all there is to it."""
+    lines = str(error).strip().splitlines()
+    told = lines[0] if lines else ""
+    return told[:300] if isinstance(error, (OSError, ValueError)) and told else f"{type(error).__name__}: {told[:300]}"
+
+
+def read_header(file: Path) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a safetensors file, from its header.
+
+    :raises ValueError: cut off, longer than it says, or none
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: must be a whole safetensors file, got no file. Copy or download it again.")
+    size, problem = file.stat().st_size, "no header"
+    try:
+        with file.open("rb") as data:
+            length = int.from_bytes(data.read(8), "little")
+            if 2 <= length <= min(size - 8, _MAX_HEADER):
+                header = json.loads(data.read(length))
+                tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+                told = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+                if told == size:
+                    return {name: list(map(int, entry["shape"])) for name, entry in tensors.items()}
+                problem = f"{told} told by its header"
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        problem = f"{error!r:.100}"
+    raise ValueError(
+        f"{file}: must be a whole safetensors file, got {size} bytes, {problem}. Copy or download it again."
+    )

@@ -1,0 +1,182 @@
+"""The output folder: whole or absent, and in the place of nothing but an earlier output of ours.
+
+While a run lasts, its output grows in ``.<name>.partial-*`` beside the folder, see :mod:`~struprune_plugin.storage.leftovers`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from compressed_tensors.distributed import is_source_process
+from loguru import logger
+
+from struprune_plugin.runtime.distributed import do_once, wait_for_all
+from struprune_plugin.storage.files import check_place, flush, format_bytes
+from struprune_plugin.storage.leftovers import DONE, NEW, OLD, make_scratch, settle_leftovers, settle_scratch
+from struprune_plugin.storage.listing import list_foreign, write_listing
+
+_LONGER = 32  # bytes, of the name of a folder that is made beside the output
+
+
+# -- what may become the folder -----------------------------------------------------------------------------------
+
+
+def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = (), num_bytes: int = 0) -> None:
+    """Refuse an output path that cannot become the output folder, or whose content is not ours to replace.
+
+    :param inputs: files and folders that the run reads or writes besides; texts that may be names of the hub count where such a
+        file is there
+    :param num_bytes: what the output will take at least
+    :raises ValueError: a file or a mount point; the root, a home, the current folder or an input, or a folder that holds
+        one; a folder that holds something and may not be overwritten, or is no earlier output of ours, whole and
+        unchanged; a place where nothing can be written, or not enough
+    """
+    folder = folder.resolve()
+    replaces = folder.is_dir() and any(folder.iterdir())
+    _check_overlap(folder, replaces, inputs)
+    if _is_mount_point(folder):
+        raise ValueError(
+            f"output_dir: must not be a mount point, which cannot be replaced, got {folder}. Choose a folder inside it."
+        )
+    if replaces and not overwrite:
+        raise ValueError(
+            f"output_dir: must be empty or absent, {folder} is neither. Choose another, or pass overwrite."
+        )
+    if replaces:
+        _check_replaceable(folder)
+    _check_place(folder, num_bytes)
+
+
+def _check_overlap(folder: Path, replaces: bool, inputs: Sequence[str | os.PathLike]) -> None:
+    """Refuse a folder that is or holds what must stay, or that would be replaced inside an input."""
+    for what, path in (("current", Path.cwd()), ("home", Path(os.path.expanduser("~"))), ("root", Path(folder.anchor))):
+        if path.resolve().is_relative_to(folder):
+            raise ValueError(
+                f"output_dir: must not be or hold the {what} folder {path}, got {folder}, which would be replaced. "
+                "Choose another path."
+            )
+    for name in inputs:
+        path = Path(name).resolve()
+        inside = replaces and path.is_dir() and path in folder.parents
+        if (isinstance(name, Path) or os.path.lexists(name)) and (path.is_relative_to(folder) or inside):
+            raise ValueError(
+                f"output_dir: must not {'lie inside' if inside else 'be or hold'} an input of the run, got {folder} and the "
+                f"input {path}. Choose another path."
+            )
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace what is not, whole and unchanged, an earlier output of ours."""
+    try:
+        foreign = list_foreign(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"output_dir: must be an earlier output of StruPrune to be overwritten, {folder} is not: {error} "
+            "Choose another path, or remove the folder yourself."
+        ) from None
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        raise ValueError(
+            f"output_dir: must hold nothing but what StruPrune wrote to be overwritten, {folder} also holds "
+            f"{', '.join(foreign[:3])}{more}. Move that away, or choose another path."
+        )
+
+
+def _is_mount_point(folder: Path) -> bool:
+    """Tell whether a folder is one; of a folder mounted from the same disk only the kernel's list knows."""
+    if os.path.ismount(folder):
+        return True
+    mounts = Path("/proc/self/mountinfo")
+    lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if mounts.is_file() else []
+    points = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in lines)
+    return str(folder) in points
+
+
+def _check_place(folder: Path, num_bytes: int) -> None:
+    """Refuse a folder that cannot be made, or moved away, or whose disk has no room."""
+    for place in (folder, folder.parent):
+        check_place("output_dir", place)
+    parent = next(path for path in folder.parents if path.exists())
+    longest = os.pathconf(parent, "PC_NAME_MAX") - _LONGER if hasattr(os, "pathconf") else 255 - _LONGER
+    if len(os.fsencode(folder.name)) > longest:
+        raise ValueError(
+            f"output_dir: the folder's name must have at most {longest} bytes, so that one can be made beside it while the run "
+            f"lasts, got {len(os.fsencode(folder.name))}. Choose a shorter name."
+        )
+    if folder.is_dir() and parent.stat().st_mode & stat.S_ISVTX:  # as in /tmp: only the owner renames a folder
+        owners = {0, parent.stat().st_uid, folder.stat().st_uid}
+        if os.geteuid() not in owners:
+            raise ValueError(
+                f"output_dir: {folder} must be yours to be replaced, it is another user's. Choose another path."
+            )
+    free = shutil.disk_usage(parent).free
+    if free < num_bytes:
+        raise ValueError(
+            f"output_dir: {parent} must have room for at least {format_bytes(num_bytes)} of weights, got "
+            f"{format_bytes(free)} free. Make room, or choose another disk."
+        )
+
+
+# -- how it is written --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def write_folder(
+    folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = (), num_bytes: int = 0
+) -> Iterator[Path]:
+    """Give a folder to write into, which takes the place of ``folder`` when the block ends well, and vanishes otherwise.
+
+    What dead runs left there is put right first; of several processes the first does all of this.
+
+    :param inputs: as in :func:`check_output`, and so is ``num_bytes``
+    :raises ValueError: as :func:`check_output`
+    :raises OSError: the block ended well, and yet the folder cannot take its place: it is kept, the message says where
+    """
+
+    def prepare() -> None:
+        settle_leftovers(folder)
+        check_output(folder, overwrite, inputs, num_bytes)
+
+    do_once(prepare)
+    folder = folder.resolve()
+    made = [path for path in folder.parents if not path.exists()]
+    scratch = Path(do_once(lambda: str(make_scratch(folder))))
+    try:
+        yield scratch / NEW
+        wait_for_all()
+        do_once(lambda: _take_place(scratch, folder, overwrite, inputs))
+    finally:
+        if is_source_process():
+            for line in settle_scratch(scratch, folder):
+                logger.warning(line)
+            for parent in made:
+                with suppress(OSError):  # it holds something by now
+                    parent.rmdir()
+
+
+def _take_place(scratch: Path, folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike]) -> None:
+    """Move what was written to its place; what is there now is looked at again, for others may have been there meanwhile."""
+    done, old = scratch / DONE, scratch / OLD
+    (scratch / NEW).rename(done)  # from here on it is kept, whatever happens
+    try:
+        write_listing(done)
+        for path in (*done.rglob("*"), done):  # the folder that they replace is about to be removed
+            flush(path)
+        if folder.exists():
+            check_output(folder, overwrite, inputs)
+            if any(folder.iterdir()):
+                folder.rename(old)
+        done.rename(folder)
+        flush(folder.parent)
+    except (OSError, ValueError) as error:
+        told = " ".join(settle_scratch(scratch, folder))
+        failure = OSError(f"output_dir: {folder} must be free to take the output, it is not: {error} {told}")
+        failure.errno = getattr(error, "errno", None) or errno.EEXIST
+        raise failure from None

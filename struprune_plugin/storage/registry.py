@@ -1,0 +1,132 @@
+"""Settings: one frozen object per method, which is what a recipe says, what is passed down and what a manifest keeps."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Config(BaseModel):
+    """Settings of one method; a field that it does not have is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+C = TypeVar("C", bound=Config)
+T = TypeVar("T", bound=Config)
+
+
+class Registry(dict[str, type[C]]):
+    """The methods of one kind, by the names that recipes use.
+
+    A method is a subclass of the kind's base whose key field is a ``Literal`` of its name. A recipe gives the name alone, or a
+    mapping of the name and the method's own fields.
+
+    :param base: class of all methods
+    :param key: field that holds the name
+    """
+
+    def __init__(self, base: type[C], key: str = "method"):
+        super().__init__()
+        self.base, self.key = base, key
+
+    def register(self, method: type[T]) -> type[T]:
+        """Make a method known; use it as a decorator.
+
+        :raises ValueError: the name is taken
+        """
+        name = method.model_fields[self.key].default
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{method.__name__}: {self.key} must have its name as default: Literal['x'] = 'x', got {name!r}."
+            )
+        if name in self:
+            raise ValueError(f"{self.key}: {name!r} must be registered once, got {method!r} and {self[name]!r}.")
+        self[name] = method  # type: ignore[assignment]
+        return method
+
+    def parse(self, value: Any) -> C:
+        """Return the settings that a recipe's value stands for: a name, a mapping, or settings already.
+
+        :raises ValueError: an unknown name, a field that the method has not, a value that it does not take
+        """
+        if isinstance(value, self.base):
+            return value
+        given = {self.key: value} if isinstance(value, str) else value
+        if not isinstance(given, dict) or not isinstance(given.get(self.key), str):
+            raise ValueError(f"must be a name or a mapping with {self.key!r}, got {show_value(value)}. {self._list()}")
+        name = given[self.key]
+        if name not in self:
+            raise ValueError(f"must be a known {self.key}, got {name!r}. {suggest(name, self) or self._list()}")
+        method = self[name]
+        for field in given.keys() - method.model_fields.keys():
+            others = [other for other, cls in self.items() if field in cls.model_fields]
+            known = suggest(str(field), method.model_fields) or f"Its fields are {', '.join(method.model_fields)}."
+            remedy = f"Remove it, or take {' or '.join(others)}." if others else known
+            raise ValueError(
+                f"has no use for {show_name(field)} with {self.key}: {name}, got {show_value(given[field])}. {remedy}"
+            )
+        return method.model_validate(given)
+
+    def _list(self) -> str:
+        return f"Known are {', '.join(self)}."
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return a question about the nearest known name; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {near[0]}?" if near else ""
+
+
+def show_value(value: object) -> str:
+    """Return a value for a message of one line."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}…"
+
+
+def find_difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
+    """Return the place where two values of a recipe's field differ, and both there; methods differ as their names.
+
+    :param name: of the field
+    :param mine: as dumped
+    """
+    if not isinstance(mine, dict) or not isinstance(theirs, dict):
+        return name, mine, theirs
+    for key in ("rule", "method"):
+        if mine.get(key) != theirs.get(key):
+            return name, mine.get(key), theirs.get(key)
+    inner = next(key for key in (*mine, *theirs) if mine.get(key) != theirs.get(key))
+    return find_difference(f"{name}.{inner}", mine.get(inner), theirs.get(inner))
+
+
+def show_name(name: object) -> str:
+    """Return a name for a message of one line."""
+    return str(name) if str(name).isprintable() else repr(name)
+
+
+def describe_error(error: ValidationError, kinds: Mapping[str, type[BaseModel]]) -> str:
+    """Return what pydantic refused: place, contract, value, remedy.
+
+    :param kinds: classes by name, whose fields are suggested for unknown ones
+    """
+    problems = []
+    for e in error.errors():
+        loc = [part for part in e["loc"] if "[" not in str(part)]  # the others name pydantic's own types
+        place = ".".join(map(show_name, loc)) or error.title
+        if e["type"] == "value_error":
+            message = e["msg"].removeprefix("Value error, ")
+            problems.append(f"{place} {message}" if message.startswith(("must ", "has ")) else f"{place}: {message}")
+        elif e["type"] == "extra_forbidden":
+            kind = kinds.get(error.title) if len(loc) == 1 else None
+            holder = error.title if len(loc) == 1 else ".".join(map(show_name, loc[:-1]))
+            remedy = (kind and suggest(str(loc[0]), kind.model_fields)) or "Correct or remove it."
+            problems.append(f"{place} must be a field of {holder}, got an unknown one. {remedy}")
+        else:
+            wanted = re.sub(r"^(Input|Field) should", "must", e["msg"])
+            told = wanted if wanted != e["msg"] else f"must be valid ({e['msg']})"
+            problems.append(f"{place} {told}, got {show_value(e['input'])}")
+    return "; ".join(problems)

@@ -1,0 +1,167 @@
+"""What a run has finished, in a folder, so that a killed one goes on where it was.
+
+A part is one safetensors file whose metadata holds its record and the digest of all of it. It reaches the disk before it gets its
+name: a part that is cut off, or has another digest, is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from struprune_plugin.storage.files import check_place, replace_file
+
+_RUN = "struprune_run.json"
+_PACKAGE = Path(__file__).parents[1]
+
+
+class ResumeStore:
+    """The finished parts of one run.
+
+    :param folder: made where absent
+    :raises ValueError: a folder that holds something else
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+        self._is_open = False
+        check_place("checkpoint_dir", self.folder)
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / _RUN).is_file():
+            raise ValueError(
+                f"checkpoint_dir: must be empty, absent or the checkpoint of an earlier run, {self.folder} is none of these. "
+                "Choose another path."
+            )
+
+    def open(self, identity: Mapping[str, Any]) -> None:
+        """Begin, or go on with, the run that an identity describes.
+
+        :param identity: by topic (recipe, model, data, versions, code), JSON
+        :raises ValueError: the folder holds the parts of another run; the message says what differs
+        :raises OSError: the disk refuses
+        """
+        if self._is_open:
+            return
+        file, identity = self.folder / _RUN, json.loads(json.dumps(identity, default=str))
+        if file.is_file():
+            try:
+                before = json.loads(file.read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"checkpoint_dir: {file} must be as it was written, got {error!r}. Remove the folder and start afresh."
+                ) from None
+            changes = list(_list_changes(before, identity))
+            if changes:
+                raise ValueError(
+                    f"checkpoint_dir: {self.folder} must hold the checkpoint of this very run, got one with another "
+                    f"{'; '.join(changes[:3])}. Repeat that run, or choose another folder."
+                )
+            logger.info(f"{self.folder}: going on after {len(list(self.folder.glob('*.safetensors')))} finished parts")
+        else:
+            with self._tell_of_refusals("the description of the run"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with replace_file(file) as partial:
+                    partial.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+        self._is_open = True
+
+    def write(self, part: str, record: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Make a part durable.
+
+        :param record: JSON
+        :raises OSError: the disk refuses; parts before this one stay
+        """
+        with self._tell_of_refusals(part), replace_file(self.locate(part)) as partial:
+            held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            text = json.dumps(record)
+            save_file(held, partial, metadata={"record": text, "sha256": _digest(text, held)})
+
+    @contextmanager
+    def _tell_of_refusals(self, part: str) -> Iterator[None]:
+        """Say of whatever the disk refuses what it was."""
+        try:
+            yield
+        except Exception as error:  # safetensors has errors of its own for a full disk
+            failure = OSError(
+                f"checkpoint_dir: {part} must be written to {self.folder}, got: {error}. Make room; the same command then goes "
+                "on after the last finished part."
+            )
+            failure.errno = getattr(error, "errno", None) or 5
+            raise failure from None
+
+    def read(self, part: str) -> tuple[Any, dict[str, Tensor]] | None:
+        """Return the record and the tensors of a part, on the host; None where it is not there, or not whole."""
+        file = self.locate(part)
+        if not file.is_file():
+            return None
+        try:
+            with safe_open(file, "pt") as opened:
+                metadata, names = opened.metadata(), list(opened.keys())
+                tensors = {name: opened.get_tensor(name) for name in names}
+            if _digest(metadata["record"], tensors) == metadata["sha256"]:
+                return json.loads(metadata["record"]), tensors
+            error: Exception | str = "its digest is another"
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as failure:
+            error = failure
+        logger.warning(f"checkpoint_dir: {file} is not whole ({error}) and is made again.")
+        return None
+
+    def list_parts(self, start: str) -> list[str]:
+        """Return the names of the parts that begin so, in order; they may not be whole."""
+        return sorted(file.stem for file in self.folder.glob(f"{start}*.safetensors"))
+
+    def locate(self, part: str) -> Path:
+        """Return the file of a part, in the format of safetensors."""
+        return self.folder / f"{part}.safetensors"
+
+    def remove(self, part: str) -> None:
+        """Let go of a part."""
+        self.locate(part).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove what this object has written, once the run is over."""
+        for file in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.partial"), self.folder / _RUN):
+            file.unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+def digest_package() -> str:
+    """Return a digest of the package's sources: its version stays while it changes."""
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(record: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(record.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _list_changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Give what differs between two values of JSON, by place."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in {**before, **now}:
+            yield from _list_changes(before.get(name), now.get(name), f"{where}.{name}" if where else str(name))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from _list_changes(*pair, f"{where}[{index}]")
+    elif before != now:
+        yield f"{where} ({_shorten(before)}, now {_shorten(now)})"
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"

@@ -1,0 +1,113 @@
+"""Whether an output folder is what was written: its files by their digests, its manifest, its weights. Nothing heavy is imported
+until weights have to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from struprune_plugin.storage.files import digest_whole_file, read_header
+from struprune_plugin.storage.listing import Entry, list_entries, read_listing
+from struprune_plugin.storage.manifest import MANIFEST_NAME
+
+_EXPORT = Path(__file__).parents[1] / "export"
+_RELIED_ON = ("*.safetensors", "*.safetensors.index.json", "config.json", MANIFEST_NAME, "modeling_*.py")
+_QUICK = 1 << 29  # bytes of a folder that are read whole at once, in well under a second
+_DAMAGED = {"changed": "is not as it was written", "missing": "is missing"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found.
+
+    :param entries: every file
+    :param problems: what is damaged, a line each
+    :param notes: what a person may want to know besides
+    """
+
+    entries: list[Entry]
+    problems: list[str]
+    notes: list[str]
+
+
+def verify_folder(folder: Path) -> Verdict:
+    """Read every byte of an output folder and say whether it is what was written, and by whom.
+
+    :raises ValueError: no output of ours
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: must be a pruned folder, got none. Correct the path.")
+    entries = list_entries(folder, whole=True)
+    problems, notes = _list_changes(entries), list(_describe_code(folder, entries))
+    if read_listing(folder) is None:
+        notes.append(
+            "no list of files (written by the host's own oneshot): bytes cannot be compared, weights were read instead"
+        )
+        problems += _check_weights(folder)
+    return Verdict(entries, problems, notes)
+
+
+def find_damage(folder: Path) -> list[str]:
+    """Return what is damaged in an output folder, a line each; of a large one by samples of its files, without loading anything.
+
+    :raises ValueError: as :func:`verify_folder`
+    """
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    headers = (_list_refusals(read_header, file) for file in sorted(folder.glob("*.safetensors")))
+    return sum(headers, _list_changes(list_entries(folder, whole=size <= _QUICK)))
+
+
+def check_undamaged(folder: Path) -> None:
+    """Refuse to go on from an output whose weights, configuration, code or manifest are not as they were written.
+
+    :raises ValueError: the same; a folder that is no output of ours passes
+    """
+    if read_listing(folder) is None:
+        return
+    for entry in list_entries(folder, whole=False):
+        if entry.state in _DAMAGED and any(fnmatch(entry.name, pattern) for pattern in _RELIED_ON):
+            raise ValueError(
+                f"{folder / entry.name}: must be as it was written, got it {entry.state}. Restore the file, or prune again."
+            )
+
+
+def _list_changes(entries: list[Entry]) -> list[str]:
+    return [f"{entry.name} {_DAMAGED[entry.state]}" for entry in entries if entry.state in _DAMAGED]
+
+
+def _list_refusals(check: Callable[[Path], object], path: Path) -> list[str]:
+    """Return why a check refuses a path; empty where it does not."""
+    try:
+        check(path)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _describe_code(folder: Path, entries: list[Entry]) -> Iterator[str]:
+    """Say of every Python file whether it is this package's own: a list beside it proves nothing to whom it was not sent by us."""
+    for entry in entries:
+        if entry.name.endswith(".py") and entry.state != "missing":
+            own = _EXPORT / entry.name
+            same = own.is_file() and digest_whole_file(own) == digest_whole_file(folder / entry.name)
+            yield f"{entry.name} is {'' if same else 'not '}this package's own" + (
+                "" if same else ": another version's, or changed; read it before you load it with trust_remote_code"
+            )
+
+
+def _check_weights(folder: Path) -> list[str]:
+    """Read all weights, for what their bytes cannot be compared with: shapes that the configuration asks for, finite values."""
+    from safetensors import safe_open
+
+    from struprune_plugin.storage.checkpoint import check_whole
+
+    found = _list_refusals(lambda path: check_whole(str(path)), folder)
+    for file in () if found else sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # no mapping
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                    found.append(f"{file.name}: {name} holds NaN or Inf")
+    return found

@@ -1,0 +1,1 @@
+"""Runs about runs: plan, probe, sweep."""

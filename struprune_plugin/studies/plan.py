@@ -1,0 +1,206 @@
+"""The plan of a run: what it will leave, take and need, and who can run the result; and what fits a given memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmcompressor.modifiers import Modifier
+from torch import nn
+
+from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.recovery import RecoveryModifier
+from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts
+from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.records import RoundingRecord
+from struprune_plugin.studies.probe import Costs
+from struprune_plugin.studies.sizes import Footprint, Shapes, find_pruning, outline_run
+
+_MOST = 0.9  # sparsity that is looked at for a fit
+_STEPS = 100  # of sparsity
+FIT_RECIPES = {"none": "", "8-bit weights (W8A8)": "struprune_w8a8", "4-bit weights (W4A16)": "struprune_w4a16_gptq"}
+
+
+@dataclass(frozen=True)
+class LayerUnits:
+    """What can go of one kind of decoder layer.
+
+    :param layers: their positions
+    :param units: what can go, by the linear that reads it
+    :param whole: linears that keep their width, each with the reason
+    """
+
+    layers: list[int]
+    units: dict[str, str]
+    whole: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do.
+
+    :param recipe: its name
+    :param costs: None without a probe
+    :param engines: whether and how each runs the result
+    """
+
+    model: str
+    recipe: str
+    sparsity: float
+    before: Footprint
+    after: Footprint
+    rounding: list[RoundingRecord]
+    costs: Costs | None
+    engines: dict[str, str]
+    layers: list[LayerUnits]
+
+
+def list_layer_units(model: nn.Module) -> list[LayerUnits]:
+    """Return the units of a model, layers that are alike together."""
+    found: list[LayerUnits] = []
+    for index, (layer, layout) in enumerate(find_layouts(model)):
+        sizes, units = measure_layer(layout, layer), {}
+        if layout.attention is not None:
+            heads = "" if layout.attention.has_heads else ", whole heads cannot"
+            count, width = sizes.num_key_value_heads, sizes.value_head_dim
+            units[layout.attention.output] = f"{count} value heads of {width} channels{heads}"
+        for ffn in layout.ffns:
+            units[ffn.output] = f"{find_linear(layer, ffn.output).in_features:,} FFN channels"
+        alike = next((kind for kind in found if (kind.units, kind.whole) == (units, layout.left)), None)
+        if alike is None:
+            found.append(LayerUnits([index], units, dict(layout.left)))
+        else:
+            alike.layers.append(index)
+    return found
+
+
+def _format_positions(positions: Sequence[int]) -> str:
+    """Return positions as runs, e.g. ``0 to 2, 5``; the first ones where there are many runs."""
+    starts = [p for p in positions if p - 1 not in positions]
+    ends = [p for p in positions if p + 1 not in positions]
+    runs = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    shown = ", ".join(runs[:3]) + (", …" if len(runs) > 3 else "")
+    return f"{'layer' if len(positions) == 1 else 'layers'} {shown} ({len(positions)})"
+
+
+def can_probe(shapes: Shapes) -> bool:
+    """Tell whether a few layers of a model stand for all: those of one kind, in a configuration that is the decoder's alone."""
+    layouts = [layout for _, layout in find_layouts(shapes.model)]
+    return shapes.config.get_text_config(decoder=True) is shapes.config and all(one == layouts[0] for one in layouts)
+
+
+def list_engines(modifiers: Sequence[Modifier]) -> dict[str, str]:
+    """Return, by engine, whether and how it runs what a recipe leaves."""
+    _, pruning = find_pruning(modifiers)
+    own = (StructuredModifier, RecoveryModifier)
+    packed = any(not isinstance(modifier, own) for modifier in modifiers)
+    needs = " with compressed-tensors" if packed else ""
+    if pruning.output == "uniform":
+        stock = f"yes{needs}, as its stock class"
+        return {"transformers": stock, "lm-eval": stock, "vLLM": f"yes{needs}, as its own class"}
+    own_code = f"yes{needs}, with trust_remote_code=True or after `import struprune_plugin`"
+    vllm = "by its Transformers backend; see docs/models.md, or convert --to uniform-padded"
+    if pruning.attention_unit == "head":
+        vllm = "no: heads differ from layer to layer; convert --to uniform-padded"
+    return {"transformers": own_code, "lm-eval": "yes, trust_remote_code=True", "vLLM": vllm}
+
+
+def format_plan(plan: Plan) -> list[Any]:
+    """Return a plan as its name, a table of before and after, and facts."""
+    rows, facts, costs = [], [], plan.costs
+    for name, attribute in (("parameters", "parameters"), ("weights on disk", "bytes"), ("cache per token", "cache")):
+        before, after = getattr(plan.before, attribute), getattr(plan.after, attribute)
+        show = "{:,}".format if attribute == "parameters" else format_bytes
+        rows.append([name, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
+    if costs is None:
+        facts.append(("time and memory", "not probed"))
+    else:
+        rows.append(["speed, prompt", "1 ×", f"{costs.prefill:.2f} ×", ""])
+        rows.append(["speed, one token", "1 ×", f"{costs.decode:.2f} ×", ""])
+        facts.append(("the run takes", f"about {_format_seconds(costs.seconds)} here (probe: {costs.probe})"))
+        device = f", {format_bytes(costs.device_bytes)} on the device" if costs.device_bytes else ""
+        facts.append(("and needs", f"about {format_bytes(costs.peak_bytes)} of memory{device}"))
+    for kind in plan.layers:
+        where = _format_positions(kind.layers)
+        facts += [(where, f"{name}: {what}") for name, what in kind.units.items()]
+        facts += [(where, f"{name} stays whole: {reason}") for name, reason in kind.whole.items()]
+        facts += [] if kind.units or kind.whole else [(where, "nothing can go")]
+    facts += [("widths", describe_rounding(entry)) for entry in plan.rounding]
+    facts += [(f"runs on {engine}", how) for engine, how in plan.engines.items()]
+    heading = f"{plan.model} by {plan.recipe}, sparsity {plan.sparsity:g}"
+    return [heading, Table(["", "now", "after", "change"], rows), format_facts(facts)]
+
+
+def _format_seconds(seconds: float) -> str:
+    """Return a duration in the unit that fits it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+# -- what fits a memory ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One way to fit a memory.
+
+    :param sparsity: the least that fits; None where none does
+    :param total: bytes of weights and cache then
+    :param recipe: what to run
+    """
+
+    quantiser: str
+    sparsity: float | None
+    total: int
+    recipe: str
+
+
+def find_fits(
+    shapes: Shapes, recipes: dict[str, tuple[str, Sequence[Modifier]]], limit: int, context: int
+) -> list[Fit]:
+    """Return the least sparsity, by quantiser, at which weights and cache fit a memory.
+
+    :param recipes: by quantiser: name and modifiers
+    :param context: tokens in the cache
+    """
+    fits = []
+    for quantiser, (name, modifiers) in recipes.items():
+        fit = Fit(quantiser, None, 0, name)
+        for step in range(int(_MOST * _STEPS) + 1):
+            try:
+                after = outline_run(shapes, modifiers, step / _STEPS).after
+            except ValueError:  # the units hold no more than that
+                break
+            total = after.bytes + context * after.cache
+            if total <= limit:
+                fit = Fit(quantiser, step / _STEPS, total, name)
+                break
+        fits.append(fit)
+    return fits
+
+
+def choose_fit(fits: Sequence[Fit]) -> Fit | None:
+    """Return the fit that prunes least, and of several the one of most bits, which come first; None where nothing fits."""
+    possible = [fit for fit in fits if fit.sparsity is not None]
+    return min(possible, key=lambda fit: fit.sparsity or 0.0, default=None)
+
+
+def format_fits(shapes: Shapes, fits: Sequence[Fit], limit: int, context: int) -> list[Any]:
+    """Return what is asked, a table of one row per quantiser, and the choice."""
+    rows = []
+    for fit in fits:
+        least = "does not fit" if fit.sparsity is None else f"{fit.sparsity:.0%}"
+        rows.append([fit.quantiser, least, format_bytes(fit.total) if fit.total else "", fit.recipe])
+    best = choose_fit(fits)
+    if best is None:
+        choice = "Nothing fits: choose a smaller model, a shorter --context or more memory."
+    elif best.sparsity:
+        command = f"struprune prune {shapes.name} --recipe {best.recipe} --sparsity {best.sparsity:g} --output OUT"
+        choice = f"least pruned: {best.quantiser}, sparsity {best.sparsity:g}: {command}"
+    else:
+        choice = f"least pruned: {best.quantiser}, sparsity 0: no unit need go."
+    heading = f"{shapes.name} in {format_bytes(limit)}, with {context:,} tokens of context"
+    return [heading, Table(["quantiser", "least sparsity", "weights + cache", "recipe"], rows), choice]

@@ -1,0 +1,268 @@
+"""How long a run will take here, what memory it needs and how fast its result is: a short run on a model of few layers.
+
+The probe is the recipe itself, on random weights of the model's own widths in two decoder layers. Each stage's seconds grow to the
+whole model's by the operations that both count. Where that would take longer than half a minute, the probe has fewer calibration
+sequences, then narrower layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from datasets import Dataset
+from llmcompressor.recipe import Recipe
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from struprune_plugin.allocation.curves import can_keep_moments, count_moment_bytes
+from struprune_plugin.entrypoint import oneshot
+from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.model.footprint import count_bytes
+from struprune_plugin.model.layers import count_parameters, find_decoder_layers
+from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.storage.manifest import read_manifest
+from struprune_plugin.studies.sizes import Outline, Shapes, find_pruning
+from struprune_plugin.studies.stopwatch import measure_rate, time_runs, watch_memory
+
+_LAYERS, _SECONDS, _FEWEST = 2, 20.0, 8  # of a probe: decoder layers, seconds it should take, sequences
+_OVER_COUNTED = 2.5  # how much longer than its operations at the machine's own rate a run takes, about (docs/cost.md)
+_WIDTHS = ("hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_PROMPT, _REPEATS = 256, 15
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run calibrates on: sequences, tokens of each, sequences on the device at a time."""
+
+    num_samples: int
+    seq_length: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a run takes on this machine, and how fast what it leaves is.
+
+    :param seconds: of the whole command
+    :param peak_bytes: of the process' memory, at its peak
+    :param device_bytes: of the accelerator's; None without one
+    :param prefill: dense over pruned seconds of a prompt
+    :param decode: of one token more
+    :param probe: what the probe was, for people
+    """
+
+    seconds: float
+    peak_bytes: int
+    device_bytes: int | None
+    prefill: float
+    decode: float
+    probe: str
+
+
+def probe_costs(shapes: Shapes, outline: Outline, recipe: Recipe, work: Workload) -> Costs:
+    """Run a recipe on few layers of a model's shapes, and tell what the whole run takes.
+
+    :param recipe: a fresh one: modifiers run once
+    """
+    started = time.time() - psutil.Process().create_time()  # what any command takes before it does something
+    small = _choose_probe(shapes, outline, work)
+    _, modifier = find_pruning(recipe.modifiers)
+    modifier.sparsity = outline.sparsity
+    with tempfile.TemporaryDirectory() as scratch, watch_memory() as peaks:
+        before = psutil.Process().memory_info().rss
+        dense = _make_model(small, Path(scratch))
+        held = count_bytes(dense)
+        start = time.perf_counter()
+        with redirect_stdout(StringIO()):
+            oneshot(
+                model=copy.deepcopy(dense),
+                recipe=recipe,
+                dataset=_make_tokens(small),
+                output_dir=f"{scratch}/out",
+                batch_size=work.batch_size,
+                num_calibration_samples=small.work.num_samples,
+                shuffle_calibration_samples=False,
+            )
+        seconds = time.perf_counter() - start
+        stages = read_manifest(f"{scratch}/out").stages
+        device = [stage.peak_bytes for stage in stages if stage.peak_bytes] if torch.cuda.is_available() else []
+        pruned = AutoModelForCausalLM.from_pretrained(f"{scratch}/out", dtype=torch.float32)
+    layers, hidden = shapes.config.num_hidden_layers, shapes.config.hidden_size
+    prefill, decode = _measure_speed(dense.float(), pruned, layers)
+    here = _count_work(dense, shapes.config, small.work, _LAYERS)
+    there = _count_work(shapes.model, shapes.config, work, layers)
+    parts = _split_seconds({stage.name: stage.seconds for stage in stages}, seconds)
+    memory = _count_memory(hidden, outline, work)
+    memory /= _count_memory(dense.config.hidden_size, outline, small.work, small.divisor)
+    tries = getattr(modifier.allocation, "trial_samples", 0) > 0
+    kept = count_moment_bytes(outline.groups, hidden) if tries and can_keep_moments(outline.groups, hidden) else 0
+    kept_here = kept * _LAYERS / layers / small.divisor**2
+    weights = count_parameters(shapes.model) * shapes.dtype.itemsize
+    return Costs(
+        seconds=started + sum(part * there[name] / here[name] for name, part in parts.items()),
+        peak_bytes=round(before + weights + kept + max(0.0, max(peaks) - before - 2 * held - kept_here) * memory),
+        device_bytes=max(device, default=None),
+        prefill=prefill,
+        decode=decode,
+        probe=f"{_LAYERS} of {layers} layers, {small.describe(work)}, {seconds:.0f} s",
+    )
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """The model and the data of a probe.
+
+    :param divisor: of all widths
+    """
+
+    config: Any
+    work: Workload
+    divisor: int
+    dtype: torch.dtype
+
+    def describe(self, work: Workload) -> str:
+        told = f"{self.work.num_samples} of {work.num_samples} sequences"
+        return told if self.divisor == 1 else f"{told}, widths over {self.divisor}"
+
+
+def _choose_probe(shapes: Shapes, outline: Outline, work: Workload) -> _Probe:
+    """Choose how much of the run fits the time, by the rate of this machine: all sequences and widths where they do."""
+    rate = measure_rate(shapes.dtype)
+    widest = max(group.num_columns for group in outline.groups)
+    chosen = _Probe(_shrink(shapes.config, 1), work, 1, shapes.dtype)
+    while True:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(chosen.config))
+        counted = sum(_count_work(model, chosen.config, chosen.work, _LAYERS).values())
+        if _OVER_COUNTED * counted / rate <= _SECONDS:
+            return chosen
+        fewer = chosen.work.num_samples // 2
+        # a run is refused with fewer tokens than the widest solve has columns
+        if fewer >= max(_FEWEST, math.ceil((widest // chosen.divisor + 1) / work.seq_length)):
+            chosen = replace(chosen, work=replace(work, num_samples=fewer))
+        elif (config := _shrink(shapes.config, 2 * chosen.divisor)) is not None:
+            chosen = replace(chosen, config=config, divisor=2 * chosen.divisor)
+        else:
+            return chosen
+
+
+def _shrink(config: Any, divisor: int) -> Any:
+    """Return a configuration of few layers and of widths over a divisor; None where they cannot be divided."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = min(_LAYERS, config.num_hidden_layers)
+    if isinstance(getattr(config, "layer_types", None), list):
+        small.layer_types = config.layer_types[: small.num_hidden_layers]
+    for name in (*_WIDTHS, *_HEADS):
+        size = getattr(config, name, None)
+        if isinstance(size, int) and divisor > 1:
+            if size % divisor:
+                return None
+            setattr(small, name, size // divisor)
+    return small
+
+
+def _make_model(probe: _Probe, folder: Path) -> PreTrainedModel:
+    """Make a model of random weights, whose configuration llm-compressor finds in a folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(probe.config).to(probe.dtype).eval()
+        for parameter in model.parameters():  # constant ones: no direction would matter
+            if parameter.dim() == 1:
+                parameter.data += 0.01 * torch.randn_like(parameter)
+    probe.config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
+    model.config._name_or_path = str(folder)
+    return model
+
+
+def _make_tokens(probe: _Probe) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    size = (probe.work.num_samples, probe.work.seq_length)
+    tokens = torch.randint(4, probe.config.vocab_size, size, generator=generator)
+    return Dataset.from_dict({"input_ids": tokens.tolist(), "attention_mask": torch.ones_like(tokens).tolist()})
+
+
+@torch.no_grad()
+def _measure_speed(dense: PreTrainedModel, pruned: PreTrainedModel, layers: int) -> tuple[float, float]:
+    """Return how much faster a prompt and a token are in a pruned model of so many layers.
+
+    :param dense: and ``pruned``: of few layers
+    """
+    place, count = locate_layers(dense), len(find_decoder_layers(dense))
+    every, found = dense.get_submodule(place), []
+    for length in (min(_PROMPT, getattr(dense.config, "max_position_embeddings", _PROMPT)), 1):
+        tokens = torch.randint(4, dense.config.vocab_size, (1, length), device=dense.device)
+
+        def run_empty(tokens: torch.Tensor = tokens) -> None:
+            """Run all but the decoder layers."""
+            dense.set_submodule(place, nn.ModuleList())
+            try:
+                dense(tokens, use_cache=False)
+            finally:
+                dense.set_submodule(place, every)
+
+        runs: dict[str, Callable[[], object]] = {
+            "empty": run_empty,
+            "dense": partial(dense, tokens, use_cache=False),
+            "pruned": partial(pruned, tokens, use_cache=False),
+        }
+        seconds = time_runs(runs, _REPEATS)
+        rest = seconds["empty"]
+        whole = [rest + layers * max(seconds[kind] - rest, 0.0) / count for kind in ("dense", "pruned")]
+        found.append(whole[0] / whole[1])
+    return found[0], found[1]
+
+
+def _split_seconds(stages: dict[str, float], whole: float) -> dict[str, float]:
+    """Return seconds by the kind of work that they grow with; stages within others once."""
+    kinds = {
+        "sensitivity": ("sensitivity", "gradients"),
+        "allocate": ("allocate",),
+        "solve": ("select and solve", "surgery"),
+    }
+    parts = {kind: sum(stages.get(name, 0.0) for name in names) for kind, names in kinds.items()}
+    inside = stages.get("whole pass", whole)
+    passes = max(inside - sum(parts.values()), 0.0)
+    return {**parts, "passes": passes, "rest": max(whole - inside, 0.0)}
+
+
+def _count_work(model: nn.Module, config: Any, work: Workload, layers: int) -> dict[str, float]:
+    """Return operations by kind, of a model of so many layers."""
+    modules = [module for _, layer in find_decoder_layers(model) for module in layer.modules()]
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    body = float(sum(m.in_features * m.out_features for m in linears))
+    inner = [float(m.in_features) for m in linears if m.out_features == config.hidden_size]
+    head = float(config.vocab_size * config.hidden_size)
+    tokens = float(work.num_samples * work.seq_length)
+    sensed = float(min(16, work.num_samples) * work.seq_length)
+    widest = max(inner, default=1.0)
+    allotted = min(tokens, max(16.0 * work.seq_length, 4.0 * widest))
+    maps = 4.0 * work.seq_length * config.hidden_size * layers
+    gram = sum(n * (n + config.hidden_size) for n in inner)
+    solves = sum(n**3 + 4 * n * n * config.hidden_size for n in inner)
+    return {
+        "sensitivity": sensed * (6 * body + 6 * head + 3 * maps),
+        "allocate": allotted * (4 * body + 2 * maps + gram) + 6 * solves,
+        "solve": 6 * solves,
+        "passes": tokens * (8 * body + 4 * maps + gram),
+        "rest": tokens * (2 * body + maps) + 20 * (body + head),
+    }
+
+
+def _count_memory(hidden: int, outline: Outline, work: Workload, divisor: int = 1) -> float:
+    """Return values that a run holds beside its weights: hidden states on three paths, and the widest solve."""
+    widest = max(group.num_columns for group in outline.groups) / divisor
+    return 3.0 * work.num_samples * work.seq_length * hidden + 12 * widest * (widest + hidden)

@@ -1,0 +1,60 @@
+"""Seconds of runs in turn, operations per second, and the memory of this process while something runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+_BLOCK = 512  # of the matrices that the rate is measured with
+_SAMPLING = 0.02  # seconds between two looks at the memory
+
+
+def time_runs(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Return the least seconds of each run, in rounds, so that what else the machine does hits all alike.
+
+    One thread of a CPU is timed by its own seconds: others may share the machine.
+    """
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    clock = time.process_time if alone else time.perf_counter
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = clock()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            best[name] = min(best[name], clock() - start)
+    return best
+
+
+@torch.no_grad()
+def measure_rate(dtype: torch.dtype) -> float:
+    """Return the operations a second of a matrix product on this machine's device."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    matrix = torch.randn(_BLOCK, _BLOCK).to(device, dtype)
+    seconds = time_runs({"product": lambda: matrix @ matrix}, 5)
+    return 2 * _BLOCK**3 / seconds["product"]
+
+
+@contextmanager
+def watch_memory() -> Iterator[Sequence[int]]:
+    """Give a list of the process' resident bytes, looked at all along the block."""
+    process, over = psutil.Process(), threading.Event()
+    seen = [process.memory_info().rss]
+
+    def look() -> None:
+        while not over.wait(_SAMPLING):
+            seen.append(process.memory_info().rss)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,267 @@
+"""A model at several sparsities, by several methods: one calibration text, one sensitivity, one set of error curves serve all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from llmcompressor.recipe import Recipe
+from tqdm import tqdm
+from transformers import PreTrainedModel, set_seed
+
+from struprune_plugin.allocation.cache import MeasurementCache
+from struprune_plugin.allocation.rules import RULES
+from struprune_plugin.entrypoint import oneshot
+from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
+from struprune_plugin.evaluation.text import load_tokenizer, make_calibration_dataset, read_texts, tokenize_texts
+from struprune_plugin.model.layers import count_parameters
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.recipes.shipped import list_recipes
+from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint
+from struprune_plugin.storage.files import digest_file, write_whole
+from struprune_plugin.storage.manifest import describe_versions, read_manifest
+from struprune_plugin.storage.output_folder import check_output
+from struprune_plugin.storage.resume_store import ResumeStore, digest_package
+from struprune_plugin.studies.probe import Workload
+from struprune_plugin.studies.stopwatch import time_runs
+
+FILE_NAME = "sweep.json"
+_REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Calibration(Workload):
+    """The calibration text of every point."""
+
+    data: str
+    text_column: str
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How every point is judged.
+
+    :param text: to score; perplexity in windows of ``window`` tokens
+    :param tasks: of lm-eval, ``limit`` examples each
+    """
+
+    text: Path
+    window: int
+    max_tokens: int | None
+    tasks: Sequence[str]
+    include_path: str | None
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is swept.
+
+    :param recipe: the default method: a name or a file
+    :param changes: to every method's recipe
+    """
+
+    model: str
+    recipe: str
+    changes: Mapping[str, Any]
+    methods: Sequence[str]
+    sparsities: Sequence[float]
+    calibration: Calibration
+    scoring: Scoring
+    seed: int
+    dtype: str
+
+    @property
+    def points(self) -> dict[str, tuple[str, float]]:
+        """Methods and sparsities by the names of points."""
+        return {f"{method} {value:g}": (method, value) for method in self.methods for value in self.sparsities}
+
+    def load(self, method: str, sparsity: float) -> Recipe:
+        """Return the recipe of a point.
+
+        :raises ValueError: a method that is no allocation and no recipe
+        """
+        changes = {**self.changes, "sparsity": sparsity}
+        if method in RULES:
+            changes["allocation"] = method
+        elif method != "default":
+            if method not in list_recipes():
+                raise ValueError(
+                    f"--methods: must be default, {', '.join(RULES)} or names of recipes, got {method!r}. Correct it."
+                )
+            return load_recipe(method, changes=changes)
+        return load_recipe(self.recipe, changes=changes)
+
+
+class SweepRun:
+    """A sweep in its folder: what is finished there, and all that its points share.
+
+    :param folder: where everything is kept; the same sweep goes on there
+    :ivar record: what is finished, as ``sweep.json`` holds it
+    :raises ValueError: bad input; the folder holds something else, or another sweep
+    """
+
+    def __init__(self, sweep: Sweep, folder: Path):
+        for method in sweep.methods:
+            sweep.load(method, sweep.sparsities[0])
+        check_checkpoint(sweep.model)
+        scoring, calibration = sweep.scoring, sweep.calibration
+        self._manager = check_tasks(scoring.tasks, scoring.include_path) if scoring.tasks else None
+        self.sweep, self.folder = sweep, folder
+        self._tokenizer = load_tokenizer(sweep.model)
+        self._dataset = make_calibration_dataset(
+            calibration.data,
+            self._tokenizer,
+            calibration.num_samples,
+            calibration.seq_length,
+            calibration.text_column,
+        )
+        texts = read_texts(scoring.text, calibration.text_column)
+        self._tokens = tokenize_texts(self._tokenizer, texts, scoring.max_tokens)
+        identity = _identify(sweep, self._dataset)
+        self.record = _open(folder, identity)
+        store = ResumeStore(folder / "evidence")
+        store.open(identity)
+        self._measurements = MeasurementCache(store)
+
+    def finish(self) -> dict[str, Any]:
+        """Finish every point that is not finished yet; return all, as ``sweep.json`` holds them."""
+        record, points = self.record, self.sweep.points
+        dense, _ = load_checkpoint(self.sweep.model)
+        if "dense" not in record:
+            record["dense"] = {**self._score(dense), "bytes": measure_weight_bytes(self.sweep.model)}
+            _write(self.folder, record)
+        for name, (method, sparsity) in tqdm(points.items(), desc="sweep"):
+            if name not in record["points"]:
+                recipe = self.sweep.load(method, sparsity)
+                with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+                    try:
+                        seconds = self.prune(recipe, Path(scratch) / "out")
+                        found = {"seconds": seconds, **self._measure(Path(scratch) / "out", dense)}
+                    except ValueError as error:  # one refused point must not stop a long sweep
+                        found = {"refused": str(error)}
+                record["points"][name] = {"method": method, "sparsity": sparsity, **found}
+                _write(self.folder, record)
+        return {**record, "points": {name: record["points"][name] for name in points}}
+
+    def prune(self, recipe: Recipe, out: Path) -> float:
+        """Prune by the recipe of a point, into a folder that is replaced if it is an earlier output; return the seconds."""
+        for modifier in recipe.modifiers:
+            if isinstance(modifier, StructuredModifier):
+                modifier.set_cache(self._measurements)
+        set_seed(self.sweep.seed)
+        start = time.perf_counter()
+        oneshot(
+            model=self.sweep.model,
+            recipe=recipe,
+            output_dir=out,
+            overwrite=out.exists(),
+            dataset=self._dataset,
+            batch_size=self.sweep.calibration.batch_size,
+            num_calibration_samples=self.sweep.calibration.num_samples,
+            shuffle_calibration_samples=False,
+            precision=self.sweep.dtype,
+        )
+        return time.perf_counter() - start
+
+    def _measure(self, out: Path, dense: PreTrainedModel) -> dict[str, Any]:
+        model, _ = load_checkpoint(str(out))
+        tokens = torch.full((1, self.sweep.scoring.window), 5, device=dense.device)
+        runs = {"dense": partial(dense, tokens, use_cache=False), "pruned": partial(model, tokens, use_cache=False)}
+        with torch.no_grad():
+            seconds = time_runs(runs, _REPEATS)
+        return {
+            **self._score(model),
+            "bytes": measure_weight_bytes(out),
+            "removed": read_manifest(out).budget.met_sparsity,
+            "speed": seconds["dense"] / seconds["pruned"],
+        }
+
+    def _score(self, model: PreTrainedModel) -> dict[str, Any]:
+        scoring, batch = self.sweep.scoring, self.sweep.calibration.batch_size
+        found: dict[str, Any] = {
+            "parameters": count_parameters(model),
+            "perplexity": measure_perplexity(model, self._tokens, scoring.window, None, batch),
+            "tasks": {},
+        }
+        for task in scoring.tasks:
+            scores = run_tasks(model, self._tokenizer, [task], self._manager, batch, scoring.limit)[task]
+            metric = next(name for name in ("acc,none", *scores) if name in scores and "stderr" not in name)
+            error = scores.get(metric.replace(",", "_stderr,"))
+            found["tasks"][task] = {"metric": metric.partition(",")[0], "value": scores[metric], "stderr": error}
+        return found
+
+
+def check_picked(picked: Path, folder: Path) -> None:
+    """Refuse, before a long sweep, a place for the picked model that cannot be written, or that holds the sweep.
+
+    :raises ValueError: as :func:`~struprune_plugin.storage.output_folder.check_output`
+    """
+    check_output(picked, picked.exists(), [folder] if folder.exists() and picked.parent != folder else [])
+
+
+def _identify(sweep: Sweep, dataset: Dataset) -> dict[str, Any]:
+    """Return what all points of a sweep must share, JSON."""
+    folder = find_checkpoint(sweep.model)
+    files = sorted(folder.glob("*.safetensors")) if folder else []
+    return {
+        "model": {file.name: digest_file(file) for file in files} or sweep.model,
+        "recipe": sweep.recipe,
+        "changes": json.loads(json.dumps(dict(sweep.changes), default=str)),
+        "calibration": hashlib.sha256(json.dumps(dataset["input_ids"][:]).encode()).hexdigest(),
+        "batch": sweep.calibration.batch_size,
+        **asdict(sweep.scoring),
+        "text": digest_file(sweep.scoring.text),
+        "seed": sweep.seed,
+        "dtype": sweep.dtype,
+        "versions": describe_versions(),
+        "code": digest_package(),
+    }
+
+
+def _open(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """Return what a folder holds of this sweep.
+
+    :raises ValueError: it holds something else
+    """
+    file = folder / FILE_NAME
+    if not file.is_file():
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ValueError(
+                f"--output: must be empty, absent or the folder of an earlier sweep, {folder} is none of these. Choose another."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        record: dict[str, Any] = {"identity": identity, "points": {}}
+        _write(folder, record)
+        return record
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        before = record["identity"]
+        if not isinstance(record["points"], dict):
+            raise TypeError("points")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--output: {file} must be as it was written, got {error!r:.200}. Choose another folder."
+        ) from None
+    changed = [name for name in identity if before.get(name) != identity[name]]
+    if changed:
+        raise ValueError(
+            f"--output: {folder} must hold this very sweep to go on with it, got one with another {', '.join(changed)}. Choose "
+            "another folder."
+        )
+    return record
+
+
+def _write(folder: Path, record: Mapping[str, Any]) -> None:
+    write_whole(folder / FILE_NAME, json.dumps(record, indent=1) + "\n")

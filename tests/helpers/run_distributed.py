@@ -1,0 +1,52 @@
+"""What every process of the distributed tests runs, one job after the other: prune, and leave a digest of its own weights.
+
+python -m torch.distributed.run --nproc-per-node 2 tests/helpers/run_distributed.py '[["MODEL", "FOLDER", {"sparsity": 0.3}]]'
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from helpers.models import make_dataset, run_oneshot
+from struprune_plugin import LoRARecoveryModifier, RecoveryModifier
+
+RECOVERIES = {"recovery": RecoveryModifier, "lora": LoRARecoveryModifier}
+
+NUM_SAMPLES = 8
+
+
+def read_options(fields: dict) -> dict:
+    """Return what every run of a job is given: fields of a pruning, or of a recovery under its key."""
+    options = {"dataset": make_dataset(NUM_SAMPLES), "num_calibration_samples": NUM_SAMPLES, "batch_size": 1}
+    name = next((name for name in RECOVERIES if name in fields), None)
+    return options | (fields if name is None else {"recipe": RECOVERIES[name](**fields[name])})
+
+
+def run_job(model: str, folder: Path, fields: dict) -> None:
+    """Prune ``model`` into ``folder``/out; leave ``digest<rank>.txt`` there, or ``error<rank>.txt`` where it was refused."""
+    try:
+        pruned = run_oneshot(model, output_dir=folder / "out", **read_options(fields))
+    except ValueError as error:
+        (folder / f"error{distributed.get_rank()}.txt").write_text(str(error))
+    else:
+        digest = hashlib.sha256()
+        for name, value in sorted(pruned.state_dict().items()):
+            digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+        (folder / f"digest{distributed.get_rank()}.txt").write_text(digest.hexdigest())
+
+
+def run_jobs(jobs: list) -> None:
+    """Run (model, folder, fields) of each."""
+    torch.set_num_threads(1)
+    for model, folder, fields in jobs:
+        run_job(model, Path(folder), fields)
+        distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_jobs(json.loads(sys.argv[1]))

@@ -1,0 +1,238 @@
+"""Decoders that nobody described, from a folder to a folder: types that differ most, wrappers, code of a folder, packed weights."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.models import make_dataset, run_oneshot
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from eval.coverage import make_config, run_type
+from struprune_plugin import read_manifest
+from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+
+TYPES = {
+    "gpt2": "transposed and fused linears",
+    "falcon": "queries, keys and values fused, one value head, a parallel residual",
+    "cohere2": "one norm, a scale on the logits",
+    "olmo2": "norms across heads, and behind the consumers",
+    "gemma4_text": "heads of other widths, a norm on values",
+    "qwen3_5_text": "linear attention, values that are gated",
+    "gpt_oss": "sinks, experts",
+    "deepseek_v3": "latent attention, a shared expert",
+    "nemotron_h": "layers of a state space, an FFN or attention alone",
+    "lfm2": "layers of a convolution, a width made of another number",
+    "mistral3": "a wrapper that is no causal language model",
+}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_types_that_differ_pass_every_stage(model_type):
+    row = run_type(model_type)
+    assert row["verdict"] == "pruned", row
+
+
+def test_what_cannot_be_exchanged_is_refused_by_name():
+    assert run_type("inkling_text")["verdict"].startswith(
+        "refused: model: 'inkling_text' must have layers with attention or an FFN that can be cut, got none: self_attn.o_proj"
+    )
+
+
+def make_tokens(config):
+    """Return (a data set for calibration, ids for comparisons) of tokens that an instance knows."""
+    ids = draw_tokens(config, 8, 32)
+    return Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()}), ids[:2]
+
+
+# -- wrappers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "mistral3"])
+def test_a_wrapper_keeps_what_is_not_its_decoder(model_type, tmp_path):
+    dense, out = tmp_path / "dense", tmp_path / "out"
+    kind = AutoModelForImageTextToText._model_mapping[CONFIG_MAPPING[model_type]]
+    model = build_tiny(make_config(model_type, 4), kind=kind)
+    model.save_pretrained(dense)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(dense)
+    (dense / "preprocessor_config.json").write_text('{"image_processor_type":  "Own"}')
+    data, ids = make_tokens(model.config)
+    pruned = run_oneshot(str(dense), dataset=data, sparsity=0.2, output_dir=str(out))
+    assert type(pruned).__name__ == f"StruPrune{kind.__name__}"
+    assert (out / "preprocessor_config.json").read_bytes() == (dense / "preprocessor_config.json").read_bytes()
+    before, after = load_file(dense / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    towers = [name for name in before if "language_model" not in name and not name.startswith("lm_head")]
+    assert towers
+    assert all(torch.equal(before[name], after[name]) for name in towers)
+    assert sum(map(torch.numel, after.values())) < sum(map(torch.numel, before.values()))
+    again = AutoModelForImageTextToText.from_pretrained(out).eval()
+    torch.testing.assert_close(again(input_ids=ids).logits, pruned(input_ids=ids).logits)
+
+
+# -- code of a folder -----------------------------------------------------------------------------------------------
+
+CODE = {
+    "configuration_own.py": """
+from transformers import PretrainedConfig
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+    def __init__(self, vocab_size=2048, dim=48, n_heads=4, ffn_dim=80, num_hidden_layers=3, **kwargs):
+        self.vocab_size, self.dim, self.n_heads, self.ffn_dim = vocab_size, dim, n_heads, ffn_dim
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(**kwargs)
+    @property
+    def hidden_size(self):
+        return self.dim
+""",
+    "modeling_own.py": """
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from .configuration_own import OwnConfig
+
+class OwnAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_heads, self.head_dim = config.n_heads, config.dim // config.n_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
+    def forward(self, x):
+        q, k, v = (w(x).view(*x.shape[:2], self.n_heads, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+class OwnFFN(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(config.dim, config.ffn_dim, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+    def forward(self, x):
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+class OwnBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn, self.ffn = OwnAttention(config), OwnFFN(config)
+        self.attn_norm, self.ffn_norm = nn.LayerNorm(config.dim), nn.LayerNorm(config.dim)
+    def forward(self, x):
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+class OwnForCausalLM(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.tok = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList([OwnBlock(config) for _ in range(config.num_hidden_layers)])
+        self.norm, self.head = nn.LayerNorm(config.dim), nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.post_init()
+    def get_input_embeddings(self):
+        return self.tok
+    def get_output_embeddings(self):
+        return self.head
+    def forward(self, input_ids, **kwargs):
+        x = self.tok(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return CausalLMOutput(logits=self.head(self.norm(x)))
+""",
+}
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A checkpoint that brings its code."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for name, text in CODE.items():
+        (folder / name).write_text(text)
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=True).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
+    return folder
+
+
+def test_code_of_a_folder_is_pruned_where_it_is_trusted(own, tmp_path):
+    out = tmp_path / "out"
+    pruned = run_oneshot(str(own), sparsity=0.3, output_dir=str(out), trust_remote_code_model=True)
+    kinds = {(group.name.rpartition(".")[2], group.kind) for group in read_manifest(out).groups}
+    assert kinds == {("wo", "value_channels"), ("w2", "ffn")}
+    assert {name: (out / name).read_text() for name in CODE} == CODE
+    again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    ids = torch.tensor([make_dataset(1)[0]["input_ids"]])
+    torch.testing.assert_close(again(ids).logits, pruned(ids).logits)
+
+
+def test_code_of_a_folder_is_refused_where_it_is_not_trusted(own):
+    with pytest.raises(ValueError, match=r"model: .* must be a model folder or a hub name that can be loaded"):
+        run_oneshot(str(own), sparsity=0.3)
+
+
+# -- packed weights -------------------------------------------------------------------------------------------------
+
+
+def pack(dense, packed, config):
+    """Write a checkpoint of packed weights; give the dense one what unpacking them is to give."""
+    weights, stated = load_file(dense / "model.safetensors"), json.loads((dense / "config.json").read_text())
+    stored = {}
+    for name, weight in weights.items():
+        if config["quant_method"] == "fp8" and name.endswith("proj.weight"):
+            scale = weight.abs().max() / 448
+            stored |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.reshape(1, 1)}
+            weights[name] = stored[name].float() * scale
+        elif config["quant_method"] == "mxfp4" and name.endswith("_proj"):
+            blocks = torch.randint(256, (*weight.mT.shape[:2], weight.shape[1] // 32, 16), dtype=torch.uint8)
+            stored |= {
+                f"{name}_blocks": blocks,
+                f"{name}_scales": torch.full(blocks.shape[:-1], 122, dtype=torch.uint8),
+            }
+            codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).long()
+            weights[name] = (FP4[codes] * 2.0 ** (122 - 127)).mT.contiguous()
+        else:
+            stored[name] = weight
+    packed.mkdir()
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    save_file(weights, dense / "model.safetensors", {"format": "pt"})
+    (packed / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+    for folder in (dense, packed):
+        AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
+
+
+FP4 = torch.tensor([*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)])
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+PACKED = {"qwen3": FP8, "qwen3_moe": FP8, "gpt_oss": {"quant_method": "mxfp4"}}
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SIZES |= {"head_dim": 16, "intermediate_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+EXPERTS = {"qwen3_moe": EXPERTS | {"num_experts": 4}, "gpt_oss": EXPERTS | {"num_local_experts": 4}}
+
+
+@pytest.mark.parametrize("model_type", PACKED)
+def test_packed_weights_are_unpacked(model_type, tmp_path):
+    dense, packed, out = (tmp_path / name for name in ("dense", "packed", "out"))
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**SIZES, **EXPERTS.get(model_type, {}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(dense)
+    pack(dense, packed, PACKED[model_type])
+    data, ids = make_tokens(config)
+    pruned = run_oneshot(str(packed), dataset=data, sparsity=0.1, output_dir=str(out), precision="float32")
+    wanted = run_oneshot(str(dense), dataset=data, sparsity=0.1, precision="float32")
+    torch.testing.assert_close(pruned(ids).logits, wanted(ids).logits)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert load_file(out / "model.safetensors").keys() == load_file(dense / "model.safetensors").keys()
+    again = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(again(ids).logits, pruned(ids).logits)

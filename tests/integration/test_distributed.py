@@ -1,0 +1,133 @@
+"""Two processes on one machine, each with half of the calibration data, against one process with all of it."""
+
+import os
+import socket
+from functools import partial
+
+import pytest
+import torch
+from helpers.models import VOCABULARY, make_opt, run_oneshot, save_model, start_process
+from helpers.run_distributed import NUM_SAMPLES, read_options, run_jobs
+from transformers import AutoModelForCausalLM
+
+from struprune_plugin.storage.manifest import read_manifest
+
+FIELDS = {
+    "value_channels": {
+        "sparsity": 0.3,
+        "sensitivity": {"samples": NUM_SAMPLES},
+        "allocation": {"rule": "error_curve", "trial_samples": 0, "samples": NUM_SAMPLES},
+    },
+    "head": {
+        "sparsity": 0.3,
+        "attention_unit": "head",
+        "allocation": {"rule": "softmax", "search": "full", "temperature": [0.3, 8.0]},
+        "importance": "snip",
+    },
+}
+RECOVERY = {  # an odd batch: the processes' shares differ, and one step has one sequence
+    **{"loss": {"cross_entropy": 0.5, "kl": 0.5}, "batch_size": 3, "micro_batch_size": 1},
+    **{"schedule": {"epochs": 2, "learning_rate": 1e-3}, "holdout": {"steps": 2, "fraction": 0.2}},
+    "optimizer": {"clipping": "global"},
+}
+RECOVERIES = {
+    "recovery": RECOVERY,
+    "lora": {"loss": {"kl": 1.0}, "batch_size": 3, "schedule": {"learning_rate": 1e-3}, "holdout": None},
+}
+REFUSED = {  # fields -> what both processes say
+    "admm": ({"weight_update": "admm"}, "weight_update: admm must run in one process, got 2"),
+    "tuning": ({"ffn_tuning": {"epochs": 1}}, "ffn_tuning must run in one process, got 2"),
+    "trials": (
+        {"allocation": {"rule": "error_curve", "trial_samples": 2}},
+        "trial_samples above 0 must run in one process, got 2",
+    ),
+    "singular": (
+        {"dampening_frac": 0.0, "allocation": "uniform"},
+        "layers.1.fc2: the least-squares system must have a condition number",
+    ),
+}
+
+
+def make_dead():
+    """A model with a dead channel, which no solve without damping can bear."""
+    model = make_opt()
+    with torch.no_grad():
+        model.model.decoder.layers[1].fc1.bias[3] = -1e3
+    return model
+
+
+def teach(name, teacher):
+    """Return a recovery's fields by its name, with a teacher."""
+    fields = RECOVERIES[name]
+    return {name: fields | {"loss": fields["loss"] | {"teacher": str(teacher)}}}
+
+
+@pytest.fixture(scope="module")
+def two_processes(opt, tmp_path_factory):
+    """A folder for every job of ``FIELDS`` and ``REFUSED``, which one pair of processes ran one after the other.
+
+    Refusals come first, so that what follows shows that they leave the processes in step.
+    """
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, *RECOVERIES)}
+    dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
+    jobs = [[str(dead), str(folders[name]), {"sparsity": 0.2, **fields}] for name, (fields, _) in REFUSED.items()]
+    jobs += [[str(opt), str(folders[name]), fields] for name, fields in FIELDS.items()]
+    jobs += [[str(opt), str(folders[n]), teach(n, dead)] for n in RECOVERIES]
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    log = tmp_path_factory.mktemp("logs")
+    processes = [start_process(partial(run_rank, rank, port, jobs), log / f"{rank}") for rank in range(2)]
+    for process in processes:
+        process.join(600)
+    assert [process.exitcode for process in processes] == [0, 0], (log / "0").read_text() + (log / "1").read_text()
+    return folders
+
+
+def run_rank(rank, port, jobs):
+    """Run the jobs as one of two processes, with what torchrun tells each."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    run_jobs(jobs)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_two_processes_equal_one(opt, two_processes, name, tmp_path):
+    folder = two_processes[name]
+    assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
+    assert [path.name for path in folder.glob("*out*")] == ["out"]
+    run_oneshot(str(opt), output_dir=tmp_path / "one", **read_options(FIELDS[name]))
+    two, one = read_manifest(folder / "out"), read_manifest(tmp_path / "one")
+    assert [group.keep for group in two.groups] == [group.keep for group in one.groups]
+    assert [group.damping for group in two.groups] == [group.damping for group in one.groups]
+    assert two.calibration.num_tokens == one.calibration.num_tokens
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (folder / "out", tmp_path / "one")]
+    ids = torch.randint(4, VOCABULARY, (2, 32))
+    with torch.no_grad():
+        logits, wanted = (model(ids).logits for model in models)
+    assert (logits - wanted).norm() <= 1e-4 * wanted.norm()
+    weights, expected = (model.state_dict() for model in models)
+    assert weights.keys() == expected.keys()
+    for key, value in weights.items():  # sums in another order, in float32, before eigenvectors that magnify that
+        assert (value - expected[key]).abs().max() <= 1e-3 * expected[key].abs().max(), key
+
+
+@pytest.mark.parametrize("name", RECOVERIES)
+def test_two_processes_recover_as_one_does(opt, two_processes, tmp_path, name):
+    folder = two_processes[name]
+    assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
+    teacher = save_model(make_dead(), tmp_path / "dead")
+    recovered = run_oneshot(str(opt), **read_options(teach(name, teacher)))
+    weights = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(opt).state_dict()
+    assert max((weights[key] - before[key]).abs().max().item() for key in before) > 2e-3, "something was learnt"
+    for key, value in recovered.state_dict().items():  # a key's bias has no gradient but rounding, which Adam magnifies
+        assert "k_proj.bias" in key or (value - weights[key]).abs().max() < 1e-4, key
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_two_processes_refuse_together(two_processes, name):
+    """What the first process raises in the middle of a run, the other raises too, and nothing is left behind."""
+    for rank in range(2):
+        assert REFUSED[name][1] in (two_processes[name] / f"error{rank}.txt").read_text()
+    assert not list(two_processes[name].glob("*out*"))

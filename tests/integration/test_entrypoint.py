@@ -1,0 +1,335 @@
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from helpers.models import ROOT, make_dataset, make_opt, run_oneshot, save_opt
+from llmcompressor import oneshot as host_oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, oneshot, read_manifest
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION
+from struprune_plugin.storage.listing import list_foreign
+
+GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
+
+
+def broken_model(tmp_path, name, value=float("inf")):
+    model = make_opt()
+    model.get_parameter(name).data[0] = value
+    model.save_pretrained(tmp_path / "broken")
+    save_opt(tmp_path / "tokenizer")
+    return {"model": str(tmp_path / "broken"), "tokenizer": str(tmp_path / "tokenizer")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "sparsity must be given where no SparsityAllocatorModifier stage comes before"),
+        ({"sparsity": 0.9, "attention_unit": "none"}, r"removable .* Lower sparsity to at most 0\.\d+"),
+        ({"sparsity": 0.3, "targets": ["re:.*nothing"]}, "'re:.*nothing' must match"),
+        ({"sparsity": 0.3, "width_multiple": 64}, r"at most the width 40, got 64 \(width_multiple: 64\)"),
+        (
+            {"sparsity": 0.3, "dataset": make_dataset(2, 16)},
+            r"fc2: calibration must have at least 41 tokens .* got 32 in 2",
+        ),
+        ({"sparsity": 0.3, "dataset": make_dataset(4, 80)}, "at most the model's 64 positions, got 80 tokens"),
+        (
+            {"sparsity": 0.3, "allocation": {"rule": "softmax", "max_sparsity": 0.2}},
+            r"max_sparsity: must be at least 0\.4",
+        ),
+        ({"sparsity": 0.01, "width_multiple": 24}, "must let the modules remove .* Lower width_multiple"),
+        ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent' .* got 'basic'"),
+        ({"sparsity": 0.3, "stage": "nope"}, "stage: must be left out, got 'nope'"),
+        ({"sparsity": 0.3, "recipe_args": ["sparsity=0.9"]}, "recipe_args: must be left out"),
+        ({"recipe": [SparsityAllocatorModifier(sparsity=0.3)]}, "one SparsityAllocatorModifier stage must come before"),
+        (
+            {"recipe": [StruPruneModifier(sparsity=0.3), SparsityAllocatorModifier(sparsity=0.3)]},
+            "one SparsityAllocatorModifier stage must come before",
+        ),
+        (
+            {"recipe": [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
+            "must hold one StruPruneModifier",
+        ),
+        (
+            {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
+            r"sparsity must be 0\.3 as in",
+        ),
+        (
+            {
+                "recipe": [
+                    StruPruneModifier(sparsity=0.3, attention_unit="none"),
+                    QuantizationModifier(
+                        config_groups={
+                            "group": {
+                                "targets": ["Linear"],
+                                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
+                            }
+                        },
+                        ignore=["lm_head"],
+                    ),
+                ]
+            },
+            r"at most the width 40, got 64 \(QuantizationModifier: weights in groups of 64\)",
+        ),
+        (
+            {"recipe": [StruPruneModifier(sparsity=0.3)] * 2, "pipeline": "sequential"},
+            "pipeline: must be 'independent'",
+        ),
+    ],
+)
+def test_oneshot_refuses_before_calibration_and_writes_nothing(opt, tmp_path, fields, message, monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise AssertionError("calibration started")
+
+    monkeypatch.setattr("struprune_plugin.layerwise.statistics.LayerStatistics.run_layer", fail)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=message):
+        run_oneshot(str(opt), **fields, output_dir=str(out))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_oneshot_refuses_to_run_without_calibration_text(opt, tmp_path):
+    with pytest.raises(ValueError, match="calibration text must be given"):
+        oneshot(model=str(opt), recipe=StruPruneModifier(sparsity=0.3), output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["layers.1.fc1.bias", "layers.0.self_attn.q_proj.weight", "embed_positions.weight"])
+def test_oneshot_refuses_broken_weights_by_name(tmp_path, name):
+    options = broken_model(tmp_path, f"model.decoder.{name}")
+    with pytest.raises(ValueError, match=rf"{name}: must be finite, got NaN or Inf"):
+        run_oneshot(options["model"], sparsity=0.3, tokenizer=options["tokenizer"], output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_oneshot_refuses_broken_activations_by_name(tmp_path):
+    options = broken_model(tmp_path, "model.decoder.layers.0.self_attn_layer_norm.weight", 3e38)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj: activations must be finite"):
+        run_oneshot(options["model"], sparsity=0.3, tokenizer=options["tokenizer"], output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_oneshot_refuses_other_architectures_by_config_alone(tmp_path):
+    MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"'mamba' must have layers with attention or an FFN that can be cut, got none"
+    ):
+        run_oneshot(str(tmp_path), sparsity=0.3)
+
+
+def test_oneshot_refuses_what_is_no_model_and_no_recipe(opt, tmp_path):
+    with pytest.raises(ValueError, match="recipe: must be a YAML file"):
+        oneshot(model=str(opt), recipe=None)
+    with pytest.raises(ValueError, match="model: must be a folder, a hub name or a loaded model, got int"):
+        oneshot(model=5, recipe=StruPruneModifier(sparsity=0.3))
+    with pytest.raises(ValueError, match="must be a causal language model, got OPTModel"):
+        oneshot(model=make_opt().model, recipe=StruPruneModifier(sparsity=0.3))
+    make_opt().config.save_pretrained(tmp_path / "empty")
+    with pytest.raises(ValueError, match="must hold weights"):
+        oneshot(model=str(tmp_path / "empty"), recipe=StruPruneModifier(sparsity=0.3))
+
+
+def test_oneshot_takes_a_json_lines_file(opt):
+    pruned = oneshot(
+        model=str(opt),
+        recipe=StruPruneModifier(sparsity=0.3),
+        dataset=str(DEMO_CALIBRATION),
+        max_seq_length=32,
+        num_calibration_samples=8,
+    )
+    assert pruned.num_parameters() < make_opt().num_parameters()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "pruning.reconstruction.solve_kept_weights",
+        "allocation.curves.measure_restored_curve",
+        "layerwise.dense_reference.DenseReference.find_target",
+    ],
+)
+def test_a_failed_run_leaves_no_hooks_on_a_loaded_model(opt, monkeypatch, broken):
+    def fail(*_args, **_kwargs):
+        raise RuntimeError("solver broke")
+
+    monkeypatch.setattr(f"struprune_plugin.{broken}", fail)  # in a layer's pass, or at its end
+    model = AutoModelForCausalLM.from_pretrained(opt)
+    with pytest.raises(RuntimeError, match="solver broke"):
+        run_oneshot(model, sparsity=0.3, tokenizer=str(opt), allocation="softmax")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model(torch.arange(4, 20)[None]).logits.isfinite().all()
+
+
+def test_oneshot_refuses_missing_models(tmp_path):
+    with pytest.raises(ValueError, match="must be a model folder or a hub name"):
+        run_oneshot(str(tmp_path / "nowhere"), sparsity=0.3)
+
+
+def test_oneshot_refuses_quantised_models(opt, tmp_path):
+    recipe = (
+        "q_stage:\n  q_modifiers:\n    QuantizationModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}\n"
+    )
+    run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "quantised"))
+    with pytest.raises(ValueError, match="must not be quantised yet"):
+        run_oneshot(str(tmp_path / "quantised"), sparsity=0.3, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_oneshot_refuses_quantise_before_prune(opt):
+    quantise = {
+        "q_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
+    }
+    with pytest.raises(ValueError, match="must come before every quantiser, got QuantizationModifier first"):
+        run_oneshot(str(opt), recipe=yaml.safe_dump({"q_stage": quantise, **GOOD}, sort_keys=False))
+
+
+def test_hosts_sequential_pipeline_shared_with_others_is_refused(opt):
+    """Through the host's own oneshot too, where only the modifier can refuse it."""
+    modifiers = [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier()]
+    with pytest.raises(ValueError, match="SparsityAllocatorModifier must have a calibration pass of its own"):
+        host_oneshot(model=str(opt), recipe=modifiers, dataset=make_dataset(), pipeline="sequential")
+
+
+FRESH = """
+import os, sys
+
+heard = open("heard", "w")
+shown = [os.dup(stream) for stream in (1, 2)]
+for stream in (1, 2):
+    os.dup2(heard.fileno(), stream)
+import struprune_plugin
+for stream, before in enumerate(shown, 1):
+    os.dup2(before, stream)
+assert open("heard").read() == "", "what is logged on import would end up before JSON"
+
+from datasets import load_from_disk
+from llmcompressor import oneshot
+from transformers import AutoModelForCausalLM
+
+oneshot(model=sys.argv[1], recipe="recipe.yaml", dataset=load_from_disk("data"), output_dir="out", num_calibration_samples=8)
+assert type(AutoModelForCausalLM.from_pretrained("out")).__name__ == "StruPruneOPTForCausalLM", "without a trust flag"
+"""
+
+
+def test_a_bare_import_is_silent_and_registers_everything_for_the_hosts_oneshot(opt, tmp_path):
+    """README: ``import struprune_plugin`` and the host's own oneshot, in a fresh process; with nothing else of ours imported."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(GOOD))
+    make_dataset().save_to_disk(tmp_path / "data")
+    environment = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
+    command = [sys.executable, "-c", FRESH, str(opt)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert read_manifest(tmp_path / "out").budget.asked_sparsity == 0.3
+
+
+def test_an_earlier_output_is_overwritten_and_nothing_else(opt, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious.txt").write_text("mine")
+    for overwrite, message in ((False, "must be empty or absent"), (True, "must be an earlier output of StruPrune")):
+        with pytest.raises(ValueError, match=f"output_dir: {message}"):
+            run_oneshot(str(opt), sparsity=0.3, output_dir=str(out), overwrite=overwrite)
+    assert (out / "precious.txt").read_text() == "mine"
+    (out / "precious.txt").unlink()
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(out))
+    with pytest.raises(ValueError, match="tokens"):  # a run that fails later loses nothing either
+        run_oneshot(str(opt), sparsity=0.2, output_dir=str(out), overwrite=True, dataset=make_dataset(1, 8))
+    assert read_manifest(out).budget.asked_sparsity == 0.3
+    run_oneshot(str(opt), sparsity=0.2, output_dir=str(out), overwrite=True)
+    assert read_manifest(out).budget.asked_sparsity == 0.2
+    assert list_foreign(out) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_inputs_are_never_overwritten(opt, tmp_path, loaded):
+    """The model is here an earlier output of ours, which alone could be replaced."""
+    model = tmp_path / "model"
+    run_oneshot(str(opt), sparsity=0.1, output_dir=str(model))
+    before = {path.name: path.stat().st_mtime_ns for path in model.iterdir()}
+    options = {"sparsity": 0.3, "output_dir": model, "overwrite": True, "tokenizer": str(opt)}
+    given = AutoModelForCausalLM.from_pretrained(model) if loaded else model
+    with pytest.raises(ValueError, match="must not be or hold an input of the run"):
+        run_oneshot(given, **options)
+    for name in ("struprune.json", "recipe.yaml"):
+        fields = {"replay": str(model / name)} if name == "struprune.json" else {"recipe": str(model / name)}
+        with pytest.raises(ValueError, match="must not be or hold an input of the run"):
+            run_oneshot(str(opt), **{k: v for k, v in options.items() if k != "sparsity"}, **fields)
+    assert {path.name: path.stat().st_mtime_ns for path in model.iterdir()} == before
+
+
+def test_a_disk_without_room_is_refused_before_the_run(opt, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=r"must have room for at least \d+ kB of weights, got 100 B free"):
+        run_oneshot(str(opt), sparsity=0.3, output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_save_leaves_no_folder(opt, tmp_path, monkeypatch, error):
+    def interrupt(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr("struprune_plugin.modifiers.pruning.write_manifest", interrupt)
+    with pytest.raises(error):
+        run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_modifier_cannot_be_used_twice_by_accident(opt):
+    """The host's modifiers are spent after a run; ours say so through the host."""
+    recipe = StruPruneModifier(sparsity=0.3)
+    run_oneshot(str(opt), recipe=recipe)
+    with pytest.raises(RuntimeError, match="already been"):
+        run_oneshot(str(opt), recipe=recipe)
+
+
+def test_bfloat16_models_stay_bfloat16(opt, tmp_path):
+    make_opt().bfloat16().save_pretrained(tmp_path / "m")
+    model = run_oneshot(str(tmp_path / "m"), sparsity=0.3, tokenizer=str(opt), output_dir=str(tmp_path / "out"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_oneshot_refuses_a_model_that_came_from_no_folder():
+    with pytest.raises(ValueError, match="must come from a folder or the hub"):
+        run_oneshot(make_opt(), sparsity=0.3)
+
+
+def test_a_model_larger_than_the_memory_is_pruned_off_the_disk(opt, tmp_path):
+    """Most weights lie on the disk, the first few in memory: the same model comes out, bit by bit."""
+    plain = run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "plain"))
+    offloaded = run_oneshot(
+        str(opt),
+        sparsity=0.3,
+        output_dir=str(tmp_path / "out"),
+        offload_folder=tmp_path / "disk",
+        offload_memory=200_000,
+    )
+    kinds = {type(module._parameters).__name__ for module in offloaded.modules()}
+    assert {"DiskCache", "CPUCache"} <= kinds
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("plain", "out"))
+    assert first.keys() == second.keys() == plain.state_dict().keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(("folder", "memory"), [(None, 1000), ("disk", 0)])
+def test_offload_memory_asks_for_a_folder_and_some_bytes(opt, tmp_path, folder, memory):
+    place = folder and tmp_path / folder
+    with pytest.raises(ValueError, match="offload_memory: must be bytes"):
+        run_oneshot(str(opt), sparsity=0.3, offload_folder=place, offload_memory=memory)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loaded_model_cannot_be_offloaded_afterwards(opt, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(opt)
+    with pytest.raises(ValueError, match="offload_folder: must be left out for a loaded model"):
+        run_oneshot(model, sparsity=0.3, offload_folder=tmp_path / "disk")
+    assert not (tmp_path / "disk").exists()

@@ -1,0 +1,226 @@
+"""Input that is broken, hostile or of no use: one line that says where and what to do, before any work."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from helpers.models import make_dataset, make_opt, run_oneshot, save_model
+from loguru import logger
+
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier
+from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, read_texts
+from struprune_plugin.modifiers.checks import check_calibration
+from struprune_plugin.recipes.load import load_recipe
+
+WEIGHTS = (Path(DEMO_MODEL) / "model.safetensors").read_bytes()
+LINE = re.compile(r"struprune: error: \S.*? must .*, got.* [A-Z`].*\.$|struprune: error: .*must.*")
+CONFIGS = {
+    "activation": ({"activation_function": "nonsense"}, "must fit its config, got: KeyError"),
+    "width": ({"ffn_dim": 100}, r"must have the shape \[100\]"),
+    "negative": ({"ffn_dim": -3}, "must fit its config"),
+    "text": ({"ffn_dim": "x"}, "must be a model folder or a hub name that can be loaded"),
+    "vocabulary": ({"vocab_size": 99}, r"must have the shape \[99, "),
+    "positions": ({"max_position_embeddings": 10}, "must have the shape"),
+    "heads": ({"num_attention_heads": 7}, "must fit its config"),
+    "none": ({"hidden_size": None}, "can be loaded"),
+    "dtype": ({"dtype": "float99"}, "can be loaded"),
+    "type": ({"model_type": 3}, "can be loaded"),
+}
+FILES = {
+    "cut": ("model.safetensors", WEIGHTS[:-9], "must be a whole safetensors file"),
+    "empty": ("model.safetensors", b"", "must be a whole safetensors file"),
+    "garbage": ("model.safetensors", b"x" * 999, "must be a whole safetensors file"),
+    "tokenizer": ("tokenizer.json", b"{", "tokenizer: .* must hold a tokenizer that can be loaded"),
+    "no tokenizer": ("tokenizer.json", b"[1]", "tokenizer: .* must hold a tokenizer that can be loaded"),
+    "list": ("config.json", b"[]", "can be loaded"),
+    "no text": ("config.json", b"\xff\xfe", "can be loaded"),
+    "deep": ("config.json", b"[" * 9999, "can be loaded, got: RecursionError"),
+}
+TEXTS = {
+    "latin": (b'{"text": "good"}\n{"text": "caf\xe9"}\n', "line 2: must be a text in UTF-8"),
+    "surrogate": (b'{"text": "\\ud800"}\n', "line 1: 'text' must be whole characters"),
+    "deep": (
+        b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
+        "line 1: (must be a JSON object|'text' must be a text)",
+    ),
+    "list": (b"[1]\n", "line 1: must be a JSON object"),
+    "number": (b"5\n", "line 1: must be a JSON object"),
+    "nothing": (b'{"text": ""}\n' * 2000, "of which 1 differ"),
+    "one token": (b'{"text": "a"}\n' * 1500, "of which 1 differ"),
+    "one sentence": (
+        json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 400}).encode(),
+        "differ, with .* tokens|differ, with",
+    ),
+}
+RECIPES = {
+    "deep": ("a_stage: " + "{a: " * 3000 + "1" + "}" * 3000, "must be valid YAML, got an error: more than 50 levels"),
+    "itself": ("a_stage: &a\n  b_modifiers: *a\n", "inside itself"),
+    "misspelt": ("b_stage:\n  b_modifiers:\n    GPTQModifer: {}\n", "Did you mean GPTQModifier"),
+    "date": ("b_stage: 2020-13-45\n", "must be valid YAML"),
+    "host": ("b_stage:\n  b_modifiers:\n    QuantizationModifier: {scheme: W99}\n", "refuses the recipe: scheme"),
+    "smooth": (
+        "a_stage:\n  a_modifiers:\n    StruPruneModifier: {sparsity: 0.2}\nb_stage:\n  b_modifiers:\n    SmoothQuantModifier: {}\n"
+        "    QuantizationModifier: {scheme: W8A8, ignore: [lm_head]}\n",
+        "SmoothQuantModifier must have mappings that fit the model",
+    ),
+    "line break": (
+        's_stage:\n  s_modifiers:\n    "a\\nb": 1\n',
+        r"s_stage\.s_modifiers\.'a\\nb' must be a mapping of fields",
+    ),
+    "rank": (
+        "b_stage:\n  b_modifiers:\n    LoRARecoveryModifier: {adapters: {rank: 100000}}\n",
+        "adapters.rank: must be at most 192",
+    ),
+}
+SETS = {
+    "yaml": ("sparsity=[", "must be valid YAML"),
+    "date": ("sparsity=2020-13-45", "must be valid YAML"),
+    "pattern": ("targets=['re:(']", "must hold names or valid patterns"),
+    "backtracking": ("targets=['re:(a+)+$']", "without repeats in repeats"),
+    "choice": ("ignore=['re:(a|aa)*$']", "without repeats in repeats"),
+    "replay": ("replay=.nan", "must be a pruned folder or a struprune.json, got nan"),
+    "list": ("allocation.samples=[[1]]", "must be a valid integer"),
+    "infinite": ("sparsity=1e999", r"sparsity must be in \[0, 1\)"),
+}
+
+
+def refuse(capsys, tmp_path, message, model=DEMO_MODEL, **options):
+    out = tmp_path / "out"
+    argv = {"--recipe": "struprune_opt", "--num-samples": "16", "--seq-length": "64", "--output": str(out)} | options
+    assert cli.main(["prune", str(model), *(word for pair in argv.items() for word in pair)]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert LINE.fullmatch(line), line
+    assert re.search(message, line), line
+    assert not out.exists()
+
+
+@pytest.fixture
+def model(tmp_path):
+    return shutil.copytree(DEMO_MODEL, tmp_path / "model")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_configurations_that_make_no_sense(kind, model, tmp_path, capsys):
+    changes, message = CONFIGS[kind]
+    config = json.loads((model / "config.json").read_text()) | changes
+    (model / "config.json").write_text(json.dumps(config))
+    refuse(capsys, tmp_path, message, model)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_broken_files_of_a_model(kind, model, tmp_path, capsys):
+    name, content, message = FILES[kind]
+    (model / name).write_bytes(content)
+    refuse(capsys, tmp_path, message, model)
+    assert cli.main(["eval", str(model), "--max-tokens", "300"]) == 2
+    assert LINE.fullmatch(capsys.readouterr().err.strip().splitlines()[-1])
+
+
+def test_tokens_above_the_vocabulary(model, tmp_path, capsys):
+    content = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    for word in list(vocabulary)[300:]:
+        vocabulary[word] += 5000
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    refuse(capsys, tmp_path, "dataset: tokens must be below the model's 2048 embeddings", model)
+    assert cli.main(["eval", str(model), "--max-tokens", "300"]) == 2
+    assert "text: tokens must be below the model's 2048 embeddings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_calibration_text_that_is_broken_or_of_no_use(kind, tmp_path, capsys):
+    content, message = TEXTS[kind]
+    (tmp_path / "text.jsonl").write_bytes(content)
+    refuse(capsys, tmp_path, message, **{"--data": str(tmp_path / "text.jsonl")})
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    (tmp_path / "text.jsonl").write_bytes(b"\xef\xbb\xbf" + Path(DEMO_CALIBRATION).read_bytes())
+    assert read_texts(tmp_path / "text.jsonl") == read_texts(DEMO_CALIBRATION)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_recipes_that_are_broken_or_do_not_fit(kind, tmp_path, capsys):
+    content, message = RECIPES[kind]
+    (tmp_path / "recipe.yaml").write_text(content)
+    refuse(capsys, tmp_path, message, **{"--recipe": str(tmp_path / "recipe.yaml")})
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_values_that_are_none(kind, tmp_path, capsys):
+    value, message = SETS[kind]
+    refuse(capsys, tmp_path, message, **{"--set": value})
+
+
+def test_a_name_too_long_for_a_folder_beside_it(tmp_path, capsys):
+    refuse(capsys, tmp_path, "the folder's name must have at most", **{"--output": str(tmp_path / ("x" * 250))})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--num-samples", "1" + "0" * 30], ["--seed", "9" * 30], ["--memory-budget", "9" * 400 + "GB"], ["--window", "²"]],
+)
+def test_absurd_numbers(option, capsys):
+    command = ["eval", "m"] if option[0] == "--window" else ["prune", "m", "--recipe", "r", "--output", "o"]
+    assert cli.main([*command, *option]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_yaml_merge_keys_are_merged():
+    text = "a_stage:\n  a_modifiers:\n    SparsityAllocatorModifier: &all {sparsity: 0.2, dampening_frac: 0.1}\n"
+    text += "b_stage:\n  b_modifiers:\n"
+    loaded = load_recipe(text + "    StruPruneModifier: {<<: *all, dampening_frac: 0.2}\n")
+    assert [modifier.dampening_frac for modifier in loaded.modifiers] == [0.1, 0.2]
+    assert loaded.modifiers[1].sparsity == 0.2
+
+
+@pytest.mark.parametrize(
+    "pattern", ["re:.*layers\\.[0-7]\\..*fc2", "re:.*(fc1|fc2)", "re:model\\.decoder\\..*", "re:(?:.*\\.)?fc2$", "fc2"]
+)
+def test_ordinary_patterns_are_accepted(pattern):
+    StruPruneModifier(sparsity=0.3, targets=[pattern])
+    LoRARecoveryModifier(adapters={"targets": [pattern]})
+
+
+def test_a_dead_layer_is_called_dead(tmp_path):
+    model = make_opt()
+    model.model.decoder.layers[1].fc1.weight.data.zero_()
+    model.model.decoder.layers[1].fc1.bias.data.fill_(-1.0)
+    with pytest.raises(ValueError, match=r"model\.decoder\.layers\.1\.fc2: inputs must not all be zero"):
+        run_oneshot(str(save_model(model, tmp_path / "m")), sparsity=0.3, sensitivity="none")
+
+
+def make_loader(rows):
+    return [{"input_ids": ids} for ids in Dataset.from_dict({"x": rows}).with_format("torch")["x"][:].unsqueeze(1)]
+
+
+def test_check_calibration_counts_what_differs_and_warns():
+    said = []
+    handle = logger.add(said.append, level="WARNING", format="{message}")
+    try:
+        varied = [list(range(start, start + 32)) for start in range(0, 320, 32)]
+        counts = check_calibration(make_loader(varied), 300, "fc2", None)
+        assert (counts.num_sequences, counts.num_tokens, counts.largest_token) == (10, 320, 319)
+        assert not said
+        check_calibration(make_loader([*varied[:3], *[varied[3]] * 7]), 100, "fc2", None)
+        assert "4 different sequences among 10 (40%)" in said[0]
+        check_calibration(make_loader([[1, 2] * 16, [2, 1] * 16, [1, 1, 2] * 10 + [1, 2]]), 90, "fc2", None)
+        assert "2 different tokens among 96 (2.08%)" in said[1]
+        with pytest.raises(ValueError, match="of which 4 differ, with 128"):
+            check_calibration(make_loader([*varied[:3], *[varied[3]] * 7]), 129, "fc2", None)
+    finally:
+        logger.remove(handle)
+
+
+def test_the_package_s_own_calibration_text_is_varied(opt):
+    said = []
+    handle = logger.add(said.append, level="WARNING", format="{message}")
+    try:
+        run_oneshot(str(opt), sparsity=0.3, allocation="uniform", dataset=make_dataset())
+    finally:
+        logger.remove(handle)
+    assert not [line for line in said if "should vary" in line]

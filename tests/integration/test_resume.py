@@ -1,0 +1,218 @@
+"""A killed run goes on where it was, and ends with the bytes of one that was not."""
+
+import json
+import signal
+import time
+
+import pytest
+from helpers.families import make_model
+from helpers.models import make_dataset, run_oneshot, save_model, start_cli
+
+from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.storage.resume_store import ResumeStore
+
+pytestmark = pytest.mark.durable
+
+OPTIONS = {"num_calibration_samples": 8, "shuffle_calibration_samples": False}
+ADMM = {"weight_update": {"method": "admm", "steps": 1, "inner_steps": 1}}
+RECIPES = {
+    "default": lambda: [StruPruneModifier(sparsity=0.3)],
+    "stage": lambda: [SparsityAllocatorModifier(sparsity=0.3, importance="snip"), StruPruneModifier(importance="snip")],
+    "admm": lambda: [StruPruneModifier(sparsity=0.3, allocation="uniform", attention_unit="head", **ADMM)],
+    "tuned": lambda: [StruPruneModifier(sparsity=0.3, allocation="softmax", ffn_tuning={"epochs": 2})],
+    "lora": lambda: [
+        StruPruneModifier(sparsity=0.3),
+        LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1}),
+    ],
+}
+
+
+class Killed(BaseException):
+    pass
+
+
+def stop_after(monkeypatch, count):
+    """Let a run die right after so many parts."""
+    written, inner = [], ResumeStore.write
+
+    def write(self, part, *args):
+        inner(self, part, *args)
+        written.append(part)
+        if len(written) == count:
+            raise Killed
+
+    monkeypatch.setattr(ResumeStore, "write", write)
+    return written
+
+
+def read_bytes(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.portability
+@pytest.mark.parametrize(
+    ("name", "counts"), [("default", (1, 3)), ("stage", (1, 3)), ("admm", (2,)), ("tuned", (4,)), ("lora", (4,))]
+)
+def test_a_run_that_died_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, name, counts):
+    run_oneshot(str(opt), recipe=RECIPES[name](), output_dir=str(tmp_path / "whole"), **OPTIONS)
+    for count in counts:
+        checkpoint = tmp_path / f"checkpoint{count}"
+        with monkeypatch.context() as patch:
+            stop_after(patch, count)
+            with pytest.raises(Killed):
+                run_oneshot(
+                    str(opt),
+                    recipe=RECIPES[name](),
+                    output_dir=str(tmp_path / "out"),
+                    checkpoint_dir=checkpoint,
+                    **OPTIONS,
+                )
+        assert not (tmp_path / "out").exists()
+        assert len(list(checkpoint.glob("*.safetensors"))) == count
+        with monkeypatch.context() as patch:
+            written = stop_after(patch, 0)
+            output = tmp_path / f"out{count}"
+            run_oneshot(str(opt), recipe=RECIPES[name](), output_dir=str(output), checkpoint_dir=checkpoint, **OPTIONS)
+        pruned = [part for part in written if part != "best"]  # the values that LoRA keeps
+        assert len(pruned) == {"stage": 5}.get(name, 4) - count, "nothing is done twice"
+        assert read_bytes(output) == read_bytes(tmp_path / "whole")
+        whole, found = read_manifest(tmp_path / "whole"), read_manifest(output)
+        for key in ("groups", "allocation", "budget", "calibration", "settings", "model", "tuning"):
+            assert getattr(found, key) == getattr(whole, key), key
+        assert not checkpoint.exists(), "it goes with the end of the run"
+
+
+def test_a_run_on_grouped_queries_goes_on(tmp_path, monkeypatch):
+    folder = save_model(make_model("llama"), tmp_path / "llama")
+    run_oneshot(str(folder), sparsity=0.3, output_dir=str(tmp_path / "whole"), **OPTIONS)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Killed):
+            run_oneshot(str(folder), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
+    run_oneshot(str(folder), sparsity=0.3, checkpoint_dir=tmp_path / "c", output_dir=str(tmp_path / "out"), **OPTIONS)
+    assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "whole")
+
+
+def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path, monkeypatch):
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "whole"), **OPTIONS)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Killed):
+            run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
+    part = tmp_path / "c" / "layer-00000.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"\x00")
+    (tmp_path / "c" / "layer-00001.safetensors").write_text("{")
+    run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", output_dir=str(tmp_path / "out"), **OPTIONS)
+    assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sparsity": 0.2}, r"another recipe\[0\].StruPruneModifier.sparsity \(0.3, now 0.2\)"),
+        ({"dataset": make_dataset(seed=5)}, r"another data \("),
+        ({"code": "x"}, r"another code \("),
+        ({"versions": {"torch": "1"}}, r"another versions.*torch"),
+        ({"model": True}, r"another model.weights"),
+    ],
+)
+def test_another_run_is_refused_by_name(opt, tmp_path, monkeypatch, change, message):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Killed):
+            run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
+    fields = {"sparsity": 0.3}
+    model = str(opt)
+    if "code" in change:
+        monkeypatch.setattr("struprune_plugin.pruning.resume.digest_package", lambda: "another")
+    elif "versions" in change:
+        monkeypatch.setattr("struprune_plugin.modifiers.setup.describe_versions", lambda: change["versions"])
+    elif "model" in change:
+        model = str(save_model(make_model("opt", seed=3), tmp_path / "other"))
+    else:
+        fields |= change
+    before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    with pytest.raises(ValueError, match=f"checkpoint_dir: .*{message}"):
+        run_oneshot(model, checkpoint_dir=tmp_path / "c", **fields, **OPTIONS)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == before
+
+
+def test_a_checkpoint_folder_is_nothing_else(opt, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("dear")
+    with pytest.raises(ValueError, match="checkpoint_dir: must be empty, absent or the checkpoint"):
+        run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "mine", **OPTIONS)
+    with pytest.raises(ValueError, match="checkpoint_dir: must be apart from what the run reads and writes"):
+        run_oneshot(
+            str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "out" / "c", output_dir=str(tmp_path / "out"), **OPTIONS
+        )
+    with pytest.raises(ValueError, match="checkpoint_dir: calibration samples must come in the same order"):
+        run_oneshot(
+            str(opt),
+            sparsity=0.3,
+            checkpoint_dir=tmp_path / "c",
+            num_calibration_samples=8,
+            shuffle_calibration_samples=True,
+        )
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "dear"
+
+
+def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):
+    times = []
+
+    def fail(tensors, path, metadata):
+        times.append(path)
+        if len(times) == 3:
+            raise OSError(28, "No space left on device")
+        return save(tensors, path, metadata)
+
+    from struprune_plugin.storage import resume_store as journal
+
+    save = journal.save_file
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "save_file", fail)
+        with pytest.raises(OSError, match=r"checkpoint_dir: layer-00001 must be written .* No space left.* Make room"):
+            run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
+    assert sorted(path.name for path in (tmp_path / "c").glob("*.safetensors")) == [
+        "allocation.safetensors",
+        "layer-00000.safetensors",
+    ]
+    assert not list((tmp_path / "c").glob("*.partial"))
+    run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
+
+
+@pytest.mark.portability
+def test_a_process_killed_for_real_goes_on(opt, tmp_path):
+    """kill -9 once a layer is done; eval.kills does so at twenty random moments."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("s_stage: {s_modifiers: {StruPruneModifier: {sparsity: 0.3, ffn_tuning: {epochs: 40}}}}")
+    command = [
+        "prune",
+        str(opt),
+        "--recipe",
+        str(recipe),
+        "--num-samples",
+        "8",
+        "--seq-length",
+        "32",
+        "--device",
+        "cpu",
+    ]
+    first = [*command, "--output", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "c")]
+    process = start_cli(first, tmp_path / "log")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "c" / "layer-00000.safetensors").exists():
+        assert process.is_alive(), (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    for argv in (first, [*command, "--output", str(tmp_path / "whole")]):
+        process = start_cli(argv, tmp_path / "log")
+        process.join(300)
+        assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "whole")
+    assert not (tmp_path / "c").exists()
+    assert json.loads((tmp_path / "out" / "struprune.json").read_text())["tuning"]

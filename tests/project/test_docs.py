@@ -1,0 +1,234 @@
+"""README and docs/: what they promise is there, and what is there is described."""
+
+import ast
+import inspect
+import re
+import shlex
+
+import pytest
+import typer
+import yaml
+from helpers.families import MODEL_TYPES
+from helpers.models import ROOT
+from llmcompressor import oneshot as host_oneshot
+from pydantic import ValidationError
+
+import struprune_plugin
+from eval import make_docs
+from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin.cli import main as cli
+from struprune_plugin.recipes.load import load_recipe
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECIPES = {file.stem: file for file in (ROOT / "recipes").glob("*.yaml")}
+MAX_LINES = 130
+
+
+def read_blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def read_commands(start):
+    """Return (page, words) of every command that starts so, in code blocks and between backquotes."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        lines = "\n".join(read_blocks(page, "bash")).replace("\\\n", " ").splitlines()
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+        found += [(page, shlex.split(line, comments=True)) for line in lines if line.startswith(start)]
+    return found
+
+
+def show(value):
+    return value.name if hasattr(value, "name") else " ".join(value)[:60]
+
+
+# -- what is generated ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", make_docs.make_files(), ids=lambda file: file.name)
+def test_generated_files_are_what_the_generator_makes(file):
+    assert file.read_text(encoding="utf-8") == make_docs.make_files()[file], "python -m eval.make_docs"
+
+
+FIELDS = [(modifier, name) for modifier in make_docs.MODIFIERS for name in make_docs.list_fields(modifier)]
+
+
+@pytest.mark.parametrize(("modifier", "name"), FIELDS, ids=[f"{m.__name__}.{n}" for m, n in FIELDS])
+def test_every_field_is_documented(modifier, name):
+    assert make_docs.find_text(modifier, name), "no :param text in the class's docstring"
+    assert make_docs.find_advice(modifier, name), "not in WHEN of eval/make_docs.py"
+    assert f"`{name}`" in make_docs.RECIPES.read_text(encoding="utf-8")
+    meanings = make_docs.CHOICES.get(name)
+    if meanings is not None:
+        choices = set(make_docs.list_choices(make_docs.find_field(modifier, name)[2].annotation))
+        assert choices <= meanings.keys(), "not in CHOICES of eval/make_docs.py"
+
+
+def test_hand_written_entries_name_fields():
+    known = {name for modifier, field in FIELDS for name in (field, f"{modifier.__name__}.{field}")}
+    known |= {name.rpartition(".")[2] for name in known}
+    topics = {name for names in make_docs.TOPICS.values() for name in names}
+    assert topics | make_docs.WHEN.keys() | make_docs.CHOICES.keys() | make_docs.RANGES.keys() <= known
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("sparsity", [0, 0.99], [-0.1, 1.0]),
+        ("dampening_frac", [0, 5.0], [-0.1, float("inf")]),
+    ],
+)
+def test_hand_written_ranges_are_those_of_the_validators(field, good, bad):
+    assert field in make_docs.RANGES
+    for value in good:
+        assert getattr(StruPruneModifier(**{"sparsity": 0.5, field: value}), field) == value
+    for value in bad:
+        with pytest.raises(ValidationError, match=field):
+            StruPruneModifier(**{"sparsity": 0.5, field: value})
+
+
+def test_plot_shows_figures_of_the_results():
+    rows = make_docs.read_quality(make_docs.RESULTS.read_text(encoding="utf-8"))
+    assert rows["FASP"] == (100.44, "")
+    assert rows["SliceGPT"][1] == "(21.3% removed)"  # fewer than the others: said in the plot
+    assert f"`opt-mini` {make_docs._DENSE} /" in make_docs.RESULTS.read_text(encoding="utf-8")
+    assert f"{rows['StruPrune, default'][0]} on WikiText-2" in README.read_text(encoding="utf-8")
+
+
+# -- README ---------------------------------------------------------------------------------------------------------
+
+
+def test_readme_is_short_and_keeps_the_two_commands():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_LINES
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert re.search(rf"^make {target} ", text, re.MULTILINE)
+        assert re.search(rf"^{target}:", targets, re.MULTILINE)
+
+
+def test_every_recipe_is_in_the_table():
+    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert RECIPES.keys() <= named
+
+
+def test_every_type_that_is_tested_is_named():
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert not [model_type for model_type in MODEL_TYPES if f"`{model_type}`" not in text]
+
+
+# -- code in the pages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=show)
+def test_recipes_that_are_named_exist(page):
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"\b(struprune(?:_\w+)?|paper_\w+)\.yaml", text)
+    names = re.findall(r"(?:--recipe |recipe=\")(struprune\w*|paper_\w+)", text)
+    assert {*files, *names} <= RECIPES.keys()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if read_blocks(p, "python")], ids=show)
+def test_python_snippets_parse_and_name_what_there_is(page):
+    taken = {*inspect.signature(oneshot).parameters, *inspect.signature(host_oneshot).parameters}
+    for block in read_blocks(page, "python"):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "struprune_plugin":
+                assert all(hasattr(struprune_plugin, alias.name) for alias in node.names)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "oneshot":
+                assert {keyword.arg for keyword in node.keywords} <= taken
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if read_blocks(p, "yaml")], ids=show)
+def test_yaml_snippets_are_recipes(page):
+    for block in read_blocks(page, "yaml"):
+        assert load_recipe(yaml.safe_dump(yaml.safe_load(block))).modifiers
+
+
+COMMANDS = [(page, words) for page, words in read_commands("struprune ") if len(words) > 2 and "COMMAND" not in words]
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=show)
+def test_command_lines_are_accepted(page, words):
+    typer.main.get_command(cli.make_app()).commands[words[1]].make_context(words[1], words[2:])
+
+
+def test_the_readme_has_command_lines_to_check():
+    assert {words[1] for page, words in COMMANDS if page == README} >= {"prune", "eval", "inspect", "convert"}
+
+
+TOOLS = read_commands("python -m eval.")
+
+
+@pytest.mark.parametrize(("page", "words"), TOOLS, ids=show)
+def test_tools_exist_and_have_the_flags(page, words):
+    module = ROOT / words[2].replace(".", "/")
+    file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+    source = file.read_text(encoding="utf-8") + (ROOT / "eval" / "rows.py").read_text(encoding="utf-8")
+    assert '__name__ == "__main__"' in source
+    for word in words[3:]:
+        if word.startswith("--"):
+            assert f'"{word}"' in source, word
+
+
+def find_anchors(page):
+    """Return the anchors of a page's headings, as forges make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=show)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.is_file(), target
+        assert not anchor or anchor in find_anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=show)
+def test_files_that_are_named_exist(page):
+    named = re.findall(r"`((?:tests|eval|struprune_plugin|recipes)/[\w./]+)`", page.read_text(encoding="utf-8"))
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def read_messages():
+    """Return all texts of the package as ``…`` stands for what they fill in."""
+    texts = []
+    for file in sorted((ROOT / "struprune_plugin").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+    return texts
+
+
+def test_messages_that_are_explained_are_those_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \|", page.partition("## Symptoms")[0], re.MULTILINE)
+    texts = read_messages()
+    for row in rows:
+        pattern = ".*".join(re.escape(part) for part in row.split("…"))
+        assert any(re.search(pattern, text, re.DOTALL) for text in texts), row
+    assert len(rows) > 20
+
+
+def test_the_size_of_the_code_that_a_user_trusts_is_told():
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    code = (ROOT / "struprune_plugin" / "export" / "modeling_struprune.py").read_text(encoding="utf-8")
+    assert int(re.search(r"some (\d+) lines that import torch", text)[1]) == pytest.approx(
+        len(code.splitlines()), rel=0.05
+    )
+
+
+def test_every_page_is_linked_from_the_readme():
+    text = README.read_text(encoding="utf-8")
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in text]

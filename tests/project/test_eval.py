@@ -1,0 +1,683 @@
+"""The commands under eval/: rows, peers and the paper's tables, on tiny models."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers.families import make_model
+from helpers.models import ROOT, make_dataset, save_model
+from llmcompressor.modifiers import Modifier
+from transformers import AutoTokenizer, OPTForCausalLM
+
+from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, quantisation, rows, zeroshot
+from eval.peers.fasp import prune_fasp
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier
+from struprune_plugin.entrypoint import load_recipe
+from struprune_plugin.evaluation import text as data
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
+from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.recovery.recovery_config import RecoveryConfig
+
+LOCAL = {  # file of a data folder -> what stands in for it
+    "books_calibration.jsonl": DEMO_CALIBRATION,
+    "books_train.jsonl": DEMO_CALIBRATION,
+    "wikitext2_test.jsonl": DEMO_TEST,
+    "books_test.jsonl": DEMO_TEST,
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, source in LOCAL.items():
+        shutil.copy(source, folder / name)
+    return folder
+
+
+def read_command(*words):
+    parser = argparse.ArgumentParser()
+    rows.add_workload_arguments(parser)
+    return rows.read_workload(parser.parse_args(list(map(str, words))))
+
+
+@pytest.fixture(scope="module")
+def work(opt, texts):
+    sizes = ("--num-samples", 8, "--recovery-samples", 10, "--window", 32, "--max-tokens", 320)
+    return read_command("--model", opt, "--data", texts, *sizes)
+
+
+def test_every_row_spells_every_field():
+    free = {"sparsity", "targets", "ignore", "replay", "memory_budget"}
+    known = set(StruPruneModifier.model_fields) - set(Modifier.model_fields) - free
+    memory = {"memory", "memory_budget", "checkpoint_steps", "compute"}
+    lora = set(RecoveryConfig.model_fields) - {"weights", "data", "micro_batch_size"} - memory
+    for name, row in {name: row for chosen in methods.SETS.values() for name, row in chosen.items()}.items():
+        if row is not methods.DEFAULT and not row.peer:
+            assert set(row.fields) == known, name
+        if row.recovery is not None:
+            assert set(row.recovery) == lora, name
+            assert LoRARecoveryModifier(**row.recovery).adapters, name
+
+
+def test_a_name_means_one_row():
+    seen = {}
+    for chosen in (*methods.SETS.values(), paper_tables.MAIN, paper_tables.METHODS):
+        for name, row in chosen.items():
+            assert seen.setdefault(name, row) == row, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("closed_form", "Closed form (Algorithm 1)"),
+        ("asymptotic", "Asymptotics (Algorithm 2)"),
+        ("asymptotic_distribute", "Asymptotics (Algorithm 3)"),
+        ("snip", "SNIP (w/ correction)"),
+        ("l0", "L0 (w/ correction)"),
+        ("magnitude", "Magnitude (w/ correction)"),
+    ],
+)
+def test_the_papers_recipes_are_its_rows(recipe, name):
+    (modifier,) = load_recipe(ROOT / "recipes" / f"paper_{recipe}.yaml").modifiers
+    row = methods.SETS["paper"][name]
+    assert modifier.dump_fields() == StruPruneModifier(sparsity=0.2, **row.fields).dump_fields()
+
+
+def test_the_papers_figures_have_rows():
+    assert set(paper_tables.PAPER_PERPLEXITY) <= set(paper_tables.MAIN) | set(paper_tables.METHODS)
+
+
+def test_ledger_makes_a_row_once_and_again_when_it_is_made_otherwise(tmp_path):
+    file, made = tmp_path / "rows.json", []
+
+    def make():
+        made.append(1)
+        return {"perplexity": {"a": 1.0}}
+
+    for how, count in (({"x": 1}, 1), ({"x": 1}, 1), ({"x": 2}, 2)):
+        rows.Ledger(file, {"s": 1}).finish("row", how, make)
+        assert len(made) == count
+    with pytest.raises(SystemExit, match="Choose another --output"):
+        rows.Ledger(file, {"s": 2})
+
+
+def test_a_turn_begins_no_row_once_its_time_is_over(capsys):
+    turn = ledger.Turn(60)
+    assert turn.takes(None)
+    over = ledger.Turn(-1)
+    assert [over.takes(found) for found in (None, {"row": 1}, None)] == [False, True, False]
+    for one in (turn, over):
+        one.tell()
+    assert capsys.readouterr().out == "2 rows are left. Run the same command again.\n"
+
+
+def test_names_that_nobody_knows_are_refused(capsys):
+    parser = argparse.ArgumentParser()
+    assert ledger.read_names(parser, "--only", "a,b", ["a", "b", "c"]) == ["a", "b"]
+    with pytest.raises(SystemExit):
+        ledger.read_names(parser, "--only", "a,x", ["a", "b"])
+    assert "--only: must be of a, b, got x. Correct it." in capsys.readouterr().err
+
+
+def test_ledger_keeps_rows_that_no_longer_hold_and_finds_them_again(tmp_path):
+    made = []
+
+    def make():
+        made.append(len(made))
+        return {"value": made[-1]}
+
+    book = ledger.Ledger(tmp_path / "rows.json", {})
+    beside = ledger.Ledger(tmp_path / "rows.json", {})  # another process, which writes meanwhile
+    assert [book.finish("row", {"code": code}, make)["value"] for code in (1, 2, 1)] == [0, 1, 0]
+    assert beside.finish("row", {"code": 3}, make)["value"] == 2
+    assert book.finish("row", {"code": 4}, make)["value"] == 3
+    again = ledger.Ledger(tmp_path / "rows.json", {})
+    assert [again.finish("row", {"code": code}, make)["value"] for code in (1, 2, 3, 4)] == [0, 1, 2, 3]
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("content", [{"settings": {"version": "0.1.0"}, "rows": {}}, {"OPT-125M": {"peak_bytes": 1}}])
+def test_ledger_refuses_files_of_another_form_and_leaves_them_alone(tmp_path, content):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match="Choose another --output"):
+        ledger.Ledger(file, {})
+    assert json.loads(file.read_text()) == content
+
+
+@pytest.fixture
+def counted(opt, texts, tmp_path, monkeypatch):
+    """Rows of a model and texts that a test may change; a function that returns which of them are made anew."""
+    folder, data_folder = (Path(shutil.copytree(source, tmp_path / source.name)) for source in (opt, texts))
+    sizes = ("--num-samples", 8, "--recovery-samples", 10, "--window", 32, "--max-tokens", 320)
+    work, made = read_command("--model", folder, "--data", data_folder, *sizes), []
+    monkeypatch.setattr(rows, "score_dense", lambda _: made.append("dense") or {})
+    monkeypatch.setattr(
+        rows, "run_row", lambda row, *_: made.append(row.peer or f"ours{len(row.recovery or {}) > 0:d}") or {}
+    )
+    chosen = {"ours": methods.DEFAULT, "recovered": rows.Row({}, methods.DISTILL), "FASP": methods.FASP}
+
+    def run(changed=work):
+        made.clear()
+        rows.run_rows(ledger.Ledger(tmp_path / "rows.json", {}), changed, chosen, [0.3])
+        return list(made)
+
+    everything = ["dense", "ours0", "ours1", methods.FASP.peer]
+    assert run() == everything
+    assert run() == []
+    return argparse.Namespace(run=run, all=everything, model=folder, data=data_folder, work=work)
+
+
+def test_rows_are_made_again_when_the_package_changes(counted, monkeypatch):
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
+    assert counted.run() == counted.all
+
+
+def test_rows_of_peers_alone_are_made_again_when_a_peer_changes(counted, monkeypatch):
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s.name == "peers" else digest(s))
+    assert counted.run() == [methods.FASP.peer]
+
+
+def test_rows_are_made_again_when_the_weights_change_under_the_same_name(counted):
+    model = OPTForCausalLM.from_pretrained(counted.model)
+    model.model.decoder.layers[0].fc1.weight.data[0, 0] += 1
+    model.save_pretrained(counted.model)
+    assert counted.run() == counted.all
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [("books_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])],
+)
+def test_rows_are_made_again_when_a_text_of_theirs_changes_under_the_same_name(counted, name, again):
+    file = counted.data / f"{name}.jsonl"
+    file.write_text(file.read_text(encoding="utf-8") + '{"text": "more"}\n', encoding="utf-8")
+    assert counted.run() == [counted.all[index] for index in again]
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ({"window": 16}, [0, 1, 2, 3]),
+        ({"max_tokens": 160}, [0, 1, 2, 3]),
+        ({"stride": 16}, [0, 1, 2, 3]),
+        ({"num_samples": 4}, [1, 2, 3]),
+        ({"recovery_samples": 5}, [2]),
+    ],
+)
+def test_rows_are_made_again_when_a_size_of_the_work_changes(counted, change, again):
+    assert counted.run(dataclasses.replace(counted.work, **change)) == [counted.all[index] for index in again]
+
+
+def test_rows_are_made_again_when_a_default_changes(counted, monkeypatch):
+    resolve = rows.resolve_fields
+    monkeypatch.setattr(
+        rows, "resolve_fields", lambda *args: resolve(*args) | {"importance": {"method": "obs", "max_swaps": 7}}
+    )
+    assert counted.run() == counted.all[1:3]
+
+
+def test_digest_sources_sees_names_and_contents(tmp_path):
+    def digest(**files):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}" / "package"
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / f"{name}.py").write_text(text)
+        return ledger.digest_sources(folder)
+
+    assert digest(a="1", b="2") == digest(a="1", b="2")
+    assert len({digest(a="1", b="2"), digest(a="1", b="3"), digest(a="1", c="2"), digest(a="1")}) == 4
+
+
+def test_identify_model_refuses_what_is_neither_folder_nor_hub_name(tmp_path):
+    with pytest.raises(ValueError, match="must be a model folder or a hub name"):
+        ledger.identify_model(str(tmp_path / "absent"))
+
+
+def test_quantisation_rows_tell_fields_and_what_they_replay(work, tmp_path):
+    told = quantisation.describe_run(work, quantisation.make_recipe("W8A8", 0.3))
+    assert told["fields"] == ledger.resolve_fields({}, 0.3) | {
+        k: told["fields"][k] for k in ("attention_unit", "sensitivity")
+    }
+    assert "quantisation_stage" in told["recipe"]
+    seen = []
+    for text in ("{}", '{"kept": 1}'):
+        manifest = tmp_path / "manifest.json"
+        manifest.write_text(text)
+        seen.append(quantisation.describe_run(work, quantisation.make_replay(manifest), manifest))
+    assert seen[0] != seen[1]
+
+
+def test_quantisation_replays_the_manifest_of_the_very_row_it_shows(opt, texts, tmp_path, monkeypatch):
+    made = []
+
+    def compress(_work, recipe, manifest):
+        made.append(recipe)
+        manifest.write_text(json.dumps({"run": len(made)}))
+        rounded = "GPTQModifier" in recipe and "StruPruneModifier" in recipe
+        return {
+            "perplexity": {"WikiText-2": 9.0, "books": 9.0},
+            "removed": 0.3,
+            "rounded": rounded,
+            "bytes": 1,
+            "seconds": 1.0,
+        }
+
+    dense = {"perplexity": {"WikiText-2": 8.0, "books": 8.0}, "removed": 0.0, "bytes": 1, "seconds": 0.0}
+    monkeypatch.setattr(quantisation, "compress_and_score", compress)
+    monkeypatch.setattr(quantisation, "score_dense", lambda _: dense)
+    words = [
+        "--model",
+        opt,
+        "--data",
+        texts,
+        "--num-samples",
+        8,
+        "--window",
+        32,
+        "--sparsity",
+        0.3,
+        "--output",
+        tmp_path,
+    ]
+    monkeypatch.setattr(sys, "argv", ["quantisation", *map(str, words)])
+    quantisation.main()
+    first = len(made)
+    replays = [recipe for recipe in made if "replay" in recipe]
+    assert len(replays) == len(quantisation.QUANTISERS)
+    quantisation.main()
+    assert len(made) == first, "all rows are read back"
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
+    quantisation.main()
+    assert len(made) == 2 * first
+    again = [recipe for recipe in made[first:] if "replay" in recipe]
+    assert not set(replays) & set(again), "other rows, other manifests"
+    for recipe in again:
+        Path(yaml.safe_load(recipe)["pruning_stage"]["pruning_modifiers"]["StruPruneModifier"]["replay"]).unlink()
+    with pytest.raises(SystemExit, match="must be there, as its row"):
+        quantisation.main()
+
+
+def test_run_row_prunes_and_scores_by_fields(work):
+    row = rows.run_row(methods.SETS["admm"]["FFN, obs, ADMM"], 0.3, work)
+    assert row["removed"] == pytest.approx(0.3, abs=0.005)
+    assert row["perplexity"].keys() == {"WikiText-2", "books"}
+    assert all(len(steps) == 5 for steps in row["admm_objective"].values())
+
+
+def test_run_row_recovers_after_pruning_with_more_text(work):
+    row = methods.SETS["recovery"]["obs, vo, residual, LoRA with KL, 100 steps"]
+    told = rows.run_row(dataclasses.replace(row, recovery={**row.recovery, "schedule": {"max_steps": 3}}), 0.3, work)
+    assert told["recovery"]["steps"] == 3
+    assert told["recovery"]["samples"] == {"trained": 9, "held_out": 1}
+    assert told["stage_seconds"].keys() == {"pruning", "recovery"}
+
+
+def test_run_row_runs_a_peer(work):
+    row = rows.run_row(methods.FASP, 0.3, work)
+    assert row["removed"] == pytest.approx(0.3, abs=0.01)
+    assert "mask" in row["note"]
+
+
+def test_a_row_that_is_refused_does_not_stop_the_others(work, tmp_path):
+    chosen = {"too much": rows.Row(methods.spell(attention_unit="none")), "FASP": methods.FASP}
+    found = rows.run_rows(rows.Ledger(tmp_path / "rows.json", work.describe()), work, chosen, [0.6])
+    assert "0.6 | too much: refused, sparsity=0.6: the chosen units must hold" in rows.format_rows(found)
+    assert found["0.6 | FASP"]["removed"] == pytest.approx(0.6, abs=0.01)
+
+
+def test_a_peer_that_is_not_here_is_left_out(work, tmp_path):
+    absent = {"absent": rows.Row(peer="eval.peers.no_such:prune")}
+    assert not absent["absent"].is_here
+    ledger = rows.Ledger(tmp_path / "rows.json", work.describe())
+    assert list(rows.run_rows(ledger, work, absent, [0.3])) == ["dense"]
+
+
+def test_hub_texts_are_joined_and_cut_as_the_papers_do(opt, monkeypatch):
+    def load(path, split, streaming, **_):
+        names = {"Salesforce/wikitext": ["", " = A = ", "b c"], "allenai/c4": ["one", "two"]}
+        return [{"text": f"{text} {split}" if text else ""} for text in names[path]]
+
+    monkeypatch.setattr(data, "load_dataset", load)
+    tokenizer = AutoTokenizer.from_pretrained(opt)
+    work = read_command("--model", opt)
+    assert (work.num_samples, work.window, work.texts) == (128, 2048, {"WikiText-2": "wikitext2", "C4": "c4"})
+    for source, text in (("wikitext2", "\n\n = A =  test\n\nb c test"), ("c4", "one validation two validation")):
+        assert rows.read_tokens(source, tokenizer, work).tolist() == tokenizer(text)["input_ids"]
+
+
+# -- FASP ---------------------------------------------------------------------------------------------------------
+
+
+def test_fasp_at_zero_sparsity_is_the_identity(opt_folder):
+    windows = torch.tensor(make_dataset()["input_ids"])
+    result = prune_fasp(str(opt_folder), windows, 0.0)
+    dense = OPTForCausalLM.from_pretrained(opt_folder).eval()
+    assert result.removed == 0
+    torch.testing.assert_close(result.model(windows).logits, dense(windows).logits, rtol=0, atol=2e-3)
+
+
+def test_fasp_removes_what_it_says_and_masked_channels_are_zero(opt_folder):
+    dense = OPTForCausalLM.from_pretrained(opt_folder)
+    result = prune_fasp(str(opt_folder), torch.tensor(make_dataset()["input_ids"]), 0.3)
+    gone = widths = 0
+    for layer, before in zip(result.model.model.decoder.layers, dense.model.decoder.layers, strict=True):
+        bias = before.fc1.bias is not None
+        output, value = layer.self_attn.out_proj.weight, layer.self_attn.v_proj
+        zero = (output == 0).all(0)
+        assert torch.equal(zero, (value.weight == 0).all(1))
+        assert not bias or (value.bias[zero] == 0).all()
+        assert layer.fc2.in_features == layer.fc1.out_features < 40
+        gone += int(zero.sum()) * (2 * 24 + bias) + (40 - layer.fc2.in_features) * (2 * 24 + bias)
+        widths += int(zero.sum())
+        assert torch.equal(layer.self_attn.q_proj.weight, before.self_attn.q_proj.weight)
+    assert widths > 0
+    assert result.removed == pytest.approx(gone / count_prunable_parameters(dense))
+    assert result.removed == pytest.approx(0.3, abs=0.01)
+
+
+def test_fasp_keeps_the_columns_of_highest_score_and_restores_by_ridge(opt):
+    """The first module it visits, against FASP's formulas on whole-model activations."""
+    windows = torch.tensor(make_dataset()["input_ids"])
+    dense = OPTForCausalLM.from_pretrained(opt).eval()
+    seen = {}
+    module = dense.model.decoder.layers[0].self_attn.out_proj
+    module.register_forward_hook(lambda _, args, out: seen.update(x=args[0], y=out))
+    with torch.no_grad():
+        dense(windows)
+    x, y = (seen[name].flatten(0, -2).double() for name in "xy")
+    weight = module.weight.detach().double()
+    scores = weight.abs().sum(0) * x.norm(dim=0)
+    found = prune_fasp(str(opt), windows, 0.3, damping=0.05).model.model.decoder.layers[0].self_attn.out_proj
+    keep = (found.weight != 0).any(0).nonzero().flatten()
+    assert 0 < len(keep) < 24
+    assert keep.tolist() == sorted(scores.topk(len(keep)).indices.tolist())
+    strength = 0.05 * x.square().sum(0).mean()
+    p = torch.cat([x[:, keep], torch.ones(len(x), 1)], 1)
+    ridge = torch.diag(torch.tensor([strength] * len(keep) + [0.0]))
+    right = y.T @ p + torch.cat([strength * weight[:, keep], torch.zeros(24, 1)], 1)
+    naive = right @ torch.linalg.inv(p.T @ p + ridge)
+    torch.testing.assert_close(found.weight[:, keep].double(), naive[:, :-1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.bias.double(), naive[:, -1], rtol=1e-3, atol=1e-4)
+
+
+# -- the paper's tables -------------------------------------------------------------------------------------------
+
+
+def run_tables(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["paper_tables", *map(str, words)])
+    paper_tables.main()
+
+
+def test_perplexity_tables_stand_beside_the_papers_and_resume(opt, texts, tmp_path, monkeypatch):
+    few = {name: paper_tables.MAIN[name] for name in ("FASP", "Asymptotics (Algorithm 2)", "StruPrune, default")}
+    monkeypatch.setattr(paper_tables, "MAIN", few)
+    words = ("--model", opt, "--data", texts, "--num-samples", 8, "--window", 32, "--max-tokens", 320)
+    run_tables(monkeypatch, *words, "--table", "main", "--sparsity", "0.2,0.4", "--output", tmp_path)
+    text = (tmp_path / "main.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("FASP") and "/" in line]
+    assert "30 / –" in line
+    assert "28 / –" in line
+    assert "OPT-125M" in text
+    table = json.loads((tmp_path / "main.json").read_text())
+    assert [row[0] for row in table["rows"]] == ["dense", *few]
+    assert table["data"]["0.4 | FASP"]["removed"] == pytest.approx(0.4, abs=0.01)
+
+    def fail(*_):
+        raise AssertionError("a finished row was made again")
+
+    monkeypatch.setattr(rows, "run_row", fail)
+    run_tables(monkeypatch, *words, "--table", "main", "--sparsity", "0.2,0.4", "--output", tmp_path)
+    assert (tmp_path / "main.md").read_text() == text
+    monkeypatch.setattr(paper_tables, "METHODS", few)  # every table leaves the rows of the others alone
+    for table in ("methods", "main"):
+        run_tables(monkeypatch, *words, "--table", table, "--sparsity", "0.2,0.4", "--output", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["methods", *map(str, words), "--sparsity", "0.2", "--output", str(tmp_path)])
+    monkeypatch.setitem(methods.SETS, "ours", few)
+    methods.main()  # shares the finished rows
+    assert "0.2 | FASP" in (tmp_path / "methods-ours.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["OPT-125M", "OPT-350M", "OPT-66B"])
+def test_count_sizes_is_the_formula(name):
+    d, layers, _ = paper_sizes.OPT_SIZES[name]
+    size = paper_sizes.count_sizes(name, paper_sizes.make_opt_config(name))
+    assert (size.ffn, size.attention) == (8 * d**2 + 5 * d, 4 * d**2 + 4 * d)
+    assert size.layer == size.ffn + size.attention + 4 * d  # two norms
+    ends = 50272 * d + 2050 * d + 2 * d
+    if name == "OPT-350M":  # embeddings of 512 with projections in and out, no last norm
+        ends = 50272 * 512 + 2050 * d + 2 * 512 * d
+    assert size.total == layers * size.layer + ends
+
+
+def test_llama_sizes_are_the_published_ones():
+    totals = {
+        name: paper_sizes.count_sizes(name, paper_sizes.make_llama_config(name)).total
+        for name in paper_sizes.LLAMA2_SIZES
+    }
+    assert totals == {"LLaMA-2-7B": 6738415616, "LLaMA-2-13B": 13015864320, "LLaMA-2-70B": 68976648192}
+
+
+def test_params_and_figure_need_no_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(paper_sizes, "OPT_SIZES", dict(list(paper_sizes.OPT_SIZES.items())[:2]))
+    monkeypatch.setattr(paper_tables, "OPT_SIZES", paper_sizes.OPT_SIZES)
+    for name in ("params", "figure"):
+        run_tables(monkeypatch, "--table", name, "--output", tmp_path)
+    row = json.loads((tmp_path / "params.json").read_text())["rows"][0]
+    assert {"OPT-125M", "10.4M", "7,087,872", "20.8", "14.2"} <= set(row)
+    assert json.loads((tmp_path / "ratios.json").read_text())["rows"][0][1] == "4,718,592"
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="--model: must be"):
+        run_tables(monkeypatch, "--table", "main", "--output", tmp_path)
+
+
+def test_estimate_growth_finds_the_exponents():
+    sizes = [paper_sizes.ModelSize("", 0, round(n**0.5), n, round(n**0.75), 0, 0) for n in (10**4, 10**8, 10**12)]
+    assert paper_sizes.estimate_growth(sizes) == pytest.approx({"depth": 0.5, "width": 0.75})
+
+
+@pytest.fixture
+def few_words(monkeypatch):
+    """Published shapes with a small vocabulary, whose logits take most of the time."""
+    make = paper_sizes.make_opt_config
+    for module in (paper_sizes, memory):
+        monkeypatch.setattr(module, "make_opt_config", lambda name, **changes: make(name, vocab_size=512, **changes))
+
+
+def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatch, few_words):
+    for module in (paper_sizes, paper_tables):
+        monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4)})
+    monkeypatch.setattr(paper_tables, "MEMORY_MODELS", ("OPT-125M",))
+    monkeypatch.setattr(paper_tables, "PAPER_MEMORY", {"FASP": (0.24,)})
+    run_tables(monkeypatch, "--table", "memory", "--memory-models", "OPT-125M", "--output", tmp_path)
+    row = json.loads((tmp_path / "memory.json").read_text())["data"]["OPT-125M"]
+    assert row["layer_bytes"] == 2 * (12 * 32**2 + 13 * 32)
+    assert row["peak_bytes"] > row["layer_bytes"] + 8 * 129**2
+    assert row["how"]["fields"] == ledger.resolve_fields({}, 0.2)
+    made = []
+    monkeypatch.setattr(paper_tables, "measure_pruning_memory", lambda *_: made.append(1) or row)
+    words = ("--table", "memory", "--memory-models", "OPT-125M", "--output", tmp_path)
+    run_tables(monkeypatch, *words)
+    assert not made
+    digest = ledger.digest_sources
+    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
+    run_tables(monkeypatch, *words)
+    assert made, "the package is another one"
+
+
+def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch, few_words):
+    for module in (paper_sizes, memory):
+        monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4), "OPT-350M": (48, 2, 4)})
+    monkeypatch.setattr(memory, "MEMORY_MODELS", ("OPT-125M", "OPT-350M"))
+    monkeypatch.setattr(memory, "PAPER_MEMORY", {"FASP": (0.24, 0.69)})
+    modes = ["--length", "32", "--modes", "no budget;1 layer;least"]
+    monkeypatch.setattr(sys, "argv", ["memory", *modes, "--output", str(tmp_path)])
+    memory.main()
+    monkeypatch.setattr(
+        memory, "measure_pruning_memory", lambda *_, **__: pytest.fail("a finished row was measured again")
+    )
+    memory.main()
+    data = json.loads((tmp_path / "memory-growth.json").read_text())
+    rows = data["rows"]
+    assert "memory_budget: must be at least" in rows["OPT-125M | 1 layer"]["refused"]
+    least = rows["OPT-125M | least"]
+    assert least["peak_bytes"] <= least["budget_bytes"]
+    assert rows["OPT-125M | no budget"]["peak_bytes"] > least["peak_bytes"]
+    assert data["exponents"].keys() == {"no budget", "least"}
+    assert (tmp_path / "memory-growth.png").stat().st_size > 0
+
+
+def test_fit_exponent_finds_it():
+    assert memory.fit_exponent([1e6, 1e8, 1e10], [1e3, 1e4, 1e5]) == pytest.approx(0.5)
+    assert memory.fit_exponent([1e6], [1e3]) is None
+
+
+def test_quality_ladder_spells_every_field_and_ends_at_the_default():
+    for name, row in {**quality.LADDER, **quality.ASIDE}.items():
+        assert set(row.fields) == set(methods.spell()), name
+    default = StruPruneModifier(sparsity=0.3).dump_fields()
+    best = quality.LADDER[quality.BEST].fields
+    assert StruPruneModifier(**{**best, "sparsity": 0.3}).dump_fields() == default
+    steps = [sum(a.fields[n] != b.fields[n] for n in a.fields) for a, b in itertools.pairwise(quality.LADDER.values())]
+    assert steps[1:] == [1, 1, 1, 1, 1, 1, 0], "each rung adds one thing; the last adds recovery"
+
+
+def test_interpolate_delta_is_linear_between_rows_and_from_the_dense_model():
+    dense = {"perplexity": {"t": 10.0}}
+    made = [{"removed": r, "perplexity": {"t": p}} for r, p in ((0.2, 12.0), (0.4, 20.0))]
+    assert [quality.interpolate_delta(made, dense, "t", r) for r in (0.1, 0.2, 0.3)] == pytest.approx([1.0, 2.0, 6.0])
+    assert math.isnan(quality.interpolate_delta(made, dense, "t", 0.5))
+
+
+def test_format_quality_compares_with_fasp_and_at_equal_parameters():
+    def row(perplexity, removed, seconds):
+        return {"perplexity": {"t": perplexity}, "removed": removed, "seconds": seconds}
+
+    rows = {
+        "dense": row(10.0, 0.0, 0.0),
+        "0.3 | FASP": row(20.0, 0.3, 2.0),
+        "0.3 | SliceGPT": row(14.0, 0.15, 1.0),
+        f"0.3 | {quality.BEST}": row(14.0, 0.3, 5.0),
+    }
+    lines = {line.split("  ")[0]: line for line in quality.format_quality(rows).splitlines()}
+    assert lines[f"0.3 | {quality.BEST}"].split()[-5:] == ["4.00", "0.40", "30.00%", "5.0", "2.5"]
+    assert lines["0.3 | SliceGPT"].split()[-1] == "2.00", "4 where the default has 2 at 15 % removed"
+    assert lines["0.3 | FASP"].split()[-1] == "2.50"
+
+
+def test_choose_rows_takes_names_and_refuses_others():
+    assert quality.choose_rows(quality.PEERS, None) == quality.PEERS
+    assert list(quality.choose_rows(quality.PEERS, "FLAP, FASP")) == ["FLAP", "FASP"]
+    with pytest.raises(SystemExit, match=r"--only: must name rows of FASP, .*, got OWL"):
+        quality.choose_rows(quality.PEERS, "FASP,OWL")
+
+
+def test_format_quality_shows_refused_rows_and_accuracies():
+    scores = {"acc": 0.5, "acc_stderr": 0.05, "acc_norm": 0.25, "acc_norm_stderr": 0.025}
+    dense = {"perplexity": {"t": 10.0}, "removed": 0.0, "seconds": 0.0, "zeroshot": {"PIQA": scores}}
+    rows_ = {"dense": dense, "0.3 | FASP": {"refused": "too much"}, "0.3 | FLAP": {**dense, "removed": 0.3}}
+    text = quality.format_quality(rows_)
+    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert lines["dense"][-6:] == ["50.0%", "±", "5.0%", "25.0%", "±", "2.5%"]
+    assert lines["0.3 | FASP"][-1] == "refused"
+    assert "0.3 | FASP: refused, too much" in text
+    assert {"acc", "acc_norm"} <= set(text.splitlines()[0].split())
+
+
+@pytest.mark.slow
+def test_quality_ladder_of_peers_runs_on_llama_with_grouped_queries(texts, tmp_path, monkeypatch, capsys):
+    folder = save_model(make_model("llama", num_hidden_layers=3), tmp_path / "llama")
+    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.25"]
+    command = ["quality", "--model", str(folder), "--data", str(texts), *sizes, "--rows", "peers"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "out")])
+    quality.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("0.25 | ") and "%" in line]
+    assert [line.split("  ")[0].removeprefix("0.25 | ") for line in lines] == list(quality.PEERS)
+
+
+# -- zero-shot ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def items(tmp_path, monkeypatch):
+    """The task files, on items of six demo words each."""
+    folder = Path(shutil.copytree(zeroshot.TASKS_FOLDER, tmp_path / "tasks"))
+    for name in ("hellaswag", "piqa"):
+        rows_ = [{"query": f"Query {i}:", "choices": ["one", "a much longer choice"], "gold": i % 2} for i in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
+        file = folder / f"struprune_{name}.yaml"
+        file.write_text(file.read_text().replace("../shared/testbed/zeroshot", str(tmp_path)))
+    monkeypatch.setattr(zeroshot, "TASKS_FOLDER", folder)
+    return tmp_path
+
+
+def test_zeroshot_columns_have_both_accuracies_and_their_standard_errors(opt, texts, items, monkeypatch, capsys):
+    monkeypatch.setattr(quality, "ROWS", {"ladder": {"FASP": methods.FASP}})
+    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.3", "--zeroshot"]
+    out = items / "out"
+    command = ["quality", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    quality.main()
+    header = capsys.readouterr().out.splitlines()
+    assert any("HellaSwag acc_norm" in line and "PIQA acc" in line for line in header)
+    (row,) = json.loads((out / "quality.json").read_text())["rows"]["0.3 | FASP"]
+    for scores in row["zeroshot"].values():
+        for metric in zeroshot.METRICS:
+            p = scores[metric]
+            assert scores[f"{metric}_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 5))
+    before = row["how"]["tasks"]
+    with (items / "piqa.jsonl").open("a") as stream:
+        stream.write(json.dumps({"query": "Q", "choices": ["a", "b"], "gold": 0}) + "\n")
+    assert zeroshot.identify_tasks(tuple(zeroshot.TASKS)) != before
+    (items / "piqa.jsonl").unlink()
+    with pytest.raises(SystemExit, match="must hold the items of PIQA"):
+        quality.main()
+
+
+def test_zeroshot_prefers_the_likelier_choice_by_length_for_acc_norm(opt, items):
+    """Against log-likelihoods summed by hand, on every item."""
+    model, tokenizer = load_checkpoint(str(opt))
+    scores = zeroshot.score_tasks(model, tokenizer, ["PIQA"])["PIQA"]
+    right = {"acc": 0, "acc_norm": 0}
+    for line in (items / "piqa.jsonl").read_text().splitlines():
+        item, values = json.loads(line), []
+        for choice in item["choices"]:
+            context, whole = (tokenizer(t)["input_ids"] for t in (item["query"], f"{item['query']} {choice}"))
+            with torch.no_grad():
+                logs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+            values.append(sum(float(logs[i - 1, whole[i]]) for i in range(len(context), len(whole))))
+        by_length = [value / len(choice) for value, choice in zip(values, item["choices"], strict=True)]
+        for metric, liked in (("acc", values), ("acc_norm", by_length)):
+            right[metric] += liked.index(max(liked)) == item["gold"]
+    assert {metric: scores[metric] for metric in right} == {metric: count / 6 for metric, count in right.items()}
+
+
+def test_quality_runs_both_studies_and_reads_finished_rows(opt, texts, tmp_path, monkeypatch, capsys):
+    shutil.copy(DEMO_TEST, texts / "wikitext2_valid.jsonl")
+    monkeypatch.setattr(quality, "ROWS", {"ladder": {quality.BEST: quality.LADDER[quality.BEST]}})
+    monkeypatch.setattr(quality, "STUDY_TOKENS", (256, 320))
+    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.3"]
+    command = ["quality", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    quality.main()
+    assert f"0.3 | {quality.BEST}" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--study", "data"])
+    quality.main()
+    printed = capsys.readouterr().out
+    for corpus in ("books, 256", "books, 320", "WikiText-2, 256"):
+        assert f"0.3 | {corpus} tokens" in printed
+    monkeypatch.setattr(quality, "run_row", lambda *_, **__: pytest.fail("a finished row was made again"))
+    quality.main()
+    assert {"ladder.md", "data.md", "quality.json"} <= {file.name for file in tmp_path.iterdir()}

@@ -1,0 +1,531 @@
+"""Other methods, written anew to compare with."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import make_model
+from helpers.models import VOCABULARY, make_opt, save_model, save_opt
+from transformers import AutoTokenizer
+
+from eval.peers import flap, llm_pruner, slicegpt
+from eval.peers.fasp import prune_fasp
+from eval.peers.flap import prune_flap
+from eval.peers.llm_pruner import prune_llm_pruner
+from eval.peers.osscar import plan_counts, prune_osscar, search_swaps, subtract_bias
+from eval.peers.slicegpt import count_kept_channels, find_principal_basis, prune_slicegpt
+from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
+from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.linalg.elimination import keep_last, unit_columns
+from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, measure_error
+from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
+from struprune_plugin.model.surgery import mask_group, read_consumer
+from struprune_plugin.model.units import find_groups
+
+
+def make_windows(num_windows: int = 16, length: int = 32, seed: int = 5) -> torch.Tensor:
+    return torch.randint(4, VOCABULARY, (num_windows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def compute_logits(model, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+# -- all peers, on OPT and on LLaMA with grouped queries ---------------------------------------------------------------
+
+UNIT_PEERS = {"FASP": prune_fasp, "OSSCAR": prune_osscar, "FLAP": prune_flap, "LLM-Pruner": prune_llm_pruner}
+MODELS: dict[str, Any] = {  # eight query heads on four KV heads; with biases, too; and OPT
+    "llama": lambda folder: save_model(make_model("llama", num_hidden_layers=3), folder),
+    "llama_bias": lambda folder: save_model(
+        make_model("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=3), folder
+    ),
+    "opt": save_opt,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def dense_folder(request, tmp_path_factory):
+    return str(MODELS[request.param](tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return str(MODELS["llama"](tmp_path_factory.mktemp("llama")))
+
+
+def measure_difference(model, reference: torch.Tensor) -> float:
+    return float((compute_logits(model, make_windows()) - reference).square().mean())
+
+
+def find_kept(dense_layer, layer, group) -> torch.Tensor:
+    """The units whose rows of values (of the FFN: of the last linear that makes its channels) are still there."""
+    name = list(group.producers)[-1]
+    rows = [m.get_submodule(name).weight.detach() for m in (dense_layer, layer)]
+    kept = (rows[0][:, None] == rows[1][None]).all(2).any(1)
+    return group.find_row_owners(name)[kept].unique()
+
+
+def mask_like(dense, pruned, restored: bool = True) -> None:
+    """Give a dense model zeros where a sliced one has nothing; with the sliced one's weights beside, or its own."""
+    layers = dict(find_decoder_layers(pruned))
+    for group in find_groups(dense, "head"):
+        before, after = dense.get_submodule(group.layer_name), layers[group.layer_name]
+        keep = find_kept(before, after, group)
+        weight = read_consumer(after, group.resize(len(keep)))
+        assert weight.shape[1] == len(keep) * group.columns_per_unit + 1
+        consumer = before.get_submodule(group.consumer)
+        if not restored:
+            columns = torch.cat([unit_columns(keep, group.columns_per_unit), torch.tensor([group.num_columns])])
+            weight = read_consumer(before, group)[:, columns]
+        elif consumer.bias is None and after.get_submodule(group.consumer).bias is not None:
+            consumer.bias = torch.nn.Parameter(torch.zeros(consumer.out_features))
+        mask_group(before, group, keep, weight)
+
+
+@pytest.mark.parametrize("peer", [*UNIT_PEERS, "SliceGPT"])
+def test_a_peer_of_nothing_is_the_identity(peer, dense_folder):
+    dense, _ = load_checkpoint(dense_folder)
+    result = {**UNIT_PEERS, "SliceGPT": prune_slicegpt}[peer](dense_folder, make_windows(), 0.0)
+    reference = compute_logits(dense, make_windows())
+    difference = (compute_logits(result.model, make_windows()) - reference).abs().max()
+    assert difference < (1e-4 if peer != "FASP" else 1e-3) * reference.abs().max()
+    assert peer == "SliceGPT" or result.removed == 0
+
+
+@pytest.mark.parametrize("peer", ["FASP", "OSSCAR", "FLAP"])
+def test_a_peer_prunes_in_the_dtype_of_the_checkpoint(peer, tmp_path):
+    model, _ = load_checkpoint(str(MODELS["llama"](tmp_path)))
+    model.bfloat16().save_pretrained(tmp_path)
+    result = UNIT_PEERS[peer](str(tmp_path), make_windows(), 0.25)
+    assert {parameter.dtype for parameter in result.model.parameters()} == {torch.bfloat16}
+    assert measure_perplexity(result.model.float(), make_windows().flatten(), 32) > 0
+
+
+@pytest.mark.parametrize("sparsity", [0.1, 0.25])
+@pytest.mark.parametrize("peer", UNIT_PEERS)
+def test_a_peer_removes_what_is_asked(peer, sparsity, dense_folder):
+    dense, _ = load_checkpoint(dense_folder)
+    base, largest = count_prunable_parameters(dense), max(g.unit_cost for g in find_groups(dense, "head"))
+    result = UNIT_PEERS[peer](dense_folder, make_windows(), sparsity)
+    assert result.removed == pytest.approx(sparsity, abs=largest / base)
+    if peer != "FASP":
+        assert result.removed == pytest.approx(1 - count_prunable_parameters(result.model) / base, abs=1e-12)
+    assert measure_perplexity(result.model, make_windows().flatten(), 32) > 0
+
+
+@pytest.mark.parametrize("peer", ["OSSCAR", "FLAP", "LLM-Pruner"])
+def test_a_peer_gives_what_its_mask_gives(peer, dense_folder):
+    dense, _ = load_checkpoint(dense_folder)
+    result = UNIT_PEERS[peer](dense_folder, make_windows(), 0.25)
+    assert result.removed > 0.2
+    mask_like(dense, result.model)
+    tokens = make_windows(seed=7)
+    torch.testing.assert_close(compute_logits(result.model, tokens), compute_logits(dense, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("peer", ["OSSCAR", "FLAP"])
+def test_a_peer_is_closer_to_the_dense_model_than_plain_deletion_of_its_units(peer, dense_folder):
+    dense, _ = load_checkpoint(dense_folder)
+    reference = compute_logits(dense, make_windows())
+    result = UNIT_PEERS[peer](dense_folder, make_windows(), 0.25)
+    mask_like(dense, result.model, restored=False)
+    assert measure_difference(result.model, reference) < measure_difference(dense, reference)
+
+
+# -- FASP under grouped queries ------------------------------------------------------------------------------------------
+
+
+def test_fasp_takes_a_value_channel_from_every_query_head_that_reads_it(llama):
+    """Its zeros are what a deployment slices: values and outputs of the heads' own widths give the same function."""
+    dense, _ = load_checkpoint(llama)
+    result = prune_fasp(llama, make_windows(), 0.3)
+    reference = compute_logits(result.model, make_windows())
+    ragged = set()
+    for layer in result.model.model.layers:
+        attention = layer.self_attn
+        gone = (attention.v_proj.weight == 0).all(1).view(4, 4)
+        columns = gone[:, None].expand(4, 2, 4).flatten()  # eight query heads, two on a KV head
+        assert torch.equal((attention.o_proj.weight == 0).all(0), columns)
+        ragged |= set(gone.sum(1).tolist())
+        values, keep = attention.v_proj, (~gone).flatten().nonzero().flatten()
+        values.weight, values.out_features = torch.nn.Parameter(values.weight[keep]), len(keep)
+        values.register_forward_hook(
+            lambda _m, _a, out, i=keep: out.new_zeros(*out.shape[:-1], 16).index_copy(2, i, out)
+        )
+        output, left = attention.o_proj, (~columns).nonzero().flatten()
+        output.weight, output.in_features = torch.nn.Parameter(output.weight[:, left]), len(left)
+        output.register_forward_pre_hook(lambda _m, args, i=left: (args[0][..., i],))
+    assert len(ragged) > 1
+    assert result.removed == pytest.approx(
+        1 - count_prunable_parameters(result.model) / count_prunable_parameters(dense)
+    )
+    torch.testing.assert_close(compute_logits(result.model, make_windows()), reference, rtol=0, atol=1e-4)
+
+
+def test_fasp_scores_a_value_channel_by_all_its_columns_and_restores_by_ridge(llama):
+    """The first module it visits, against FASP's formulas on whole-model activations."""
+    dense, _ = load_checkpoint(llama)
+    module, seen = dense.model.layers[0].self_attn.o_proj, {}
+    module.register_forward_hook(lambda _, args, out: seen.update(x=args[0], y=out))
+    compute_logits(dense, make_windows())
+    x, y = (seen[name].flatten(0, -2).double() for name in "xy")
+    weight = module.weight.detach().double()
+    columns = (weight.abs().sum(0) * x.norm(dim=0)).view(4, 2, 4)  # KV head, query head on it, channel
+    scores = columns.sum(1).flatten()
+    found = prune_fasp(llama, make_windows(), 0.3, damping=0.05).model.model.layers[0].self_attn.o_proj
+    left = (found.weight != 0).any(0)
+    units = left.view(4, 2, 4).any(1).flatten().nonzero().flatten()
+    assert 0 < len(units) < 16
+    assert units.tolist() == sorted(scores.topk(len(units)).indices.tolist())
+    keep = left.nonzero().flatten()
+    strength = 0.05 * x.square().sum(0).mean()
+    gram = x[:, keep].T @ x[:, keep] + strength * torch.eye(len(keep))
+    naive = (y.T @ x[:, keep] + strength * weight[:, keep]) @ torch.linalg.inv(gram)
+    torch.testing.assert_close(found.weight[:, keep].double(), naive, rtol=1e-3, atol=1e-4)
+    deleted = weight * left
+    error, plain = ((y - x @ w.T).square().sum() for w in (found.weight.double(), deleted))
+    assert error < plain
+
+
+# -- FLAP ----------------------------------------------------------------------------------------------------------------
+
+
+def test_flap_ranks_by_the_fluctuation_of_dense_inputs(dense_folder):
+    dense, _ = load_checkpoint(dense_folder)
+    groups, seen = find_groups(dense, "head"), {}
+    found = flap.measure_inputs(dense, groups, make_windows(), 8)
+    for group in groups:
+        module = dense.get_submodule(group.name)
+        module.register_forward_pre_hook(
+            lambda _, args, n=group.name: seen.update({n: args[0].flatten(0, -2).double()})
+        )
+    compute_logits(dense, make_windows())
+    for group in groups:
+        x, weight = seen[group.name], dense.get_submodule(group.name).weight.detach().double()
+        torch.testing.assert_close(found[group.name].mean, x.mean(0), rtol=1e-4, atol=1e-5)
+        metric = x.var(0) * weight.norm(dim=0) ** 2
+        naive = ((metric - metric.mean()) / metric.std()).view(group.num_units, -1).mean(1)
+        ours = flap.score_units(found[group.name], weight, group.columns_per_unit)
+        torch.testing.assert_close(ours, naive, rtol=1e-3, atol=1e-4)
+
+
+def test_flap_cuts_at_one_threshold_and_meets_the_budget_with_its_biases(llama):
+    dense, _ = load_checkpoint(llama)
+    groups, base = find_groups(dense, "head"), count_prunable_parameters(dense)
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(group.num_units, generator=generator, dtype=torch.float64) for group in groups]
+    keeps = flap.search_structure(groups, scores, [32] * len(groups), base, 0.3)
+    kept = [score[keep] for score, keep in zip(scores, keeps, strict=True) if len(keep) > 1]
+    gone = [score[~torch.isin(torch.arange(len(score)), keep)] for score, keep in zip(scores, keeps, strict=True)]
+    assert len(kept) >= len(groups) - 1  # a module's last unit stays, whatever its score
+    assert torch.cat(gone).max() < torch.cat(kept).min()
+    removed = sum((g.num_units - len(keep)) * g.unit_cost for g, keep in zip(groups, keeps, strict=True))
+    removed -= 32 * sum(len(keep) < g.num_units for g, keep in zip(groups, keeps, strict=True))
+    assert removed == pytest.approx(0.3 * base, abs=max(group.unit_cost for group in groups) / 2)
+    last = [torch.arange(group.num_units, dtype=torch.float64) for group in groups]
+    last[0] -= 1e9  # would go whole
+    assert len(flap.search_structure(groups, last, [32] * len(groups), base, 0.3)[0]) == 1
+    with pytest.raises(ValueError, match="sparsity"):
+        prune_flap(llama, make_windows(), 0.99)
+
+
+def test_flap_makes_up_for_the_mean_of_what_goes(dense_folder):
+    """In the first module, whose inputs are the dense model's: no error in the mean, and less than by deletion in all."""
+    dense, _ = load_checkpoint(dense_folder)
+    result = prune_flap(dense_folder, make_windows(), 0.25)
+    seen = {}
+    group = next(
+        g
+        for g in find_groups(dense, "head")
+        if len(find_kept(dense.get_submodule(g.layer_name), result.model.get_submodule(g.layer_name), g)) < g.num_units
+    )
+    module, after = dense.get_submodule(group.name), result.model.get_submodule(group.name)
+    module.register_forward_hook(lambda _, args, out: seen.update(x=args[0].flatten(0, -2), y=out.flatten(0, -2)))
+    compute_logits(dense, make_windows())
+    keep = find_kept(dense.get_submodule(group.layer_name), result.model.get_submodule(group.layer_name), group)
+    columns = unit_columns(keep, group.columns_per_unit)
+    with torch.no_grad():
+        ours = seen["x"][:, columns] @ after.weight.T + after.bias
+        plain = seen["x"][:, columns] @ module.weight[:, columns].T + (0 if module.bias is None else module.bias)
+    assert torch.equal(after.weight, module.weight[:, columns])
+    torch.testing.assert_close(ours.mean(0), seen["y"].mean(0), rtol=0, atol=1e-4)
+    assert (ours - seen["y"]).square().sum() < (plain - seen["y"]).square().sum()
+
+
+# -- LLM-Pruner ----------------------------------------------------------------------------------------------------------
+
+
+def test_llm_pruner_leaves_the_ends_whole():
+    assert [llm_pruner.find_spared_layers(n) for n in (32, 40, 30, 6, 3)] == [(4, 2), (5, 2), (4, 2), (1, 1), (1, 1)]
+    with pytest.raises(ValueError, match="at least 3 decoder layers"):
+        llm_pruner.find_spared_layers(2)
+
+
+def test_llm_pruner_keeps_the_units_of_highest_importance(dense_folder):
+    """Against the formula on gradients of one batch: the parameters that are gone with a unit, one by one."""
+    dense, _ = load_checkpoint(dense_folder)
+    windows = make_windows()
+    dense(input_ids=windows[:10], labels=windows[:10]).loss.backward()
+    result = prune_llm_pruner(dense_folder, windows, 0.2)
+    for group in find_groups(dense, "head"):
+        before, after = (model.get_submodule(group.layer_name) for model in (dense, result.model))
+        keep = find_kept(before, after, group)
+        if group.layer_index != 1:
+            assert len(keep) == group.num_units
+            continue
+        scores = torch.zeros(group.num_units, dtype=torch.float64)
+        for unit in range(group.num_units):
+            rest = torch.tensor([other for other in range(group.num_units) if other != unit])
+            for name in (*group.producers, group.consumer):
+                linear = before.get_submodule(name)
+                rows = name in group.producers
+                stays = group.find_kept_rows(name, rest) if rows else unit_columns(rest, group.columns_per_unit)
+                for parameter in linear.parameters() if rows else [linear.weight]:
+                    taylor = (parameter * parameter.grad).detach().abs().double()
+                    gone = torch.ones(taylor.shape[0 if rows else 1]).index_fill(0, stays, 0).bool()
+                    scores[unit] += (taylor[gone] if rows else taylor[:, gone]).sum()
+        assert 0 < len(keep) < group.num_units
+        assert keep.tolist() == sorted(scores.topk(len(keep)).indices.tolist())
+
+
+def test_llm_pruner_loses_less_than_by_removing_the_most_important(dense_folder, monkeypatch):
+    dense, _ = load_checkpoint(dense_folder)
+    reference, rank = compute_logits(dense, make_windows()), llm_pruner.score_units
+    ours = prune_llm_pruner(dense_folder, make_windows(), 0.15)
+    monkeypatch.setattr(llm_pruner, "score_units", lambda *args: -rank(*args))
+    worst = prune_llm_pruner(dense_folder, make_windows(), 0.15)
+    assert ours.removed == worst.removed
+    assert measure_difference(ours.model, reference) < measure_difference(worst.model, reference)
+
+
+# -- SliceGPT ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"enable_bias": False}, {"layer_norm_elementwise_affine": False}])
+def test_prune_slicegpt_of_nothing_is_the_identity(tmp_path, changes):
+    folder = save_opt(tmp_path, **changes)
+    tokens = make_windows(seed=6)
+    dense, _ = load_checkpoint(str(folder))
+    result = prune_slicegpt(str(folder), make_windows(), 0.0)
+    reference = compute_logits(dense, tokens)
+    assert (compute_logits(result.model, tokens) - reference).abs().max() < 1e-4 * reference.abs().max()
+
+
+def test_prune_slicegpt_counts_the_parameters_that_are_there(opt):
+    result = prune_slicegpt(str(opt), make_windows(), 0.3)  # 24 channels -> 16
+    dense, _ = load_checkpoint(str(opt))
+    d, k, ffn, layers = 24, 16, 40, 3
+    inner = 3 * (k * d + d) + (d * k + k) + (k * ffn + ffn) + (ffn * k + k) + 2 * k * k
+    last = inner + (ffn + 1 + k) * (d - k)  # fc2, its bias and its shortcut lead to the head in full width
+    base = count_prunable_parameters(dense)
+    assert base == layers * (4 * (d * d + d) + 2 * d * ffn + ffn + d)
+    assert result.removed == pytest.approx(1 - (2 * inner + last) / base, abs=1e-12)
+    shapes = [tuple(p.shape) for p in result.model.model.decoder.layers[0].parameters()]
+    assert (d, k) in shapes
+    assert shapes.count((k, k)) == 2
+    assert result.model.model.decoder.embed_tokens.weight.shape[1] == k
+    assert result.model.lm_head.weight.shape[1] == d
+
+
+def test_prune_slicegpt_loses_nothing_of_a_rank_deficient_signal(tmp_path):
+    model = make_opt()
+    basis = torch.linalg.qr(torch.randn(24, 14, generator=torch.Generator().manual_seed(3))).Q
+    project = basis @ basis.T
+    decoder = model.model.decoder
+    with torch.no_grad():
+        for embedding in (decoder.embed_tokens, decoder.embed_positions):
+            embedding.weight.copy_(embedding.weight @ project)
+        for layer in decoder.layers:
+            for linear in (layer.self_attn.out_proj, layer.fc2):
+                linear.weight.copy_(project @ linear.weight)
+                linear.bias.copy_(project @ linear.bias)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path)
+    result = prune_slicegpt(str(tmp_path), make_windows(), 0.3)  # keeps 16 of 24
+    assert result.removed > 0
+    tokens = make_windows(seed=6)
+    reference = compute_logits(model, tokens)
+    assert (compute_logits(result.model, tokens) - reference).abs().max() < 1e-4 * reference.abs().max()
+    lossy = prune_slicegpt(str(tmp_path), make_windows(), 0.6)  # keeps 8: now something goes
+    assert (compute_logits(lossy.model, tokens) - reference).abs().max() > 1e-2 * reference.abs().max()
+
+
+def test_find_principal_basis_leaves_out_least_energy():
+    signal = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.arange(1, 7)
+    basis = find_principal_basis([signal[:20], signal[20:]], 4)
+    lost = (signal - signal @ basis @ basis.T).square().sum()
+    torch.testing.assert_close(lost, torch.linalg.svdvals(signal)[4:].square().sum())
+    torch.testing.assert_close(basis.T @ basis, torch.eye(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_slicegpt_is_the_dense_model_projected_at_every_cut(model_type, tmp_path, monkeypatch):
+    folder, bases = str(save_model(make_model(model_type, num_hidden_layers=3), tmp_path)), []
+    dense, _ = load_checkpoint(folder)
+
+    def record(signals, width):
+        bases.append(find_principal_basis(signals, width))
+        return bases[-1]
+
+    monkeypatch.setattr(slicegpt, "find_principal_basis", record)
+    result = prune_slicegpt(folder, make_windows(), 0.25)
+    assert result.model.model.layers[1].attention.shortcut.shape == (24, 24)
+    first, *others = [(basis @ basis.T).float() for basis in bases]
+    dense.model.embed_tokens.register_forward_hook(lambda _m, _a, out: out @ first)
+    for layer, middle, last in zip(dense.model.layers, others[::2], others[1::2], strict=True):
+
+        def forward(hidden, layer=layer, middle=middle, last=last, **kwargs):
+            hidden = (hidden + layer.self_attn(layer.input_layernorm(hidden), **kwargs)[0]) @ middle
+            return (hidden + layer.mlp(layer.post_attention_layernorm(hidden))) @ last
+
+        layer.forward = forward
+    tokens = make_windows(seed=6)
+    reference = compute_logits(dense, tokens)
+    assert (compute_logits(result.model, tokens) - reference).abs().max() < 1e-4 * reference.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_prune_slicegpt_of_nothing_is_the_identity_in_other_types(model_type, tmp_path):
+    folder = str(save_model(make_model(model_type, num_hidden_layers=3), tmp_path))
+    dense, _ = load_checkpoint(folder)
+    reference = compute_logits(dense, make_windows())
+    result = prune_slicegpt(folder, make_windows(), 0.0)
+    assert (compute_logits(result.model, make_windows()) - reference).abs().max() < 1e-4 * reference.abs().max()
+
+
+def test_prune_slicegpt_counts_the_parameters_of_a_llama(llama):
+    result = prune_slicegpt(llama, make_windows(), 0.25)  # 32 channels -> 24
+    d, k, kv, ffn, layers = 32, 24, 16, 44, 3
+    inner = k * (d + 2 * kv) + d * k + 3 * k * ffn + 2 * k * k
+    base = layers * (2 * d * d + 2 * d * kv + 3 * d * ffn)
+    assert result.removed == pytest.approx(1 - (layers * inner + (ffn + k) * (d - k)) / base, abs=1e-12)
+    assert result.model.lm_head.weight.shape[1] == d
+
+
+def test_slicegpt_is_closer_to_the_dense_model_than_plain_deletion_of_channels(dense_folder, monkeypatch):
+    dense, _ = load_checkpoint(dense_folder)
+    reference = compute_logits(dense, make_windows())
+    ours = prune_slicegpt(dense_folder, make_windows(), 0.25)
+
+    def delete(signals, width):
+        size = next(iter(signals)).shape[-1]
+        return torch.eye(size, dtype=torch.float64)[:, :width]
+
+    monkeypatch.setattr(slicegpt, "find_principal_basis", delete)
+    plain = prune_slicegpt(dense_folder, make_windows(), 0.25)
+    assert measure_difference(ours.model, reference) < measure_difference(plain.model, reference)
+
+
+def test_count_kept_channels_rounds_down_and_refuses(opt):
+    model = make_opt()
+    assert count_kept_channels(model, 0.3, 8) == 16
+    assert count_kept_channels(model, 0.3, 1) == 16
+    assert count_kept_channels(model, 1 / 3, 8) == 16  # no loss to a product that falls short of 16
+    for fraction in (-0.1, 0.9, 1.0):
+        with pytest.raises(ValueError, match="slice_fraction"):
+            count_kept_channels(model, fraction, 8)
+    with pytest.raises(ValueError, match="norms before"):
+        count_kept_channels(make_opt(do_layer_norm_before=False), 0.3, 8)
+    with pytest.raises(ValueError, match="model must be one of opt, llama"):
+        count_kept_channels(make_model("gemma"), 0.3, 8)
+
+
+# -- OSSCAR -----------------------------------------------------------------------------------------------------------
+
+
+def make_problem(num_inputs: int = 8, num_outputs: int = 3, seed: int = 0):
+    """Damped moments of strongly correlated inputs, on which greedy removal goes wrong, and the dense weights."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(40, num_inputs, generator=generator, dtype=torch.float64)
+    inputs = inputs @ torch.randn(num_inputs, num_inputs, generator=generator, dtype=torch.float64)
+    weight = torch.randn(num_outputs, num_inputs + 1, generator=generator, dtype=torch.float64)
+    moments = make_moments(num_inputs, num_outputs, "cpu", torch.float64)
+    accumulate_moments(moments, inputs, inputs @ weight[:, :-1].T + weight[:, -1])
+    return damp_moments(moments, weight, 0.01), weight
+
+
+def _naive_error(damped, units, width: int) -> float:
+    columns = unit_columns(torch.tensor(sorted(units)), width)
+    return measure_error(damped, solve_kept_weights(damped, columns, "here").weight, columns)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_search_swaps_leaves_no_improving_swap(width, seed):
+    damped, _ = make_problem(8 * width, seed=seed)
+    start = torch.tensor([0, 1, 2, 3])  # any set will do to start from
+    keep, num_swaps = search_swaps(damped, start, width)
+    assert len(keep) == len(start)
+    error = _naive_error(damped, keep.tolist(), width)
+    assert error <= _naive_error(damped, start.tolist(), width) * (1 + 1e-9)
+    assert (num_swaps == 0) == (keep.tolist() == start.tolist())
+    outside = set(range(8)) - set(keep.tolist())
+    for dropped, added in itertools.product(keep.tolist(), outside):
+        other = (set(keep.tolist()) - {dropped}) | {added}
+        assert _naive_error(damped, other, width) >= error * (1 - 1e-8)
+
+
+def test_search_swaps_improves_some_start():
+    swaps = [search_swaps(make_problem(seed=seed)[0], torch.tensor([0, 1, 2, 3]), 1)[1] for seed in range(4)]
+    assert sum(swaps) > 0
+
+
+def test_subtract_bias_is_the_moments_of_the_rest():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(20, 5, generator=generator, dtype=torch.float64)
+    targets = torch.randn(20, 3, generator=generator, dtype=torch.float64)
+    bias = torch.randn(3, generator=generator, dtype=torch.float64)
+    whole, rest = (make_moments(5, 3, "cpu", torch.float64) for _ in range(2))
+    accumulate_moments(whole, inputs, targets)
+    accumulate_moments(rest, inputs, targets - bias)
+    ours = subtract_bias(whole, bias)
+    torch.testing.assert_close(ours.cross, rest.cross)
+    torch.testing.assert_close(ours.gram, rest.gram)
+    torch.testing.assert_close(ours.target_energy, rest.target_energy)
+
+
+def test_prune_osscar_of_nothing_is_the_identity(opt):
+    dense, _ = load_checkpoint(str(opt))
+    result = prune_osscar(str(opt), make_windows(), 0.0)
+    assert result.removed == 0
+    assert torch.equal(compute_logits(result.model, make_windows()), compute_logits(dense, make_windows()))
+
+
+def test_prune_osscar_removes_what_is_asked(opt):
+    dense, _ = load_checkpoint(str(opt))
+    groups, base = find_groups(dense, "head"), count_prunable_parameters(dense)
+    for sparsity in (0.1, 0.3, 0.5):
+        counts = plan_counts(groups, base, sparsity)
+        heads = {counts[group.name] for group in groups if group.kind == "head"}
+        assert heads == {round(4 * (1 - sparsity))}
+        result = prune_osscar(str(opt), make_windows(), sparsity)
+        assert result.removed == pytest.approx(sparsity, abs=max(group.unit_cost for group in groups) / base)
+        left = sum(p.numel() for layer in result.model.model.decoder.layers for p in layer.parameters())
+        norms = 3 * 4 * 24
+        assert result.removed == pytest.approx(1 - (left - norms) / base, abs=1e-12)
+        assert measure_perplexity(result.model, make_windows().flatten(), 32) > 0
+    with pytest.raises(ValueError, match="sparsity"):
+        prune_osscar(str(opt), make_windows(), 1.0)
+
+
+def test_prune_osscar_keeps_the_biases_and_beats_deletion(opt):
+    dense, _ = load_checkpoint(str(opt))
+    result = prune_osscar(str(opt), make_windows(), 0.3)
+    tokens, reference = make_windows(), compute_logits(dense, make_windows())
+    for ours, theirs in zip(result.model.model.decoder.layers, dense.model.decoder.layers, strict=True):
+        assert torch.equal(ours.fc2.bias, theirs.fc2.bias)
+        assert torch.equal(ours.self_attn.out_proj.bias, theirs.self_attn.out_proj.bias)
+    kept = plan_counts(find_groups(dense, "head"), count_prunable_parameters(dense), 0.3)
+    ours = (compute_logits(result.model, tokens) - reference).square().mean()
+    with torch.no_grad():  # the same numbers of units, the last ones, without a solve
+        for group in find_groups(dense, "head"):
+            layer = dense.get_submodule(group.layer_name)
+            keep = keep_last(torch.arange(group.num_units).flip(0), group.num_units, kept[group.name])
+            consumer = layer.get_submodule(group.consumer)
+            gone = torch.ones(group.num_columns)
+            gone[unit_columns(keep, group.columns_per_unit)] = 0
+            consumer.weight.mul_(1 - gone)
+    assert ours < (compute_logits(dense, tokens) - reference).square().mean()

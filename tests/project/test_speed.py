@@ -1,0 +1,71 @@
+"""The commands under eval/ that measure or estimate speed, on tiny models; no assertion on a clock."""
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers.models import make_opt
+
+from eval import profile, scale, speed
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION
+from struprune_plugin.linalg.second_moments import MomentSums
+
+
+def run_command(module, monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words)])
+    module.main()
+
+
+def test_speed_compares_models_pruned_here_with_the_dense_one(opt, tmp_path, monkeypatch):
+    sizes = ["--batch", "1,2", "--length", "16", "--new-tokens", "2", "--repeats", "1"]
+    options = ["--sparsity", "0.3", "--width-multiple", "1,8", "--attention-unit", "none"]
+    run_command(speed, monkeypatch, "--dense", opt, *options, *sizes, "--output", tmp_path)
+    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert [(row["model"], row["batch"]) for row in rows] == [
+        (model, batch) for batch in (1, 2) for model in (str(opt), "0.3, multiple 1", "0.3, multiple 8")
+    ]
+    assert rows[0]["parameters"] == rows[0]["prefill_speedup"] == 1
+    dense = make_opt()
+    linears = sum(m.weight.numel() for m in dense.modules() if isinstance(m, torch.nn.Linear))
+    gone = (1 - rows[2]["linears"]) * linears / (2 * dense.config.hidden_size)  # channels, of all layers
+    assert gone == pytest.approx(8 * round(gone / 8))
+    assert gone > 0
+    assert "0.3, multiple 8" in (tmp_path / "speed.md").read_text()
+
+
+def test_profile_sets_every_stage_beside_its_floor(opt, tmp_path, monkeypatch):
+    sizes = ["--samples", "8", "--length", "32", "--sparsity", "0.3"]
+    run_command(
+        profile, monkeypatch, "--model", opt, "--data", DEMO_CALIBRATION, *sizes, "--fasp", "--output", tmp_path
+    )
+    record = json.loads((tmp_path / "profile.json").read_text())
+    assert f"FASP: {record['fasp']:.2f} s" in (tmp_path / "profile.md").read_text()
+    assert {"sensitivity", "allocate", "statistics", "whole pass"} <= record["stages"].keys() & record["floor"].keys()
+    assert record["floor"]["statistics"] == pytest.approx(2 * record["floor"]["forward"] + record["floor"]["gram"])
+    run_command(scale, monkeypatch, "--profile", tmp_path / "profile.json", "--output", tmp_path)
+    record = json.loads((tmp_path / "scale.json").read_text())
+    assert record["measured"] == json.loads((tmp_path / "profile.json").read_text())["stages"]["whole pass"]
+
+
+def test_scale_counts_parameters_and_moments_as_they_are():
+    model = make_opt()
+    size = scale.Size("tiny", hidden=24, ffn=40, layers=3, kv_width=24, linears=2)
+    weights = [m.weight for m in model.model.decoder.layers[0].modules() if isinstance(m, torch.nn.Linear)]
+    assert size.layer == sum(weight.numel() for weight in weights)
+    held = sum(4 * sum(p.numel() for p in MomentSums((n, 24), "cpu", torch.float32).list_parts()) for n in (40, 24))
+    assert scale.count_traffic(size, scale.Job(1, 2))["between"] == 3 * held + 8 * 24 * 64
+
+
+def test_scale_splits_over_cards_what_is_per_token_only():
+    size, job = scale.LARGE, scale.Job(128, 2048)
+    one, eight = (scale.count_seconds(size, job, scale.CARD, ranks) for ranks in (1, 8))
+    for name in ("passes", "Gram products", "host traffic", "sensitivity"):
+        assert eight[name] == pytest.approx(one[name] / 8)
+    for name in ("selection", "solves", "allocation, curves"):
+        assert eight[name] == one[name]
+    read = (
+        4 * size.attention + (2 * 3 + 2) * size.hidden * size.ffn
+    )  # all twice; attention twice more, FFN producers once
+    maps = 4 * 4 * job.tokens * job.length * size.hidden
+    assert one["passes"] == pytest.approx(size.layers * (2 * job.tokens * read + maps) / scale.CARD.model)

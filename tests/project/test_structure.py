@@ -1,0 +1,219 @@
+"""The house's rooms: data flows one way (CONTRIBUTING.md)."""
+
+import ast
+import re
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers.families import MODEL_TYPES, make_model
+from helpers.models import COMPRESSING, ROOT, run_oneshot, save_model, save_wide_opt
+from transformers import AutoModelForCausalLM
+
+from struprune_plugin import StruPruneModifier
+from struprune_plugin.model.layers import find_layouts, find_linear
+
+PACKAGE = ROOT / "struprune_plugin"
+ROOMS = {  # from the ground up: each imports only rooms before it -> third parties that it may import
+    "linalg": {"torch"},
+    "runtime": {"torch", "pydantic", "compressed_tensors", "llmcompressor", "psutil"},
+    "model": {"torch", "compressed_tensors", "transformers"},
+    "storage": {
+        "torch",
+        "transformers",
+        "safetensors",
+        "compressed_tensors",
+        "huggingface_hub",
+        "psutil",
+        "loguru",
+        "pydantic",
+    },
+    "layerwise": {"torch", "transformers", "compressed_tensors", "llmcompressor", "loguru", "tqdm"},
+    "export": {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml", "gguf", "vllm"},
+    "reporting": {"huggingface_hub", "loguru", "rich", "jinja2", "markupsafe"},
+    "evaluation": {"torch", "transformers", "compressed_tensors", "tqdm", "lm_eval", "datasets"},
+    "recovery": {"pydantic", "torch", "transformers", "compressed_tensors", "peft", "safetensors", "tqdm", "loguru"},
+    "pruning": {"torch", "transformers", "psutil", "pydantic", "tqdm"},
+    "allocation": {"torch", "transformers", "llmcompressor", "loguru", "psutil", "pydantic", "tqdm"},
+    "paper": {"torch", "transformers", "loguru", "pydantic", "tqdm"},  # a guest
+    "modifiers": {"torch", "transformers", "compressed_tensors", "llmcompressor", "loguru", "pydantic"},
+    "recipes": {"llmcompressor", "pydantic", "yaml"},
+    "": {"torch", "transformers", "compressed_tensors", "datasets", "llmcompressor"},  # the package's root
+    "studies": {"torch", "transformers", "compressed_tensors", "llmcompressor", "datasets", "psutil", "tqdm"},
+    "cli": {
+        "torch",
+        "transformers",
+        "loguru",
+        "yaml",
+        "typer",
+        "rich",
+        "huggingface_hub",
+        "packaging",
+        "psutil",
+        "tqdm",
+    },
+}
+ORDER = list(ROOMS)
+STANDARD = sys.stdlib_module_names
+
+
+def read_imports(file: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+def files_of(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py")) if room else sorted(PACKAGE.glob("*.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_only_rooms_below_it(room):
+    below = ORDER[: ORDER.index(room) + 1]
+    for file in files_of(room):
+        for name in read_imports(file):
+            top, *rest = name.split(".")
+            if top != "struprune_plugin":
+                assert top in ROOMS[room] or top in STANDARD, f"{file} imports {name}"
+            elif rest:
+                assert (rest[0] if rest[0] in ROOMS else "") in below, f"{file} imports {name}"
+
+
+def test_contributing_lists_the_rooms_in_their_order():
+    rows = re.findall(
+        r"^\| (?:`(\w+)/`|the root) \| ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert rows == ORDER[::-1]
+
+
+def test_only_the_registration_imports_the_guest():
+    """The paper's methods are registered as a third party's would be."""
+    importing = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if any(name.startswith("struprune_plugin.paper") for name in read_imports(file))
+        or "from struprune_plugin import paper" in file.read_text(encoding="utf-8")
+    }
+    assert {name for name in importing if not name.startswith("paper/")} == {"registration.py"}
+
+
+def test_no_basename_stands_twice():
+    names = [file.name for file in PACKAGE.rglob("*.py") if file.name not in ("__init__.py", "__main__.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_few_modules_lie_at_the_root():
+    assert len(list(PACKAGE.glob("*.py"))) <= 4
+
+
+def find_module(name: str) -> str:
+    """Return the module that a dotted name stands in."""
+    parts = name.split(".")
+    while parts and not (ROOT / "/".join(parts)).with_suffix(".py").is_file() and len(parts) > 1:
+        if (ROOT / "/".join(parts) / "__init__.py").is_file():
+            break
+        parts.pop()
+    return ".".join(parts)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Imports for type checkers, and those inside functions, count, too; the root's lazy ones are how users reach the package."""
+    graph: dict[str, set[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("struprune_plugin."):
+                found |= {find_module(f"{node.module}.{alias.name}") for alias in node.names}
+        graph[name] = found - {name, "struprune_plugin"}
+    graph.pop("struprune_plugin")
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+LONG = {"export/modeling_struprune.py"}  # it travels with checkpoints, alone
+WIDE = {"oneshot"}  # llm-compressor's own has sixty
+
+
+def test_files_are_short_and_functions_take_few_parameters():
+    for file in PACKAGE.rglob("*.py"):
+        text, place = file.read_text(encoding="utf-8"), str(file.relative_to(PACKAGE))
+        assert text.count("\n") <= 300 or place in LONG, place
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
+                assert len(names) <= 6 or node.name in WIDE, f"{place}: {node.name}"
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_nothing_in_the_package_imports_eval_or_tests(file):
+    assert not {name.split(".")[0] for name in read_imports(file)} & {"eval", "tests", "pickle"}
+
+
+def test_every_room_has_its_place():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms == {room for room in ROOMS if room}
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "linalg").glob("*.py")), ids=lambda f: f.stem)
+def test_linalg_holds_no_modules_and_no_io(file):
+    text = file.read_text()
+    assert not re.search(r"nn\.Module|print\(|open\(|logg", text)
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "export").glob("modeling_*.py")), ids=lambda f: f.stem)
+def test_modelling_files_are_self_contained(file):
+    """They travel with checkpoints."""
+    imports = read_imports(file)
+    assert {name.split(".")[0] for name in imports} <= {*STANDARD, "torch", "transformers", "huggingface_hub"}
+
+
+TYPES_OF = {  # recipe -> model types that it runs on; OPT where it is not here
+    "struprune": [name for name in MODEL_TYPES if name != "opt"],
+    "struprune_recover": ["opt", "llama", "mistral"],
+    "struprune_uniform": ["opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"],
+    "struprune_softmax": ["opt", "llama"],
+    "struprune_tuned": ["opt", "llama"],
+    "struprune_lora": ["opt", "llama"],
+}
+RECIPES = [  # those that a quantiser or the like follows run in test_quantisation.py
+    (file, model_type)
+    for file in sorted((ROOT / "recipes").glob("*.yaml"))
+    if file.stem not in COMPRESSING
+    for model_type in TYPES_OF.get(file.stem, ["opt"])
+]
+
+
+@pytest.mark.parametrize(("recipe", "model_type"), RECIPES, ids=[f"{file.stem}-{name}" for file, name in RECIPES])
+def test_every_recipe_runs(recipe, model_type, tmp_path):
+    folder = save_wide_opt(tmp_path) if model_type == "opt" else save_model(make_model(model_type), tmp_path)
+    dense = sum(weight.numel() for weight in list_weights(AutoModelForCausalLM.from_pretrained(folder)))
+    pruned = run_oneshot(str(folder), recipe=str(recipe))
+    assert sum(weight.numel() for weight in list_weights(pruned)) < dense
+    assert pruned(torch.arange(4, 20)[None]).logits.isfinite().all()
+
+
+def list_weights(model):
+    return [find_linear(layer, name).weight for layer, layout in find_layouts(model) for name in layout.list_linears()]
+
+
+def test_the_default_recipe_spells_the_defaults():
+    content = yaml.safe_load((ROOT / "recipes" / "struprune_opt.yaml").read_text())
+    fields = content["pruning_stage"]["pruning_modifiers"]["StruPruneModifier"]
+    default = StruPruneModifier(sparsity=fields["sparsity"])
+    assert default.dump_fields() == StruPruneModifier(**fields).dump_fields()
+    assert {*fields} >= {"importance", "weight_update", "allocation", "sensitivity", "dampening_frac"}
+
+
+@pytest.mark.parametrize("task", sorted((ROOT / "eval" / "tasks").glob("*.yaml")), ids=lambda f: f.stem)
+def test_tasks_name_their_hub_twin(task):
+    text = task.read_text()
+    assert "Hub twin" in text
+    assert task.stem in text

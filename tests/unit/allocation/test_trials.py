@@ -1,0 +1,160 @@
+"""Plans that are tried before one is taken."""
+
+import copy
+
+import pytest
+import torch
+from helpers.models import make_dataset, run_oneshot
+from transformers import AutoModelForCausalLM
+
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.allocation.curves import can_keep_moments, hold_batches
+from struprune_plugin.linalg.elimination import keep_last, unit_columns
+from struprune_plugin.linalg.error_curves import solve_nested_weights
+from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, with_bias_index
+from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.modifiers import planning
+
+SAMPLES = 12  # of which a quarter is tried
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_nested_weights_are_those_of_a_solve_for_every_number_kept(width):
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = (torch.randn(90, n, generator=generator, dtype=torch.float64) for n in (12, 5))
+    moments, weight = make_moments(12, 5, "cpu", torch.float64), torch.randn(5, 13, generator=generator).double()
+    accumulate_moments(moments, inputs, targets)
+    damped = damp_moments(moments, weight, 0.01)
+    order = torch.randperm(12 // width, generator=generator)
+    found = solve_nested_weights(damped, order, width, [1, 2, 12 // width], "w")
+    for count, nested in found.items():
+        keep = keep_last(order, 12 // width, count)
+        columns = unit_columns(keep, width)
+        rows = with_bias_index(columns, 12)
+        torch.testing.assert_close(nested[:, rows], solve_kept_weights(damped, columns, "w").weight)
+        assert int((nested != 0).any(0).sum()) == len(rows)
+
+
+def test_hold_batches_takes_the_last_sequences_and_no_more_than_a_quarter():
+    loader = [{"input_ids": torch.arange(start, start + 4)[:, None]} for start in (0, 4, 8)]
+    for asked, held in ((0, 0), (2, 2), (8, 3)):
+        parts = hold_batches(loader, asked)
+        rows = [torch.cat([part["input_ids"] for part in side]).flatten().tolist() if side else [] for side in parts]
+        assert rows == [list(range(12 - held)), list(range(12 - held, 12))]
+
+
+def watch_trials(monkeypatch, choose=None):
+    """Let trials be seen, and their outcome be chosen; return the list they go to."""
+    seen = []
+
+    class Watched(planning.Trial):
+        def measure(self, batches):
+            self.batches, found = batches, super().measure(batches)
+            seen.append((self, found))
+            return found if choose is None else [float(index != choose) for index in range(len(found))]
+
+    monkeypatch.setattr(planning, "Trial", Watched)
+    return seen
+
+
+def prune(folder, output=None, **fields):
+    recipe = StruPruneModifier(**{"sparsity": 0.3, "allocation": {"rule": "error_curve", "trial_samples": 4}} | fields)
+    kwargs = {} if output is None else {"output_dir": str(output)}
+    return run_oneshot(str(folder), recipe, make_dataset(SAMPLES), num_calibration_samples=SAMPLES, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_divergence_is_that_of_the_model_with_these_columns_gone(family, save_family, monkeypatch):
+    """Without a solve, so that the weights are plain."""
+    folder, seen = save_family(family), watch_trials(monkeypatch)
+    prune(
+        folder,
+        rotate_values=False,
+        sensitivity="none",
+        weight_update="none",
+        allocation={"rule": "error_curve", "trial_samples": 3},
+    )
+    ((trials, found),) = seen
+    assert len(found) > 1
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    (batch,) = trials.batches
+    assert len(batch["input_ids"]) == 3
+    for path, divergence in zip(trials._paths, found, strict=True):
+        pruned = copy.deepcopy(dense)
+        for group in trials._groups:
+            linear = find_linear(pruned.get_submodule(group.layer_name), group.consumer)
+            order = trials._measured[group.name].order[: group.num_units - path.kept[group.name]]
+            weight = group.to_unit_order(linear.weight.data)
+            gone = unit_columns(order, group.columns_per_unit)
+            linear.weight.data = group.to_module_order(weight.index_fill(1, gone, 0))
+        assert divergence == pytest.approx(measure_divergence(dense, pruned, batch), rel=1e-3)
+        assert divergence > 0
+
+
+@torch.no_grad()
+def measure_divergence(dense, pruned, batch):
+    wanted, found = (model(**batch).logits.double().log_softmax(-1) for model in (dense, pruned))
+    tokens = (wanted.exp() * (wanted - found)).sum(-1)
+    return float(tokens[batch["attention_mask"].bool()].mean())
+
+
+def test_the_plan_of_least_divergence_is_taken_and_the_manifest_says_so(opt, tmp_path, monkeypatch):
+    seen = watch_trials(monkeypatch, choose=1)
+    prune(opt, tmp_path / "out")
+    ((trials, _),) = seen
+    record = read_manifest(tmp_path / "out")
+    names = list(record.allocation.tried)
+    assert (names[0], names[-1], record.allocation.taken) == ("error_curve", "uniform", names[1])
+    assert {group.name: group.kept for group in record.groups} == dict(trials._paths[1].kept)
+    uniform = trials._paths[-1].kept
+    for kind in ("ffn", "value_channels"):  # what the rounding leaves over goes to the first
+        assert len({uniform[group.name] for group in trials._groups if group.kind == kind}) <= 2
+
+
+def test_solved_trials_of_rotated_values_move_the_output_less_than_deletions(save_family, monkeypatch):
+    folder, seen = save_family("llama"), watch_trials(monkeypatch)
+    prune(folder)
+    prune(folder, rotate_values=False, weight_update="none")
+    assert seen[0][1][-1] < seen[1][1][-1]  # uniform ones
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_moments_kept_from_the_allocation_pass_give_what_a_pass_anew_gives(family, save_family, monkeypatch):
+    folder, seen = save_family(family), watch_trials(monkeypatch)
+    for keeps in (True, False):
+        monkeypatch.setattr(planning, "can_keep_moments", lambda *_, keeps=keeps: keeps)
+        prune(folder)
+    (kept, found), (anew, again) = seen
+    assert found == again
+    assert kept._num_fit == 0 < anew._num_fit
+
+
+def test_moments_are_kept_only_where_the_host_has_room(opt):
+    groups = find_groups(AutoModelForCausalLM.from_pretrained(opt), "value_channels")
+    assert can_keep_moments(groups, 24)
+    assert not can_keep_moments(groups, 1 << 40)
+
+
+def test_without_trial_samples_nothing_is_tried(opt, tmp_path, monkeypatch):
+    seen = watch_trials(monkeypatch)
+    prune(opt, tmp_path / "out", allocation={"rule": "error_curve", "trial_samples": 0})
+    assert not seen
+    assert read_manifest(tmp_path / "out").allocation.tried is None
+
+
+def test_trial_samples_are_refused_where_nothing_is_tried(opt):
+    with pytest.raises(ValueError, match=r"no use for trial_samples with rule: uniform, got 3"):
+        prune(opt, allocation={"rule": "uniform", "trial_samples": 3})
+
+
+def test_trial_samples_are_refused_beside_an_allocator_stage(opt):
+    stages = [
+        SparsityAllocatorModifier(sparsity=0.3, allocation="error_curve"),
+        StruPruneModifier(allocation={"rule": "error_curve", "trial_samples": 3}),
+    ]
+    with pytest.raises(
+        ValueError, match=r"allocation\.trial_samples must be 4 as in the SparsityAllocatorModifier stage, got 3"
+    ):
+        run_oneshot(str(opt), stages)

@@ -1,0 +1,292 @@
+import io
+import json
+import os
+import re
+import signal
+import time
+from contextlib import redirect_stdout
+
+import pytest
+from helpers.models import ROOT, start_cli
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from struprune_plugin import read_manifest
+from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation.text import DEMO_MODEL
+
+RECIPE = str(ROOT / "recipes" / "struprune_opt.yaml")
+SMALL = ["--num-samples", "8", "--seq-length", "128"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The demo model, pruned through the command line; a little calibration is enough here. Its folder, what was printed."""
+    out, printed = tmp_path_factory.mktemp("cli") / "out", io.StringIO()
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(out), *SMALL, "--sparsity", "0.3"]
+    with redirect_stdout(printed):
+        assert cli.main([*argv, "--set", "attention_unit=head", "--set", "dampening_frac=0.02"]) == 0
+    return out, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pruned(run):
+    return run[0]
+
+
+def test_prune_applies_changes_to_the_recipe(pruned):
+    settings = read_manifest(pruned).settings
+    assert (settings["sparsity"], settings["attention_unit"], settings["dampening_frac"]) == (0.3, "head", 0.02)
+
+
+def test_prune_prints_a_table(run):
+    out, printed = run
+    assert "model.decoder.layers.4.fc2" in printed
+    assert "30.000%" in printed
+    assert f"wrote {out}" in printed
+
+
+def test_inspect_prints_layers_and_json(pruned, capsys):
+    assert cli.main(["inspect", str(pruned)]) == 0
+    printed = capsys.readouterr().out
+    assert "model.decoder.layers.0.self_attn.out_proj" in printed
+    assert "heads" in printed
+    assert cli.main(["inspect", str(pruned), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == read_manifest(pruned).model_dump()
+
+
+def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys, tmp_path):
+    argv = ["eval", str(pruned), "--max-tokens", "4096", "--output", str(tmp_path / "scores.json")]
+    assert cli.main(argv) == 0
+    scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
+    dense, small = scores[str(DEMO_MODEL)], scores[str(pruned)]
+    assert 30 < dense["perplexity"] < small["perplexity"] < 100
+    assert small["parameters"] < dense["parameters"]
+    assert small["bytes"] < dense["bytes"]
+    assert str(pruned) in capsys.readouterr().out
+
+
+def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    argv = [
+        "eval",
+        str(pruned),
+        "--tasks",
+        "struprune_demo_word_order",
+        "--include-path",
+        "eval/tasks",
+        "--limit",
+        "5",
+    ]
+    assert cli.main(argv) == 0
+    assert "struprune_demo_word_order acc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["prune", "nowhere", "--recipe", RECIPE, "--output", "OUT"], "must be a model folder or a hub name"),
+        (["prune", str(DEMO_MODEL), "--recipe", "nowhere.yaml", "--output", "OUT"], "recipe: must be an existing file"),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--sparsity", "1.5"],
+            r"sparsity must be in \[0, 1\)",
+        ),
+        (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--sparsity", "0.99"], "Lower sparsity"),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--set", "dampng=1"],
+            "'dampng' must be a field",
+        ),
+        (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--set", "damping"], "must be FIELD=VALUE"),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--data", "no.jsonl"],
+            "existing JSON-lines file",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--num-samples", "9999"],
+            "Lower the number of",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--num-samples", "2"],
+            "at least 769 tokens",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--seq-length", "300"],
+            "256 positions, got 300",
+        ),
+        (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--device", "tpu"], "--device: must be"),
+        (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(ROOT / "tests")], "must be empty or absent"),
+        (["inspect", str(ROOT / "tests")], "must be a pruned folder with a struprune.json"),
+        (["eval", "nowhere"], "must be a model folder or a hub name"),
+        (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
+        (["eval", str(DEMO_MODEL), "--window", "8", "--stride", "9"], r"stride in \[1, window\]"),
+        (["eval", str(DEMO_MODEL), "--tasks", ","], "--tasks: must be names with commas"),
+        (
+            ["eval", str(DEMO_MODEL), "--tasks", "x", "--include-path", "none"],
+            "--include-path: must be a folder with task files",
+        ),
+        (
+            ["eval", str(DEMO_MODEL), "--limit", "3"],
+            "--limit: must be left out without --tasks, got 3. Give --tasks, too",
+        ),
+        (
+            ["eval", str(DEMO_MODEL), "--tasks", "x", "--stride", "3"],
+            "--stride: must be left out without --text, got 3",
+        ),
+        (
+            ["eval", str(DEMO_MODEL), "--output", f"{RECIPE}/x/y.json"],
+            "--output: must be in a folder that can be written",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--offload", RECIPE],
+            "--offload: must be in a folder that can be written",
+        ),
+        (
+            ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--checkpoint", f"{ROOT}/LICENSE/c"],
+            "checkpoint_dir: must be in a folder that can be written",
+        ),
+        (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"\['no_such_task'\] must be known to lm-eval"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line_and_writes_nothing(argv, message, tmp_path, capsys):
+    argv = [str(tmp_path / "out") if word == "OUT" else word for word in argv]
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("struprune: error: ")
+    assert re.search(message, error), error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["prune"],
+        ["eval"],
+        ["prune", "m", "--num-samples", "0"],
+        ["nonsense"],
+        ["prune", "m", "--seq-length", "1"],
+        ["prune", "m", "--sparsity", "30%"],
+    ],
+)
+def test_usage_errors_exit_2_with_one_line(argv, capsys):
+    assert cli.main(argv) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+OPTIONS = {
+    "prune": "--recipe --output --data --text-column --num-samples --seq-length --sparsity --set --seed --device --overwrite",
+    "eval": "--text --window --stride --max-tokens --tasks --output --json --quiet",
+    "inspect": "OUT --json",
+    "recipes": "",
+    "doctor": "--json",
+    "convert": "OUT --to uniform-padded masked block_configs static --output --overwrite",
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help_names_every_option(command, capsys):
+    assert cli.main([command, "--help"]) == 0
+    printed = capsys.readouterr().out
+    for option in OPTIONS[command].split():
+        assert option in printed
+
+
+def test_convert_writes_a_folder_whole_or_not_at_all(pruned, tmp_path, capsys):
+    argv = ["convert", str(pruned), "--output", str(tmp_path / "masked"), "--to"]
+    assert cli.main([*argv, "masked"]) == 0
+    assert "of weights)" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "masked")
+    assert type(model).__name__ == "OPTForCausalLM"
+    assert cli.main([*argv, "masked"]) == 2
+    assert "must be empty or absent" in capsys.readouterr().err
+    assert cli.main([*argv, "block_configs", "--overwrite"]) == 2
+    assert "the model must be a llama" in capsys.readouterr().err
+    assert AutoConfig.from_pretrained(tmp_path / "masked").model_type == "opt"
+    assert cli.main(["convert", str(DEMO_MODEL), "--to", "masked", "--output", str(tmp_path / "x")]) == 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_prune_keeps_a_budget_and_leaves_no_offloaded_weights(opt, tmp_path):
+    small = ["--num-samples", "8", "--seq-length", "32"]
+    argv = ["prune", str(opt), "--recipe", RECIPE, "--output", str(tmp_path / "out"), *small]
+    assert cli.main([*argv, "--memory-budget", "60MB", "--offload", str(tmp_path / "scratch")]) == 0
+    assert read_manifest(tmp_path / "out").settings["memory_budget"] == 60_000_000
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.parametrize("value", ["4 layers", "GB", "0", "-1MB"])
+def test_prune_refuses_budgets_that_are_no_bytes(tmp_path, capsys, value):
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), f"--memory-budget={value}"]
+    assert cli.main(argv) == 2
+    assert "must be a number of bytes" in capsys.readouterr().err
+
+
+def test_overwriting_never_takes_an_input(pruned, capsys):
+    for argv in (
+        ["convert", str(pruned), "--to", "masked", "--output", str(pruned)],
+        ["prune", str(pruned), "--recipe", RECIPE, "--output", str(pruned)],
+        ["prune", str(DEMO_MODEL), "--recipe", str(pruned / "recipe.yaml"), "--output", str(pruned)],
+        ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--data", str(pruned / "recipe.yaml"), "--output", str(pruned)],
+    ):
+        before = {path.name: path.stat().st_mtime_ns for path in pruned.iterdir()}
+        assert cli.main([*argv, "--overwrite"]) == 2
+        assert "must not be or hold an input of the run" in capsys.readouterr().err
+        assert {path.name: path.stat().st_mtime_ns for path in pruned.iterdir()} == before
+
+
+def test_offloaded_weights_lie_apart_from_the_output(tmp_path, capsys):
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "out"), "--offload"]
+    for place in ("out", "out/disk"):
+        assert cli.main([*argv, str(tmp_path / place), "--overwrite"]) == 2
+        assert "must not be or hold an input of the run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eval_writes_scores_over_nothing_but_scores(tmp_path, capsys):
+    file = tmp_path / "notes.json"
+    for content in ("mine", "[]", '{"settings": 1}'):
+        file.write_text(content)
+        assert cli.main(["eval", str(DEMO_MODEL), "--output", str(file)]) == 2
+        assert "must be absent or an earlier file of scores" in capsys.readouterr().err
+        assert file.read_text() == content
+    file.write_text('{"settings": {}, "scores": {}}')
+    argv = ["eval", str(DEMO_MODEL), "--max-tokens", "512", "--window", "64", "--output", str(file)]
+    assert cli.main(argv) == cli.main(argv) == 0
+    assert cli.main([*argv[:-1], str(tmp_path)]) == 2
+
+
+def test_a_converted_folder_can_be_overwritten(pruned, tmp_path):
+    argv = ["convert", str(pruned), "--output", str(tmp_path / "out"), "--overwrite", "--to"]
+    assert cli.main([*argv, "masked"]) == cli.main([*argv, "masked"]) == 0
+    (tmp_path / "out" / "mine.txt").write_text("")
+    assert cli.main([*argv, "masked"]) == 2
+
+
+def test_a_full_disk_is_told_in_one_line(pruned, tmp_path, monkeypatch, capsys):
+    def fail(*_args, **_kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("struprune_plugin.export.forms.convert_folder", fail)
+    assert cli.main(["convert", str(pruned), "--to", "masked", "--output", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("struprune: error: Error while serializing: I/O error")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "status", "word"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")])
+def test_a_stopped_run_ends_in_one_line_and_leaves_nothing(tmp_path, name, status, word):
+    argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(tmp_path / "runs" / "out"), *SMALL]
+    log, runs = tmp_path / "log", tmp_path / "runs"
+    runs.mkdir()
+    run = start_cli(argv, log)
+    for _ in range(1200):
+        if list(runs.iterdir()) or not run.is_alive():
+            break
+        time.sleep(0.1)
+    time.sleep(0.3)
+    os.kill(run.pid, getattr(signal, name))
+    run.join(120)
+    error = log.read_text()
+    assert run.exitcode == status, error
+    assert error.splitlines()[-1] == f"struprune: {word}"
+    assert "Traceback" not in error
+    assert list(runs.iterdir()) == []

@@ -1,0 +1,121 @@
+"""What all commands have in common: JSON alone on stdout, silence, versions, completions."""
+
+import inspect
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+from helpers.models import ROOT
+
+import struprune_plugin
+from struprune_plugin.cli import console
+from struprune_plugin.cli import main as cli
+from struprune_plugin.recipes.shipped import list_recipes
+from struprune_plugin.reporting.tables import Table
+
+COMMANDS = typer.main.get_command(cli.make_app()).commands
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_json_and_quiet(command):
+    options = {tuple(parameter.opts): parameter for parameter in COMMANDS[command].params}
+    assert options["--json",].is_flag
+    assert options["--quiet",].is_flag
+
+
+def test_no_flag_has_a_negation_and_no_function_many_parameters():
+    for name, command in COMMANDS.items():
+        assert not [parameter.name for parameter in command.params if parameter.secondary_opts], name
+        assert len(inspect.signature(cli.COMMANDS[name]).parameters) <= 6, name
+
+
+def test_version_takes_no_time():
+    start = time.perf_counter()
+    argv = [sys.executable, "-m", "struprune_plugin.cli", "--version"]
+    run = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.stdout == f"struprune {struprune_plugin.__version__}\n"
+    assert time.perf_counter() - start < 2  # torch alone takes longer than that on a busy machine
+
+
+def test_json_is_alone_on_stdout(capsys):
+    assert cli.main(["recipes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == list_recipes().keys()
+
+
+def test_what_a_command_prints_under_json_goes_to_stderr(capsys):
+    screen = console.Screen(json=True)
+    assert console.run_command(lambda: (print("chatter"), screen.show([1], "text"))[1], screen) == 0
+    printed = capsys.readouterr()
+    assert (json.loads(printed.out), printed.err) == ([1], "chatter\n")
+
+
+def test_colours_are_for_terminals_alone(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console.show_error("no [such] thing")
+    assert terminal.getvalue() == "\x1b[31mstruprune:\x1b[0m no [such] thing\n"
+    for changes in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        with monkeypatch.context() as changed:
+            terminal.seek(0)
+            terminal.truncate()
+            for name, value in changes.items():
+                changed.setenv(name, value)
+            console.show_error("again")
+            assert terminal.getvalue() == "struprune: again\n"
+
+
+def test_rows_stay_lines(capsys):
+    console.Screen().show({}, Table(["name"], [["x" * 300]]), "y" * 300)
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_a_shell_is_told_commands_options_and_recipes():
+    def complete(*words):
+        environment = {"_STRUPRUNE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": " ".join(["struprune", *words])}
+        argv = [sys.executable, "-m", "struprune_plugin.cli"]
+        run = subprocess.run(argv, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+        return run.stdout
+
+    assert all(word in complete("") for word in ("prune", "plan", "recipes"))
+    assert all(word in complete("prune", "--") for word in ("--recipe", "--sparsity"))
+    assert all(word in complete("prune", "m", "--recipe", "stru") for word in ("struprune_opt", "struprune_uniform"))
+
+
+TWO_RUNS = """
+import json, sys
+
+sys.argv[0] = "struprune"
+from struprune_plugin.cli.main import main
+
+for argv in json.loads(sys.argv[1]):
+    assert main(argv) == 0
+    for stream in (sys.stdout, sys.stderr):
+        print("END", file=stream, flush=True)
+"""
+
+
+def test_quiet_leaves_results_alone(opt, tmp_path):
+    """In a process of its own: what is drawn and logged is settled when llm-compressor is imported."""
+    scored = ["eval", str(opt), "--max-tokens", "128", "--window", "64", "--quiet", "--json"]
+    pruned = ["prune", str(opt), "--recipe", "struprune_opt", "--output", str(tmp_path / "out"), "--quiet"]
+    runs = json.dumps([scored, [*pruned, "--num-samples", "8", "--seq-length", "32"]])
+    inherited = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
+    run = subprocess.run(
+        [sys.executable, "-c", TWO_RUNS, runs],
+        env=inherited | {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == "END\nEND\n"
+    assert json.loads(run.stdout.partition("END\n")[0])["scores"][str(opt)]["perplexity"] > 1

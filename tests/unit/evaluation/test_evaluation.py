@@ -1,0 +1,67 @@
+import math
+
+import pytest
+import torch
+from helpers.models import ROOT, make_opt
+
+from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
+from struprune_plugin.evaluation.text import DEMO_MODEL
+
+
+def _naive_perplexity(model, tokens, window, stride):
+    """Every token once: by the first window that reaches it, given what that window holds before it."""
+    losses, scored = [], 1  # the very first token has no context
+    for start in range(0, len(tokens) - window + 1, stride):
+        piece = tokens[start : start + window]
+        log_probabilities = torch.log_softmax(model(piece[None]).logits[0].double(), -1)
+        first = start + 1 if stride == window else max(scored, start + 1)
+        losses += [-log_probabilities[t - start - 1, tokens[t]].item() for t in range(first, start + window)]
+        scored = start + window
+    return math.exp(sum(losses) / len(losses))
+
+
+@pytest.mark.parametrize("stride", [16, 8, 5, 1])
+@torch.no_grad()
+def test_measure_perplexity_equals_naive_loop(stride):
+    model = make_opt()
+    tokens = torch.randint(4, 2048, (70,), generator=torch.Generator().manual_seed(0))
+    ours = measure_perplexity(model, tokens, window=16, stride=stride, batch_size=3)
+    assert ours == pytest.approx(_naive_perplexity(model, tokens, 16, stride), rel=1e-4)
+
+
+def test_measure_perplexity_uniform_model_gives_the_vocabulary():
+    model = make_opt()
+    model.model.decoder.embed_tokens.weight.data.zero_()
+    assert measure_perplexity(model, torch.arange(4, 68), window=16) == pytest.approx(2048, rel=1e-5)
+
+
+@pytest.mark.parametrize("arguments", [{"window": 1}, {"window": 8, "stride": 0}, {"window": 8, "stride": 9}])
+def test_measure_perplexity_refuses_bad_windows(arguments):
+    with pytest.raises(ValueError, match=r"window must be at least 2 and stride in \[1, window\]"):
+        measure_perplexity(make_opt(), torch.arange(4, 68), **arguments)
+
+
+def test_measure_perplexity_refuses_too_little_text():
+    with pytest.raises(ValueError, match="at least one window of 100 tokens, got 64"):
+        measure_perplexity(make_opt(), torch.arange(64), window=100)
+
+
+def test_run_tasks_scores_what_the_harness_scores(monkeypatch):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model, tokenizer = load_checkpoint(str(DEMO_MODEL))
+    tasks, include = ["struprune_demo_text", "struprune_demo_word_order"], str(ROOT / "eval" / "tasks")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # of the stock run below
+    ours = run_tasks(model, tokenizer, tasks, check_tasks(tasks, include), batch_size=4, limit=6)
+    stock = simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, backend="causal"),
+        tasks=tasks,
+        task_manager=TaskManager(include_path=include),
+        limit=6,
+        log_samples=False,
+        bootstrap_iters=100,
+    )["results"]
+    for task in tasks:
+        assert ours[task].items() <= stock[task].items()

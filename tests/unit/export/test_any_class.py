@@ -1,0 +1,518 @@
+"""Models of any class: cut by hand, saved, loaded."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Emu3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Mistral3ForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from struprune_plugin.export import any_class, convert, stock_config
+from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.export.modeling_struprune import narrow, widen
+from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.tiny import build_tiny
+from struprune_plugin.model.units import find_groups
+
+FFN = {  # consumer -> what makes its columns; the last one twice, gates first
+    "down_proj": ("gate_proj", "up_proj", "gate_up_proj"),
+    "dense_4h_to_h": ("dense_h_to_4h",),
+    "c_proj": ("c_fc",),
+    "fc_out": ("fc_in",),
+    "w2": ("w1", "w3"),
+}
+FEW = {"num_hidden_layers": 4}
+TYPES = {
+    "gpt2": {"n_layer": 2},
+    "bloom": {"n_layer": 2},
+    "falcon": FEW,
+    "starcoder2": FEW,
+    "gemma3n_text": {"activation_sparsity_pattern": [0.0] * 35},  # else channels depend on each other, by their spread
+    "qwen3_5_text": FEW,
+    "deepseek_v3": FEW,
+    "gpt_oss": FEW,
+    "lfm2": FEW,
+    "nemotron_h": {},
+    "olmo2": FEW,
+    "cohere2": FEW,
+    "llama4_text": FEW,
+    "mpt": {"n_layers": 2},
+    "gptj": {"n_layer": 2},
+    "falcon_h1": FEW,  # buffers that are in no file
+    "emu3_text_model": FEW,  # known to the auto class by the whole model's type
+}
+WRAPPERS = {
+    "gemma3": Gemma3ForConditionalGeneration,
+    "qwen3_5": Qwen3_5ForConditionalGeneration,
+    "mistral3": Mistral3ForConditionalGeneration,
+}
+KINDS = {**WRAPPERS, "emu3_text_model": Emu3ForCausalLM}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+def make_tiny(model_type: str):
+    config = CONFIG_MAPPING[model_type](**TYPES.get(model_type, {}))
+    if model_type in WRAPPERS:
+        config.text_config.num_hidden_layers = 4
+        if getattr(config.text_config, "layer_types", None):
+            config.text_config.layer_types = config.text_config.layer_types[-4:]
+    model = build_tiny(config, kind=KINDS.get(model_type))
+    any_class.replace_conv1d(model)
+    return model
+
+
+def list_layers(model):
+    return model.get_submodule(locate_layers(model))
+
+
+def list_ffns(model, cut=None):
+    """Yield (consumer, its kept columns, [(producer, its kept rows, None)], None) of every FFN."""
+    for index, layer in enumerate(list_layers(model)):
+        for name, consumer in layer.named_modules():
+            parent, _, own = name.rpartition(".")
+            found = [getattr(layer.get_submodule(parent), maker, None) for maker in FFN.get(own, ())]
+            found = [linear for linear in found if isinstance(linear, nn.Linear)]
+            width = getattr(consumer, "in_features", 0)
+            if isinstance(consumer, nn.Linear) and found and found[0].out_features in (width, 2 * width):
+                keep = torch.randperm(width)[: width - (cut or 3 + 2 * index)].sort().values
+                rows = [torch.cat([keep + at for at in range(0, m.out_features, width)]) for m in found]
+                yield consumer, keep, [(m, kept, None) for m, kept in zip(found, rows, strict=True)], None
+
+
+def find_values(attention):
+    """Return (output, [(maker of values or gates, blocks, rows before the values in one)], value heads, heads, width)."""
+    parts = dict(attention.named_children())
+    output = next((parts[name] for name in ("o_proj", "out_proj", "dense", "c_proj") if name in parts), None)
+    heads = next(
+        (getattr(attention, n) for n in ("num_heads", "n_heads", "num_attention_heads") if hasattr(attention, n)), 0
+    )
+    width = getattr(attention, "v_head_dim", None) or getattr(attention, "head_dim", None)
+    if "v_proj" in parts and "v_norm" not in parts:  # a norm couples the values of a head
+        value_heads, heads = parts["v_proj"].out_features // width, output.in_features // width
+        gated = parts["q_proj"].out_features == 2 * output.in_features
+        return output, [(parts["v_proj"], 1, 0)] + [(parts["q_proj"], heads, width)] * gated, value_heads, heads, width
+    for name in ("c_attn", "Wqkv"):
+        if name in parts:
+            return output, [(parts[name], 1, 2 * output.in_features)], heads, heads, output.in_features // heads
+    if "kv_b_proj" in parts:
+        return output, [(parts["kv_b_proj"], heads, attention.qk_nope_head_dim)], heads, heads, width
+    if "query_key_value" in parts:
+        if parts["query_key_value"].out_features == (heads + 2) * width:
+            return output, [(parts["query_key_value"], 1, (heads + 1) * width)], 1, heads, width
+        return output, [(parts["query_key_value"], heads, 2 * width)], heads, heads, width
+    return None
+
+
+def list_values(model, less=3):
+    """Yield (output, its kept columns, [(maker, its kept rows, its spread)], gather) of every attention module."""
+    for found in filter(None, map(find_values, list_layers(model).modules())):
+        output, makers, value_heads, heads, width = found
+        kept = width - less
+        keep = torch.stack([torch.randperm(width)[:kept].sort().values for _ in range(value_heads)])
+        of_heads = keep.repeat_interleave(heads // value_heads, 0)
+        made = []
+        for maker, outer, before in makers:
+            count = maker.out_features // outer
+            count = (count - before) // width
+            of = (keep if count * outer == value_heads else of_heads).view(outer, count, kept)
+            values = before + torch.arange(count)[:, None] * width + of
+            first = torch.arange(before).expand(outer, before)
+            rows = torch.cat([first, values.flatten(1)], 1) + torch.arange(outer)[:, None] * (before + count * width)
+            segments = [[1, before, before]] * (before > 0) + [[count, kept, width]]
+            made.append((maker, rows.flatten(), {"outer": outer, "segments": segments}))
+        columns = torch.arange(heads)[:, None] * width + of_heads
+        yield output, columns.flatten(), made, {"outer": 1, "segments": [[heads, kept, width]]}
+
+
+@torch.no_grad()
+def prune(model, cuts):
+    """Slice a model; return its masked copy from before."""
+    places = {id(module): name for name, module in model.named_modules()}
+    masked = copy.deepcopy(model)
+    for consumer, columns, makers, gather in cuts:
+        weight = masked.get_submodule(places[id(consumer)]).weight
+        weight[:, torch.ones(weight.shape[1]).index_fill_(0, columns, 0).bool()] = 0
+        consumer.weight, consumer.in_features = nn.Parameter(consumer.weight[:, columns]), len(columns)
+        for maker, rows, spread in makers:
+            maker.weight, maker.out_features = nn.Parameter(maker.weight[rows]), len(rows)
+            maker.bias = None if maker.bias is None else nn.Parameter(maker.bias[rows])
+            if spread:
+                any_class.mark_padded(maker, spread=spread)
+        if gather:
+            any_class.mark_padded(consumer, gather=gather)
+    return masked
+
+
+def make_pruned(model_type):
+    torch.manual_seed(0)
+    model = make_tiny(model_type)
+    cuts = [*list_ffns(model), *list_values(model)]
+    assert cuts
+    return model, prune(model, cuts)
+
+
+def read_ids(model, count=11):
+    return torch.arange(5, 5 + count)[None] % model.config.get_text_config().vocab_size
+
+
+@pytest.mark.parametrize("model_type", [*TYPES, *WRAPPERS])
+def test_any_class_is_pruned_saved_and_loaded(model_type, tmp_path):
+    model, masked = make_pruned(model_type)
+    ids = read_ids(model)
+    logits = model(ids).logits
+    torch.testing.assert_close(logits, masked(ids).logits, rtol=1e-4, atol=1e-5)
+    others = {name: tensor for name, tensor in masked.state_dict().items() if ".layers." not in name}
+    convert.adopt_config(model)
+    assert torch.equal(model(ids).logits, logits)
+    model.save_pretrained(tmp_path, max_shard_size="300KB")
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 1
+    auto = AutoModelForImageTextToText if model_type in WRAPPERS else AutoModelForCausalLM
+    again = auto.from_pretrained(tmp_path, **EAGER)
+    assert type(again) is type(model)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)
+    assert torch.equal(again(ids).logits, logits)
+    states = model.state_dict(), again.state_dict()
+    assert [*states[0]] == [*states[1]]
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+    if model_type in WRAPPERS:
+        assert all(torch.equal(states[1][name], tensor) for name, tensor in others.items())
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    assert torch.equal(again.generate(ids, **options), again.generate(ids, use_cache=False, **options))
+
+
+def test_values_were_cut_wherever_they_can_be():
+    torch.manual_seed(0)
+    found = {name for name in [*TYPES, *WRAPPERS] if any(True for _ in list_values(make_tiny(name)))}
+    assert {*TYPES, *WRAPPERS} - found == {"gemma3n_text"}
+
+
+def test_bfloat16_comes_back_to_the_bit(tmp_path):
+    wide, _ = make_pruned("starcoder2")
+    convert.adopt_config(wide)
+    wide.save_pretrained(tmp_path / "wide")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=torch.bfloat16, **EAGER)
+    convert.adopt_config(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **EAGER)
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(again(read_ids(model)).logits, model(read_ids(model)).logits)
+
+
+def test_a_pruned_model_is_pruned_again(tmp_path):
+    model, _ = make_pruned("olmo2")
+    convert.adopt_config(model)
+    model.save_pretrained(tmp_path / "first")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first", **EAGER)
+    masked = prune(again, list_ffns(again))
+    convert.adopt_config(again)
+    again.save_pretrained(tmp_path / "second")
+    third = AutoModelForCausalLM.from_pretrained(tmp_path / "second", **EAGER)
+    ids = read_ids(model)
+    assert torch.equal(third(ids).logits, again(ids).logits)
+    torch.testing.assert_close(third(ids).logits, masked(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_configuration_is_the_dense_one_with_a_layout(tmp_path):
+    model, _ = make_pruned("gpt2")
+    dense = model.config.to_dict()
+    convert.adopt_config(model)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "struprune_gpt2"
+    assert config["architectures"] == ["StruPruneGPT2LMHeadModel"]
+    assert config["layout"]["layers"] == "transformer.h"
+    assert config["layout"]["conv1d"]
+    assert [*config["layout"]["linears"][0]] == ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_struprune.StruPruneGPT2LMHeadModel"
+    own = {"model_type", "architectures", "auto_map", "layout", "dtype", "value_head_dim", "_name_or_path"}
+    again = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert {n: v for n, v in again.items() if n not in own} == {n: v for n, v in dense.items() if n not in own}
+    assert type(AutoModel.from_pretrained(tmp_path)).__name__ == "StruPruneGPT2Model"
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3_5_text", "nemotron_h", "mistral3", "bloom"])
+def test_uniform_layers_become_a_stock_model_by_measure(model_type, tmp_path):
+    """One width in all layers; values grow back with zeros."""
+    torch.manual_seed(0)
+    model = make_tiny(model_type)
+    cuts = [*list_ffns(model, cut=10)] * (model_type != "bloom")  # whose configuration has no key for its width
+    masked = prune(model, [*cuts, *list_values(model)])
+    convert.adopt_config(model)
+    model.save_pretrained(tmp_path / "pruned")
+    convert_folder(tmp_path / "pruned", "uniform-padded", tmp_path / "stock")
+    again = (AutoModelForImageTextToText if model_type in WRAPPERS else AutoModelForCausalLM).from_pretrained(
+        tmp_path / "stock", **EAGER
+    )
+    assert type(again) is type(masked)
+    assert not [*(tmp_path / "stock").glob("*.py")]
+    torch.testing.assert_close(again(read_ids(model)).logits, masked(read_ids(model)).logits, rtol=1e-4, atol=1e-5)
+    assert again.num_parameters() < masked.num_parameters() or model_type == "bloom"
+    convert.adopt_stock(model, stock_config.find_stock_config(model))
+    assert torch.equal(model(read_ids(model)).logits, again(read_ids(model)).logits)
+
+
+def test_what_no_key_can_say_is_refused(tmp_path):
+    model, _ = make_pruned("gptj")
+    with pytest.raises(ValueError, match=r"n_inner.*must make the model's shapes, got: transformer\.h\.0\.mlp"):
+        stock_config.find_stock_config(model, {"n_inner": 100})
+    with pytest.raises(ValueError, match=r"GPTJConfig: \{.*\} must make the model's shapes"):
+        stock_config.find_stock_config(model)
+    convert.adopt_config(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="static: attention must take values of any width, got padded linears of 'struprune_gptj'"
+    ):
+        convert_folder(tmp_path, "static", tmp_path / "out")
+
+
+def test_whole_heads_go_by_padding_at_the_end(tmp_path):
+    """Those that stay move to the front, in queries, keys and values alike."""
+    torch.manual_seed(0)
+    model = make_tiny("starcoder2")  # 6 heads on 2, of 16 channels
+    masked = copy.deepcopy(model)
+    for layer, whole in zip(list_layers(model), list_layers(masked), strict=True):
+        attention = layer.self_attn
+        queries = {"outer": 1, "segments": [[1, 48, 96]]}
+        others = {"outer": 1, "segments": [[1, 16, 32]]}
+        makers = [(attention.q_proj, torch.arange(48, 96), queries)]
+        makers += [(getattr(attention, name), torch.arange(16, 32), others) for name in ("k_proj", "v_proj")]
+        prune(model, [(attention.o_proj, torch.arange(48, 96), makers, queries)])
+        with torch.no_grad():
+            whole.self_attn.o_proj.weight[:, :48] = 0
+    convert.adopt_config(model)
+    model.save_pretrained(tmp_path)
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path, **EAGER)(read_ids(model)).logits
+    torch.testing.assert_close(logits, masked(read_ids(model)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_linears_and_narrow_attention_do_not_mix(tmp_path):
+    model = make_tiny("llama")
+    convert.adopt_attention(model, find_groups(model, "value_channels"))
+    any_class.mark_padded(model.model.layers[0].self_attn.v_proj)
+    convert.adopt_config(model)
+    model.save_pretrained(tmp_path)  # all are whole
+    assert "linears" in AutoConfig.from_pretrained(tmp_path).layout
+    model.model.layers[1].self_attn.value_head_dim -= 1
+    with pytest.raises(ValueError, match="must hold padded linears or narrow attention, got both"):
+        convert.adopt_config(model)
+
+
+def test_only_linears_of_decoder_layers_may_differ():
+    model, _ = make_pruned("olmo2")
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.weight = nn.Parameter(norm.weight[:-1])
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.post_attention_layernorm\.weight: must have the shape"):
+        convert.adopt_config(model)
+
+
+def test_padding_must_speak_of_the_linear_s_size():
+    with pytest.raises(ValueError, match="spread: must keep the 6 channels of the linear, got 8"):
+        any_class.mark_padded(nn.Linear(4, 6), spread={"outer": 2, "segments": [[2, 2, 3]]})
+
+
+def test_widen_and_narrow_are_inverse():
+    form = {"outer": 2, "segments": [[1, 4, 4], [2, 2, 3]]}
+    states = torch.arange(32.0).view(2, 16)
+    wide = widen(states, form)
+    assert wide.shape == (2, 20)
+    assert torch.equal(narrow(wide, form), states)
+    assert wide[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 6, 7, 0, 8, 9, 10, 11, 12, 13, 0, 14, 15, 0]
+
+
+def test_a_padded_model_exports():
+    model, _ = make_pruned("starcoder2")
+    program = torch.export.export(model.model.layers[0].mlp, (torch.randn(1, 3, model.config.hidden_size),))
+    program = torch.export.export(
+        model.model.layers[0].self_attn.v_proj, (torch.randn(1, 3, model.config.hidden_size),)
+    )
+    assert program.module()(torch.zeros(1, 3, model.config.hidden_size)).shape == (1, 3, 2 * 16)
+
+
+def test_saving_brings_the_processor_along(tmp_path):
+    model, _ = make_pruned("gemma3")
+    (tmp_path / "dense").mkdir()
+    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "dense" / name).write_text("{}")
+    convert.adopt_config(model)
+    model.config._name_or_path = str(tmp_path / "dense")
+    convert.wrap_save(model, lambda _: None)
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "struprune_gemma3"
+
+
+CODE = {
+    "configuration_mine.py": """
+from transformers import PretrainedConfig
+
+class MineConfig(PretrainedConfig):
+    model_type = "mine"
+    def __init__(self, vocab_size=64, hidden_size=16, width=24, num_hidden_layers=2, **kwargs):
+        self.vocab_size, self.hidden_size, self.width, self.num_hidden_layers = vocab_size, hidden_size, width, num_hidden_layers
+        super().__init__(**kwargs)
+""",
+    "parts_mine.py": """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.fc = nn.Linear(config.hidden_size, config.width)
+        self.proj = nn.Linear(config.width, config.hidden_size)
+    def forward(self, x):
+        return x + self.proj(self.fc(x).relu())
+""",
+    "modeling_mine.py": """
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from .configuration_mine import MineConfig
+from .parts_mine import Block
+
+class MinePreTrainedModel(PreTrainedModel):
+    config_class = MineConfig
+    base_model_prefix = "model"
+
+class MineModel(MinePreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
+        self.post_init()
+    def forward(self, input_ids, **kwargs):
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+class MineForCausalLM(MinePreTrainedModel, GenerationMixin):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = MineModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        return {"input_ids": input_ids}
+    def forward(self, input_ids, **kwargs):
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids)))
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    """(the sliced model, its folder) of a class that came with its checkpoint."""
+    folder = tmp_path_factory.mktemp("mine")
+    for name, text in CODE.items():
+        (folder / name).write_text(text)
+    auto_map = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "width": 28, "auto_map": auto_map}))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    torch.manual_seed(0)
+    dense = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    dense.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            for linear in (layer.fc, layer.proj):
+                linear.weight.normal_()
+            keep = torch.arange(20 + index)
+            layer.fc.weight, layer.fc.bias = nn.Parameter(layer.fc.weight[keep]), nn.Parameter(layer.fc.bias[keep])
+            layer.proj.weight = nn.Parameter(layer.proj.weight[:, keep])
+            layer.fc.out_features = layer.proj.in_features = len(keep)
+    convert.adopt_config(model)
+    out = tmp_path_factory.mktemp("out")
+    model.save_pretrained(out)
+    return model, out
+
+
+def test_code_of_a_folder_travels_unchanged(mine, tmp_path):
+    model, out = mine
+    assert {name: (out / name).read_text() for name in CODE} == CODE
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "struprune_custom_mine"
+    assert config["auto_map"] == {
+        "AutoConfig": "modeling_struprune_custom.StruPruneMineConfig",
+        "AutoModel": "modeling_struprune_custom.StruPruneMineModel",
+        "AutoModelForCausalLM": "modeling_struprune_custom.StruPruneMineForCausalLM",
+    }
+    again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    ids = read_ids(model)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert torch.equal(again.generate(ids, max_new_tokens=3), model.generate(ids, max_new_tokens=3))
+    again.save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.glob("*.py")} == {file.name for file in out.glob("*.py")}
+    third = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert torch.equal(third(ids).logits, model(ids).logits)
+
+
+def test_uniform_layers_of_such_code_are_saved_as_it_came(mine, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(mine[1], trust_remote_code=True)
+    last = model.model.layers[1]
+    prune(model, [(last.proj, torch.arange(20), [(last.fc, torch.arange(20), None)], None)])
+    logits = model(read_ids(model)).logits
+    convert.adopt_stock(model, stock_config.find_stock_config(model))
+    model.save_pretrained(tmp_path)
+    assert {file.name: file.read_text() for file in tmp_path.glob("*.py")} == CODE
+    assert json.loads((tmp_path / "config.json").read_text())["width"] == 20
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(again).__name__ == "MineForCausalLM"
+    assert torch.equal(again(read_ids(model)).logits, logits)
+
+
+ALONE = """
+import sys
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+sys.modules["struprune_plugin"] = None  # importing it fails, as where it is not installed
+for folder in sys.argv[1:]:
+    auto = AutoModelForImageTextToText if "gemma3" in folder else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, trust_remote_code=True)
+    expected = torch.load(folder + "/logits.pt", weights_only=True)
+    ids = torch.arange(5, 16)[None]
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not AutoModel.from_pretrained(folder, trust_remote_code=True).get_output_embeddings()
+    print(type(model).__name__, flush=True)
+"""
+
+
+def test_a_fresh_process_without_the_package_loads_by_the_flag(mine, tmp_path):
+    folders = {"mine": mine[1]}
+    torch.save(mine[0](read_ids(mine[0])).logits, mine[1] / "logits.pt")
+    for model_type in ("gpt2", "gemma3", "falcon_h1"):
+        model, _ = make_pruned(model_type)
+        convert.adopt_config(model)
+        folders[model_type] = tmp_path / model_type
+        model.save_pretrained(folders[model_type])
+        torch.save(model(read_ids(model)).logits, folders[model_type] / "logits.pt")
+    command = [sys.executable, "-c", ALONE, *map(str, folders.values())]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names = ["MineForCausalLM", "GPT2LMHeadModel", "Gemma3ForConditionalGeneration", "FalconH1ForCausalLM"]
+    assert done.stdout.split() == [f"StruPrune{name}" for name in names]
+
+
+def test_code_that_no_checkpoint_brought_is_refused():
+    class LooseForCausalLM(AutoModelForCausalLM._model_mapping[CONFIG_MAPPING["olmo2"]]):
+        pass
+
+    model, _ = make_pruned("olmo2")
+    model.__class__ = LooseForCausalLM
+    with pytest.raises(ValueError, match="LooseForCausalLM: the class must come with its checkpoint"):
+        convert.adopt_config(model)

@@ -1,0 +1,127 @@
+import json
+import os
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM, StaticCache
+
+from struprune_plugin import read_manifest
+from struprune_plugin.export import modeling_struprune
+from struprune_plugin.export.convert import adopt_attention, adopt_config
+from struprune_plugin.model.units import find_groups
+
+
+@pytest.fixture(scope="module", params=["head", "value_channels"])
+def saved(request, opt_folder, prune_once):
+    """(model in memory, its folder), pruned by 0.4 in every shape and unit, for every test to read and none to change."""
+    return prune_once(opt_folder, request.param, 0.4)
+
+
+@pytest.fixture
+def prompts():
+    return torch.randint(4, 2048, (2, 12), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.portability
+def test_save_reload_difference_is_zero(saved, prompts, tmp_path):
+    model, out = saved
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert type(again) is modeling_struprune.StruPruneOPTForCausalLM
+    assert torch.equal(model(prompts).logits, again(prompts).logits)
+    again.save_pretrained(tmp_path)
+    third = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(prompts).logits, third(prompts).logits)
+    configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (out, tmp_path)]
+    assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
+
+
+def test_config_keeps_per_layer_sizes_and_names_the_modelling_file(saved):
+    """The host overwrites config.json with the dense one unless it is kept from it (host.md section 3)."""
+    model, out = saved
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "struprune_opt"
+    assert config["architectures"] == ["StruPruneOPTForCausalLM"]
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_struprune.StruPruneOPTForCausalLM"
+    assert "allow_global_per_layer_attribute_access" not in config
+    sizes = [layer.fc2.in_features for layer in model.model.decoder.layers]
+    assert [c.ffn_dim for c in AutoConfig.from_pretrained(out).per_layer_config] == sizes
+    assert max(sizes) < 40
+
+
+def test_output_folder_is_complete(saved):
+    _, out = saved
+    expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"}
+    assert expected | {"struprune.json", "modeling_struprune.py", "tokenizer_config.json"} <= set(os.listdir(out))
+
+
+def test_generate_with_and_without_cache_is_identical(saved, prompts):
+    model, _ = saved
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    cached = model.generate(prompts, use_cache=True, **options)
+    assert torch.equal(cached, model.generate(prompts, use_cache=False, **options))
+    assert cached.shape == (2, 24)
+
+
+def test_static_cache_gives_the_same_logits(saved, prompts):
+    model, _ = saved
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    steps = [model(prompts[:, :8], past_key_values=cache).logits]
+    steps.append(model(prompts[:, 8:], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(steps, 1), model(prompts).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_sdpa_equals_eager(saved, prompts):
+    _, out = saved
+    logits = [
+        AutoModelForCausalLM.from_pretrained(out, attn_implementation=kind)(prompts).logits
+        for kind in ("sdpa", "eager")
+    ]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_left_padding_changes_nothing(saved, prompts):
+    model, _ = saved
+    padded = torch.cat([torch.ones(2, 5, dtype=torch.int64), prompts], 1)
+    mask = (torch.arange(17) >= 5).long().expand(2, -1)
+    logits = model(padded, attention_mask=mask).logits[:, 5:]
+    torch.testing.assert_close(logits, model(prompts).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_flow_to_every_kept_weight(saved, prompts):
+    model = AutoModelForCausalLM.from_pretrained(saved[1]).train()
+    model(prompts, labels=prompts).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_manifest_tells_what_the_shapes_show(saved):
+    model, out = saved
+    manifest = read_manifest(out)
+    for group in manifest.groups:
+        layer = model.model.decoder.layers[group.layer]
+        if group.kind == "ffn":
+            assert layer.fc2.in_features == group.kept == len(group.keep)
+        elif group.kind == "head":
+            assert layer.self_attn.num_heads == group.kept
+        else:
+            assert layer.self_attn.value_head_dim * 4 == group.kept == layer.self_attn.out_proj.in_features
+        assert group.error_after <= group.error_before + 1e-6
+    assert manifest.model.parameters_after == model.num_parameters()
+    budget = manifest.budget
+    unit = max(group.unit_cost * group.num_blocks for group in manifest.groups)
+    assert abs(budget.removed_parameters - 0.4 * budget.prunable_parameters) < unit
+    assert budget.removed_parameters == manifest.model.parameters_before - manifest.model.parameters_after
+
+
+def test_stock_opt_refuses_layers_of_different_sizes(saved):
+    """Better an error than a dense model built in silence."""
+    _, out = saved
+    with pytest.raises(Exception, match=r"per-layer|mismatch|size|divisible"):
+        OPTForCausalLM.from_pretrained(out)
+
+
+def test_adopt_config_of_a_dense_model_keeps_its_logits(opt, prompts):
+    model = OPTForCausalLM.from_pretrained(opt)
+    before = model(prompts).logits
+    adopt_attention(model, find_groups(model, "value_channels"))
+    adopt_config(model)
+    assert torch.equal(model(prompts).logits, before)

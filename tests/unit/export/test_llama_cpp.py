@@ -1,0 +1,97 @@
+import json
+
+import numpy
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eval import llamacpp
+from struprune_plugin import read_manifest
+from struprune_plugin.cli import main as cli
+from struprune_plugin.export.llama_cpp_gguf import _name_splitting, _pair_channels
+from struprune_plugin.reporting.tables import measure_cache_bytes
+
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def pruned(save_family, prune_once):
+    return {unit: prune_once(save_family("llama"), unit, 0.4)[1] for unit in ("value_channels", "head")}
+
+
+def read_field(reader, name):
+    return reader.get_field(f"deci.{name}").contents()
+
+
+@pytest.mark.parametrize("unit", ["value_channels", "head"])
+def test_gguf_holds_every_layers_sizes_and_weights(pruned, unit, tmp_path):
+    assert cli.main(["convert", str(pruned[unit]), "--to", "gguf", "--output", str(tmp_path / "out")]) == 0
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    model = AutoModelForCausalLM.from_pretrained(pruned[unit])
+    layers = model.model.layers
+    assert read_field(reader, "feed_forward_length") == [layer.mlp.down_proj.in_features for layer in layers]
+    width = layers[0].self_attn.head_dim
+    assert read_field(reader, "attention.head_count") == [
+        layer.self_attn.q_proj.out_features // width for layer in layers
+    ]
+    assert read_field(reader, "attention.value_length") == width
+    tensors = {tensor.name: torch.from_numpy(numpy.array(tensor.data)) for tensor in reader.tensors}
+    for index, layer in enumerate(layers):
+        assert torch.equal(tensors[f"blk.{index}.ffn_down.weight"], layer.mlp.down_proj.weight.data)
+        keys = tensors[f"blk.{index}.attn_k.weight"].view(-1, width // 2, 2, 32).transpose(1, 2).reshape(-1, 32)
+        assert torch.equal(keys, layer.self_attn.k_proj.weight.data)
+        values, own = tensors[f"blk.{index}.attn_v.weight"].view(-1, width, 32), layer.self_attn.v_proj.weight.data
+        narrow = own.shape[0] // values.shape[0]
+        assert torch.equal(values[:, :narrow].reshape(-1, 32), own)
+        assert not values[:, narrow:].any()
+    assert len(tensors) == 9 * len(layers) + (2 if model.config.tie_word_embeddings else 3)
+
+
+def test_pair_channels_brings_a_heads_halves_together():
+    rows = torch.arange(8.0)[:, None]
+    assert _pair_channels(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_gguf_refuses_other_types_and_tokenizers(opt, prune_once, save_family, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["convert", str(prune_once(opt, "value_channels")[1]), "--to", "gguf", "--output", str(out)]) == 2
+    assert "gguf: model_type must be 'llama'" in capsys.readouterr().err
+    assert not out.exists()
+    with pytest.raises(ValueError, match="byte-level BPE"):
+        _name_splitting({"model": {"type": "Unigram"}})
+
+
+def test_gguf_without_its_library_says_what_to_install(pruned, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    assert cli.main(["convert", str(pruned["value_channels"]), "--to", "gguf", "--output", str(tmp_path / "out")]) == 2
+    assert "pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unit", ["value_channels", "head"])
+def test_cache_bytes_are_those_of_a_forward_pass(pruned, save_family, unit):
+    counted = []
+    for folder in (save_family("llama"), pruned[unit]):
+        cache = AutoModelForCausalLM.from_pretrained(folder)(torch.arange(4, 11)[None]).past_key_values
+        counted.append(sum(4 * layer.keys.numel() + 4 * layer.values.numel() for layer in cache.layers) // 7)
+    assert measure_cache_bytes(pruned[unit], read_manifest(pruned[unit])) == tuple(counted)
+    assert counted[1] < counted[0]
+
+
+def test_cache_bytes_are_left_out_where_the_configuration_does_not_tell(pruned, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    assert measure_cache_bytes(tmp_path, read_manifest(pruned["value_channels"])) is None
+
+
+@pytest.mark.parametrize(("dense", "pruned", "passed"), [(8e-3, 1.3e-2, True), (8e-3, 0.1, False), (1e-7, 5e-4, True)])
+def test_pruned_files_are_judged_by_how_far_off_the_dense_one_is(dense, pruned, passed):
+    rows = [
+        {"model": "m", "kind": "F32", "form": form, "worst": off}
+        for form, off in (("dense", dense), ("value_channels", pruned))
+    ]
+    assert [llamacpp.passes(row, rows) for row in rows] == [True, passed]
+    assert not llamacpp.passes(rows[1], rows[1:])  # no dense file to compare with
+
+
+def test_a_dense_file_that_is_far_off_fails():
+    row = {"model": "m", "kind": "F32", "form": "dense", "worst": 0.2}
+    assert not llamacpp.passes(row, [row])

@@ -1,0 +1,200 @@
+"""Any class layer by layer: what its layers are called with, return and leave to each other, whatever that is."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from struprune_plugin.layerwise.calls import LayerCall, States, find_tokens, pair_gradients
+from struprune_plugin.layerwise.ends import enter_layers, leave_layers
+from struprune_plugin.layerwise.head import Head
+from struprune_plugin.layerwise.passes import stream_layers
+from struprune_plugin.layerwise.proof import check_passes
+from struprune_plugin.layerwise.runner import LayerwiseRunner
+from struprune_plugin.layerwise.samples import Sample
+from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.runtime.device_context import DeviceContext
+
+ALTERNATING = ["sliding_attention", "full_attention"]
+SHARING = {"layer_types": ALTERNATING * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+MODELS = {  # type -> (its list of layers, fields of its configuration)
+    "gpt2": ("transformer.h", {"n_layer": 3}),  # Conv1D
+    "bloom": ("transformer.h", {"n_layer": 3}),  # alibi; tuples
+    "gptj": ("transformer.h", {"n_layer": 3}),  # tuples
+    "opt": ("model.decoder.layers", {"num_hidden_layers": 3}),
+    "gemma3n_text": (  # four streams, inputs by layer, shared keys and values
+        "model.layers",
+        {**SHARING, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "intermediate_size": [64] * 4},
+    ),
+    "gemma4_text": ("model.layers", SHARING),
+    "gemma3": (
+        "model.language_model.layers",
+        {"text_config": {"num_hidden_layers": 3, "layer_types": ALTERNATING + ALTERNATING[:1]}},
+    ),
+    "zaya": ("model.layers", {"num_hidden_layers": 4}),  # a router's state goes from layer to layer
+    "glm_moe_dsa": ("model.layers", {"num_hidden_layers": 3, "index_topk": 4}),  # so do indices
+    "bamba": ("model.layers", {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "deepseek_v4": ("model.layers", {"num_hidden_layers": 4}),  # hyper-connections
+    "recurrent_gemma": ("model.layers", {"num_hidden_layers": 3}),  # all positional; capped logits
+    "falcon_h1": ("model.layers", {"num_hidden_layers": 3}),
+    "granite": ("model.layers", {"num_hidden_layers": 3, "logits_scaling": 6.0}),
+}
+CPU = torch.device("cpu")
+
+
+def make_batches(model):
+    """Return a batch without padding, one with padding on the right and one with padding on the left."""
+    ids = [draw_tokens(model.config, 2, 10, seed) for seed in range(3)]
+    masks = [torch.ones_like(part) for part in ids]
+    masks[1][1, 7:] = 0
+    masks[2][0, :4] = 0
+    return [{"input_ids": part, "attention_mask": mask} for part, mask in zip(ids, masks, strict=True)]
+
+
+def build(model_type):
+    where, fields = MODELS[model_type]
+    return build_tiny(CONFIG_MAPPING[model_type](**fields)).requires_grad_(False), where
+
+
+def run_head(model, hidden):
+    return torch.cat([logits for _, logits, _ in Head.of(model).compute_logits(hidden)], -1)
+
+
+def assert_logits(found, wanted, mask):
+    counted = mask.bool()
+    torch.testing.assert_close(found[counted], wanted[counted], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@torch.no_grad()
+def test_layers_in_turn_give_the_models_own_logits(model_type):
+    model, where = build(model_type)
+    assert locate_layers(model) == where
+    batches, context = make_batches(model), DeviceContext()
+    for step in stream_layers(model, batches, context, "test"):
+        flows = list(step.flows)
+        for flow in flows:
+            call = flow.enter(step.index)
+            call.run(step.layer, context, call.states.map(lambda part: part + 1 if part.is_floating_point() else part))
+            flow.leave(call.run(step.layer, context), context)  # another path's run before has left nothing behind
+    for flow, batch in zip(flows, batches, strict=True):
+        found = run_head(model, leave_layers(model, batch, flow.states.hidden, context))
+        assert_logits(found, model(**batch, use_cache=False).logits, batch["attention_mask"])
+    check_passes(model, batches)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_gradients_pass_through_what_layers_leave_to_each_other(model_type):
+    model, _ = build(model_type)
+    layers, context, batch = [layer for _, layer in find_decoder_layers(model)], DeviceContext(), make_batches(model)[1]
+    flow = enter_layers(model, batch, context)
+    with torch.no_grad():
+        for index, layer in enumerate(layers):
+            flow.leave(flow.enter(index).run(layer, context), context)
+    hidden = flow.states.hidden.detach().requires_grad_()
+    final = leave_layers(model, batch, hidden, context)
+    above = torch.randn(final.shape, generator=torch.Generator().manual_seed(0)) * batch["attention_mask"][..., None]
+    gradients = list(torch.autograd.grad(final, hidden, above))
+    for index in range(len(layers) - 1, 0, -1):
+        states = flow.calls[index].states.watch()
+        left = pair_gradients(flow.calls[index].run(layers[index], context, states), gradients)
+        gradients = list(torch.autograd.grad(left[0], states.list_learning(), left[1], materialize_grads=True))
+    torch.testing.assert_close(gradients[0], find_gradient(model, layers[0], batch, above), rtol=1e-5, atol=1e-6)
+
+
+def find_gradient(model, first, batch, above):
+    """Return the gradient at the first layer's hidden states, by autograd over the whole model."""
+    seen = {}
+
+    def watch(_module, _args, output):
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        seen["hidden"] = hidden.requires_grad_()
+
+    handles = [
+        first.register_forward_hook(watch),
+        model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.update(final=args[0])),
+    ]
+    model(**batch, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return torch.autograd.grad(seen["final"], seen["hidden"], above)[0]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@torch.no_grad()
+def test_a_runner_gives_the_models_own_logits(model_type):
+    model, _ = build(model_type)
+    runner = LayerwiseRunner(model, DeviceContext(), CPU, torch.float32)
+    ids = [draw_tokens(model.config, 2, 10, seed) for seed in range(2)]
+    micro_batches = [runner.embed([Sample(row) for row in part]) for part in ids]
+    runner.forward(micro_batches)
+    for (_, final), part in zip(runner.finish_all(micro_batches), ids, strict=True):
+        found = torch.cat([logits for _, logits, _ in runner.make_head().compute_logits(final)], -1)
+        assert_logits(found, model(input_ids=part, use_cache=False).logits, torch.ones_like(part))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("rwkv", {"num_hidden_layers": 8}, "rwkv.blocks.6: .* on the hidden states that the layer before it returned"),
+        ("mllama", {}, "model.layers.4: .* one after the other, each once, got this one as number 3"),
+    ],
+)
+def test_models_that_do_more_between_their_layers_are_refused(model_type, fields, message):
+    model = build_tiny(CONFIG_MAPPING[model_type](**fields))
+    with pytest.raises(ValueError, match=message):
+        enter_layers(model, {"input_ids": torch.tensor([[4, 5, 6]])}, DeviceContext())
+
+
+def test_a_class_that_mixes_its_layers_is_refused():
+    """What is derived from outputs of layers and given to later ones is not seen, but found out."""
+    model, _ = build("opt")
+    layers = [layer for _, layer in find_decoder_layers(model)]
+    kept = []
+    layers[0].register_forward_hook(lambda _module, _args, output: kept.append(output))
+    layers[2].register_forward_hook(lambda _module, _args, output: output + kept[-1].mean())
+    handles = model.lm_head.register_forward_pre_hook(lambda _module, args: (args[0] + kept[-1].sum(),))
+    with pytest.raises(ValueError, match=r"same logits layer by layer as whole, got a difference of"):
+        check_passes(model, make_batches(model))
+    handles.remove()
+
+
+def test_layers_are_found_without_weights():
+    config = CONFIG_MAPPING["gemma3"]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert locate_layers(model) == "model.language_model.layers"
+    with pytest.raises(ValueError, match="must have a list of decoder layers that hold linears, got none in Linear"):
+        locate_layers(torch.nn.Linear(2, 2))
+
+
+def test_find_tokens_leaves_padding_out():
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    assert find_tokens(None, DeviceContext()) is None
+    assert find_tokens(mask, DeviceContext()) is None
+    mask[1, 0] = 0
+    assert find_tokens(mask, DeviceContext()).tolist() == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (2, 0, 1, 3), (0, 1, 3, 2)])
+def test_tokens_of_several_streams_come_one_after_the_other(axes):
+    hidden = torch.randn(2, 5, 4, 3)
+    call = LayerCall(hidden, (), {}, None, CPU, shape=(2, 5))
+    moved = hidden.permute(*axes)
+    assert torch.equal(call.list_tokens(moved).view(10, -1).sort()[0], hidden.reshape(10, -1).sort()[0])
+
+
+def test_entries_of_shared_mappings_stay_on_their_path():
+    def layer(hidden, store):
+        store["sum"] = store.get("sum", 0) + hidden
+        return hidden + store["sum"]
+
+    context, store = DeviceContext(), {}
+    call = LayerCall.record((torch.ones(1, 2, 3), store), {}, None, context)
+    one, two = call.run(layer, context), call.run(layer, context, States(torch.zeros(1, 2, 3)))
+    assert not store
+    assert one.others[(0, "sum")].unique().tolist() == [1]
+    assert two.others[(0, "sum")].unique().tolist() == [0]
+    assert call.run(layer, context, one).hidden.unique().tolist() == [5]

@@ -1,0 +1,287 @@
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from helpers.examples import examples
+from helpers.problems import gather, make_case, make_problem, naive_restored_error
+from hypothesis import given
+from hypothesis import strategies as st
+
+from struprune_plugin.linalg import elimination, solve, swaps
+from struprune_plugin.linalg.elimination import eliminate_units, keep_last, order_units, unit_columns
+from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve
+from struprune_plugin.linalg.rotation import eliminate_directions
+from struprune_plugin.linalg.second_moments import append_bias, measure_error
+from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights, weigh_outputs
+from struprune_plugin.linalg.swaps import swap_units
+
+pytestmark = pytest.mark.portability
+
+
+@examples(25)
+@given(seed=st.integers(0, 1000), size=st.integers(1, 6), damping=st.sampled_from([1e-4, 0.01, 0.3]))
+def test_solve_kept_weights_satisfies_normal_equations_and_beats_deletion(seed, size, damping):
+    moments, dense, damped = make_problem(seed=seed, damping=damping)
+    columns = torch.randperm(6, generator=torch.Generator().manual_seed(seed))[:size].sort().values
+    rows = torch.cat([columns, torch.tensor([6])])
+    solved = solve_kept_weights(damped, columns, "fc2").weight
+    torch.testing.assert_close(solved @ damped.gram[rows][:, rows], damped.cross[:, rows], rtol=1e-8, atol=1e-8)
+    assert measure_error(moments, solved, columns) <= measure_error(moments, dense[:, rows], columns) * (1 + 1e-12)
+
+
+def test_solve_kept_weights_all_kept_local_target_is_identity():
+    """Damping towards the dense weights leaves an unpruned layer as it is, whatever the damping."""
+    inputs, _, weight, bias = make_case()
+    dense = append_bias(weight, bias)
+    moments = gather(inputs, inputs @ weight.T + bias, 50)
+    solved = solve_kept_weights(damp_moments(moments, dense, 0.5), torch.arange(7), "fc2")
+    torch.testing.assert_close(solved.weight, dense)
+
+
+def test_solve_kept_weights_without_bias_is_the_ridge_solution_without_one():
+    moments, dense, _ = make_problem()
+    dense[:, -1] = 0
+    solved = solve_kept_weights(damp_moments(moments, dense, 0.05, has_bias=False), torch.tensor([0, 2, 3]), "fc2")
+    strength = 0.05 * moments.gram.diagonal()[:-1].mean()
+    rows = torch.tensor([0, 2, 3])
+    system = moments.gram[rows][:, rows] + strength * torch.eye(3, dtype=torch.float64)
+    naive = (moments.cross[:, rows] + strength * dense[:, rows]) @ torch.linalg.inv(system)
+    torch.testing.assert_close(solved.weight[:, :-1], naive)
+    assert not solved.weight[:, -1].any()
+
+
+def test_solve_kept_weights_singular_names_layer_condition_and_remedy():
+    inputs, targets, weight, bias = make_case()
+    inputs[:, 1] = inputs[:, 0]
+    damped = damp_moments(gather(inputs, targets, 50), append_bias(weight, bias), 0.0)
+    with pytest.raises(ValueError, match=r"layers\.3\.fc2: .*condition number .* got .*Raise dampening_frac"):
+        solve_kept_weights(damped, torch.arange(7), "layers.3.fc2")
+
+
+def test_solve_kept_weights_condition_number_is_near_the_true_one():
+    _, _, damped = make_problem(damping=0.001)
+    columns = torch.arange(6)
+    true = torch.linalg.cond(damped.gram).item()
+    assert solve_kept_weights(damped, columns, "fc2").condition_number == pytest.approx(true, rel=0.2)
+
+
+@pytest.mark.parametrize("gone", [0, 0.4])
+@pytest.mark.parametrize("panel", [1, 6, 64])  # one removal at a time, or all units among the candidates
+@pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 6)])
+def test_eliminate_units_equals_naive_greedy(width, num_blocks, panel, gone, monkeypatch):
+    """method.md section 3, obs: at every step remove the unit whose removal raises the re-solved error least."""
+    monkeypatch.setattr(elimination, "_PANEL", panel)
+    monkeypatch.setattr(elimination, "_GONE", gone)
+    n = 12
+    _, _, damped = make_problem(n=n)
+    result = eliminate_units(damped, width, "fc2", num_blocks)
+    units, block = list(range(n // width)), n // width // num_blocks
+    waiting = set(range(num_blocks))
+
+    def error(kept):
+        return naive_restored_error(damped, [u * width + i for u in kept for i in range(width)])
+
+    for order, increase in zip(result.order.tolist(), result.increase.tolist(), strict=True):
+        costs = {u: error([v for v in units if v != u]) - error(units) for u in units if u // block in waiting}
+        best = min(costs, key=costs.__getitem__)
+        assert order == best
+        assert increase == pytest.approx(costs[best], rel=1e-6, abs=1e-9)
+        units.remove(best)
+        waiting.discard(best // block)
+        waiting = waiting or set(range(num_blocks))
+
+
+@pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (1, 2), (3, 1), (2, 3), (1, 24)])
+def test_eliminate_units_among_a_part_is_hardly_worse_than_among_all(width, num_blocks, monkeypatch):
+    _, _, damped = make_problem(n=96, d=12, tokens=400)
+    monkeypatch.setattr(elimination, "_PANEL", 8 * width)
+    part = eliminate_units(damped, width, "fc2", num_blocks)
+    monkeypatch.setattr(elimination, "_PANEL", 96)
+    whole = eliminate_units(damped, width, "fc2", num_blocks)
+    assert sorted(part.order.tolist()) == list(range(96 // width))
+    assert not torch.equal(part.order, whole.order)  # else the case shows nothing
+    errors = [measure_restored_curve(damped, found.order, width, "fc2") for found in (part, whole)]
+    assert (errors[0] <= 1.03 * errors[1] + 1e-9 * errors[1][0]).all()
+    steps = errors[0].flip(0).diff()
+    torch.testing.assert_close(part.increase, steps, rtol=1e-6, atol=1e-9 * float(errors[0][0]))
+
+
+def test_eliminate_units_first_removal_is_exhaustively_best():
+    _, _, damped = make_problem(n=7, d=2)
+    errors = {removed: naive_restored_error(damped, [i for i in range(7) if i != removed]) for removed in range(7)}
+    assert eliminate_units(damped, 1, "fc2").order[0] == min(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_curves_equal_one_solve_per_count(width):
+    _, dense, damped = make_problem(n=8, damping=0.02)
+    order = eliminate_units(damped, width, "fc2").order
+    restored = measure_restored_curve(damped, order, width, "fc2")
+    deleted = measure_deletion_curve(damped, dense, order, width)
+    for kept in range(8 // width + 1):
+        columns = unit_columns(keep_last(order, len(order), kept), width)
+        assert restored[kept].item() == pytest.approx(naive_restored_error(damped, columns.tolist()), rel=1e-8)
+        rows = torch.cat([columns, torch.tensor([8])])
+        assert deleted[kept].item() == pytest.approx(measure_error(damped, dense[:, rows], columns), rel=1e-8)
+    assert (restored.diff() <= 1e-9).all()
+    assert (restored <= deleted + 1e-9).all()
+
+
+def test_order_units_every_round_takes_one_of_each_block():
+    scores = torch.tensor([3.0, 1.0, 2.0, 9.0, 7.0, 8.0])
+    order = order_units(scores, num_blocks=2)
+    assert order.tolist() == [1, 4, 2, 5, 0, 3]
+    assert order_units(scores, 1).tolist() == [1, 2, 0, 4, 5, 3]
+    for rounds, kept in itertools.product((1, 2), (2, 4)):
+        assert len({int(u) // 3 for u in keep_last(order, len(order), kept)}) == 2, rounds
+
+
+def test_expand_units_lists_consecutive_columns():
+    assert unit_columns(torch.tensor([0, 2]), 3).tolist() == [0, 1, 2, 6, 7, 8]
+
+
+def test_eliminate_units_stops_where_asked_and_keeps_the_same_prefix():
+    _, _, damped = make_problem(n=12)
+    whole, part = eliminate_units(damped, 1, "fc2"), eliminate_units(damped, 1, "fc2", num_remove=5)
+    assert torch.equal(whole.order[:5], part.order)
+    assert keep_last(part.order, 12, 7).tolist() == sorted(whole.order[5:].tolist())
+    assert eliminate_units(damped, 1, "fc2", num_remove=0).order.numel() == 0
+
+
+def test_nothing_changes_the_moments_that_it_reads():
+    moments, dense, damped = make_problem(n=12)
+    held = dataclasses.replace(moments, gram=moments.gram / 4, cross=moments.cross / 4)
+    before = [part.clone() for part in (moments.gram, moments.cross, damped.gram, damped.cross, dense)]
+    order = eliminate_units(damped, 1, "x").order
+    swap_units(damped, order[:6].sort().values, "x", max_swaps=3)
+    for has_bias in (True, False):
+        solve_kept_weights(damp_moments(moments, dense, 0.1, has_bias), torch.arange(5), "x")
+        choose_damping(moments, held, dense, torch.arange(5), has_bias, "x")
+    measure_restored_curve(damped, order, 1, "x")
+    measure_deletion_curve(damped, dense, order, 1)
+    eliminate_directions(damped, 2, 1, "x")
+    after = (moments.gram, moments.cross, damped.gram, damped.cross, dense)
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
+    inputs, targets, weight, bias = make_case()
+    inputs[:, 3] = 0
+    damped = damp_moments(gather(inputs, targets, 50), append_bias(weight, bias), 0.0)
+    for run in (
+        lambda: eliminate_units(damped, 1, "layers.3.fc2"),
+        lambda: measure_restored_curve(damped, torch.arange(7), 1, "layers.3.fc2"),
+        lambda: solve_kept_weights(damped, torch.arange(7), "layers.3.fc2"),
+    ):
+        with pytest.raises(ValueError, match=r"layers\.3\.fc2: .*condition number .* got inf"):
+            run()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_swap_units_never_raises_the_error_and_ends_where_no_swap_helps(seed, num_blocks):
+    _, _, damped = make_problem(n=8, d=2, seed=seed)
+    start = torch.tensor([0, 1, 4, 5])  # any start, two of each block
+    keep, count = swap_units(damped, start, "x", num_blocks, max_swaps=50)
+    error = naive_restored_error(damped, keep.tolist())
+    assert error <= naive_restored_error(damped, start.tolist()) * (1 + 1e-12)
+    assert (count == 0) == (keep.tolist() == start.tolist())
+    assert len(keep) == 4
+    if num_blocks == 2:
+        assert (keep < 4).sum() == 2
+    for u in set(range(8)) - set(keep.tolist()):
+        for v in keep.tolist():
+            if num_blocks == 1 or u // 4 == v // 4:
+                swapped = sorted({*keep.tolist(), u} - {v})
+                assert naive_restored_error(damped, swapped) >= error * (1 - 1e-6)
+
+
+def _find_worst(damped, num_keep):
+    choices = itertools.combinations(range(damped.gram.shape[0] - 1), num_keep)
+    return list(max(choices, key=lambda columns: naive_restored_error(damped, columns)))
+
+
+def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
+    _, _, damped = make_problem(n=8, d=2, seed=1)
+    start = _find_worst(damped, 4)
+    keep, count = swap_units(damped, torch.tensor(start), "x", max_swaps=1)
+    options = [sorted({*start, u} - {v}) for u in set(range(8)) - set(start) for v in start]
+    assert count == 1
+    assert keep.tolist() == min(options, key=lambda option: naive_restored_error(damped, option))
+    assert swap_units(damped, torch.tensor(start), "x", max_swaps=0)[0].tolist() == start
+
+
+def test_sweep_pair_gives_the_table_of_the_swapped_columns():
+    _, _, damped = make_problem(n=8, d=2, seed=1)
+    kept = torch.tensor([True, True, False, True, False, False, True, False, True])  # the last is the bias
+    table, values = swaps._sweep_all(damped.gram, damped.cross, kept, "x")
+    for u, v in [(2, 0), (7, 6), (0, 2)]:
+        swaps._sweep_pair(table, values, u, v)
+        kept[u], kept[v] = True, False
+        for mine, fresh in zip((table, values), swaps._sweep_all(damped.gram, damped.cross, kept, "x"), strict=True):
+            torch.testing.assert_close(mine, fresh, rtol=1e-9, atol=1e-9)
+
+
+def test_weigh_outputs_counts_errors_by_the_root():
+    moments, dense, _ = make_problem(n=6, d=3)
+    damped = damp_moments(
+        dataclasses.replace(moments, cross=dense @ moments.gram), dense, 0.01
+    )  # its own output: local
+    root = torch.randn(3, 3, dtype=torch.float64)
+    weighed = weigh_outputs(damped, root, dense)
+    columns = torch.tensor([0, 2, 5])
+    solved = solve_kept_weights(damped, columns, "x").weight
+    torch.testing.assert_close(solve_kept_weights(weighed, columns, "x").weight, root @ solved)
+    full = torch.zeros_like(dense)
+    full[:, [0, 2, 5, 6]] = solved
+    error = root @ (full - dense)
+    assert measure_error(weighed, root @ solved, columns) == pytest.approx((error @ damped.gram * error).sum().item())
+
+
+def test_choose_damping_is_that_of_least_error_on_tokens_held_out():
+    """Few noisy tokens: the choice, read off moments, is that of naive solves scored on the held-out tokens themselves."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+    dense = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    targets = inputs @ dense[:, :-1].T + dense[:, -1] + 2 * torch.randn(24, 2, generator=generator, dtype=torch.float64)
+    columns = torch.tensor([0, 2, 3, 5])
+    errors = {}
+    for damping in (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0):
+        damped = damp_moments(gather(inputs[:16], targets[:16], 16), dense, damping)
+        weight = solve_kept_weights(damped, columns, "x").weight
+        errors[damping] = (inputs[16:, columns] @ weight[:, :-1].T + weight[:, -1] - targets[16:]).square().sum().item()
+    moments, held = gather(inputs, targets, 24), gather(inputs[16:], targets[16:], 8)
+    assert choose_damping(moments, held, dense, columns, True, "x") == min(errors, key=errors.get)
+    assert len(set(errors.values())) == 7
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_systems_solved_together_give_what_each_gives_alone(has_bias, monkeypatch):
+    """What a card does with small systems, here on a CPU."""
+    inputs, targets, weight, bias = make_case(tokens=90, n=24, d=5)
+    dense = append_bias(weight, bias if has_bias else None)
+    moments, held = gather(inputs, targets, 90), gather(inputs[60:], targets[60:], 30)
+    measure, sizes, chosen, found = solve._measure_damped, [], [], []
+
+    def see(rest, held, dense, strengths, where):
+        sizes.append(len(strengths))
+        errors = measure(rest, held, dense, strengths, where)
+        found.append((errors, [measure(rest, held, dense, [strength], where)[0] for strength in strengths]))
+        return errors
+
+    monkeypatch.setattr(solve, "_measure_damped", see)
+    for together in (False, True):
+        monkeypatch.setattr(solve, "_solves_together", lambda _system, together=together: together)
+        chosen.append(choose_damping(moments, held, dense, torch.arange(3, 20), has_bias, "x"))
+    assert chosen[0] == chosen[1]
+    assert (min(sizes), max(sizes)) == (1, 2)
+    for errors, alone in found:
+        torch.testing.assert_close(errors, alone)
+
+
+def test_a_singular_system_among_several_is_told():
+    systems = torch.eye(3, dtype=torch.float64).repeat(2, 1, 1)
+    systems[1, 0, 0] = -1
+    with pytest.raises(ValueError, match="here: the least-squares system must have a condition number"):
+        solve.factorize_in_place(systems, "here")

@@ -1,0 +1,104 @@
+import pytest
+import torch
+from helpers.problems import gather, make_case
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from struprune_plugin.linalg import second_moments as statistics
+from struprune_plugin.linalg.second_moments import (
+    MomentSums,
+    append_bias,
+    count_sums,
+    measure_error,
+)
+
+pytestmark = pytest.mark.portability
+
+
+def test_accumulate_moments_equals_naive_sums():
+    """method.md section 2: H = P P^T, C = Y P^T, tr(Y Y^T), P with a row of ones."""
+    inputs, targets, _, _ = make_case()
+    p = torch.cat([inputs, torch.ones(50, 1, dtype=torch.float64)], 1).T
+    moments = gather(inputs, targets, 50)
+    torch.testing.assert_close(moments.gram, p @ p.T)
+    torch.testing.assert_close(moments.cross, targets.T @ p.T)
+    torch.testing.assert_close(moments.target_energy, targets.square().sum())
+    torch.testing.assert_close(moments.absolute_sum, inputs.abs().sum(0))
+    assert moments.num_tokens == 50
+
+
+@pytest.mark.parametrize("split", [1, 7, 49])
+def test_accumulate_moments_batch_split_changes_nothing(split):
+    inputs, targets, _, _ = make_case()
+    whole, parts = gather(inputs, targets, 50), gather(inputs, targets, split)
+    for name in ("gram", "cross", "target_energy", "absolute_sum"):
+        torch.testing.assert_close(getattr(whole, name), getattr(parts, name), rtol=1e-12, atol=1e-12)
+
+
+def test_measure_error_equals_second_pass():
+    inputs, targets, weight, bias = make_case()
+    moments = gather(inputs, targets, 50)
+    naive = (targets - inputs @ weight.T - bias).square().sum()
+    assert measure_error(moments, append_bias(weight, bias)) == pytest.approx(naive.item(), rel=1e-10)
+    columns = torch.tensor([1, 4, 6])
+    naive = (targets - inputs[:, columns] @ weight[:, columns].T - bias).square().sum()
+    assert measure_error(moments, append_bias(weight[:, columns], bias), columns) == pytest.approx(
+        naive.item(), rel=1e-10
+    )
+
+
+PARTS = ("gram", "cross", "target_energy", "absolute_sum")
+
+
+@pytest.mark.parametrize("pieces", [{}, {"tokens": 7}, {"tokens": 7, "rows": 100, "fetch": torch.clone}])
+def test_moment_sums_gather_to_the_moments_of_all_tokens(pieces):
+    """Wide enough for several blocks of the upper triangle."""
+    inputs, targets, _, _ = make_case(tokens=40, n=600)
+    sums = MomentSums((600, 3), "cpu", torch.float64, **pieces)
+    for x, y in zip(inputs.split(15), targets.split(15), strict=True):
+        sums.add(x, y)
+    held = count_sums(600, 3)
+    assert held == sum(part.numel() for part in sums.list_parts())
+    found, wanted = sums.gather(), gather(inputs, targets, 40)
+    for name in PARTS:
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-12, atol=1e-12)
+    assert held < 0.75 * sum(getattr(wanted, name).numel() for name in PARTS)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_moment_sums_see_one_bad_token(bad):
+    inputs, targets, _, _ = make_case()
+    for part in (inputs, targets):
+        sums = MomentSums((inputs.shape[1], targets.shape[1]), "cpu", torch.float64)
+        sums.add(inputs, targets)
+        assert sums.is_finite()
+        part[3, 2] = bad
+        sums.add(inputs, targets)
+        assert not sums.is_finite()
+        part[3, 2] = 0.0
+
+
+def test_sums_of_bfloat16_inputs_on_a_card_are_float32_sums(monkeypatch):
+    """What a card does: exact products of what is bfloat16 already, targets within 2^-16."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(300, 70, generator=generator).bfloat16()
+    targets = torch.randn(300, 1500, generator=generator)  # more rows than one product has
+    expected, found = (MomentSums((70, 1500), "cpu", torch.float32) for _ in range(2))
+    expected.add(inputs, targets)
+    monkeypatch.setattr(statistics, "_multiplies_narrow", lambda *_: True)
+    monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
+    found.add(inputs, targets)
+    expected, found = expected.gather(), found.gather()
+    for name in PARTS:
+        wanted = getattr(expected, name)
+        torch.testing.assert_close(getattr(found, name), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_a_card_multiplies_bfloat16_into_float32():
+    """A tensor without numbers that says that it is on a card: operations check dtypes and shapes all the same."""
+    with FakeTensorMode():
+        inputs = torch.empty(16, 300, device="cuda", dtype=torch.bfloat16)
+        assert statistics._multiplies_narrow(inputs, torch.float32)
+        product = torch.mm(inputs.T, inputs, out_dtype=torch.float32)
+        assert (product.device.type, product.dtype, product.shape) == ("cuda", torch.float32, (300, 300))
+        assert not statistics._multiplies_narrow(inputs, torch.float64)
+        assert not statistics._multiplies_narrow(inputs.half(), torch.float32)

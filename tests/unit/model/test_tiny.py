@@ -1,0 +1,174 @@
+"""Tiny instances: one of every sort of class, from the sizes that the real ones have."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class, shrink_config
+
+TOKENS = torch.randint(4, 100, (1, 12), generator=torch.Generator().manual_seed(0))
+MODELS = {  # type -> what its default configuration leaves open
+    "llama": {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8},
+    "gpt2": {},
+    "opt": {},
+    "falcon": {},
+    "mpt": {},
+    "phi3": {
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 32.0, "short_factor": [1.0] * 48}
+    },
+    "gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+    "qwen3_5_moe": {},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 4},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 5e5},
+        "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4},
+    },
+    "laguna": {},
+    "mistral3": {},
+    "llama4": {},
+}
+MODELS["phi3"]["rope_parameters"]["long_factor"] = [2.0] * 48
+LAYERED = (
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "no_rope_layers",
+    "num_hidden_layers",
+    "n_layers",
+    "n_layer",
+)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_class_is_built_small_with_all_layers_and_runs(model_type):
+    config = CONFIG_MAPPING[model_type](**MODELS[model_type])
+    before = copy.deepcopy(config.to_dict())
+    state = torch.random.get_rng_state()
+    model = build_tiny(config)
+    assert config.to_dict() == before
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not model.training
+    assert 1e5 < sum(weight.numel() for weight in model.parameters()) < 1.2e7
+    text, small = config.get_text_config(), model.config.get_text_config()
+    assert all(getattr(small, name, None) == getattr(text, name, None) for name in LAYERED)
+    for name, weight in model.named_parameters():
+        assert weight.dtype == torch.float32
+        assert weight.isfinite().all(), name
+        assert weight.std() > 0 or weight.numel() == 1, name
+    logits = model(TOKENS).logits
+    assert logits.isfinite().all()
+    assert logits.std() > 1e-2
+    again = dict(build_tiny(config).named_parameters())
+    assert all(torch.equal(weight, again[name]) for name, weight in model.named_parameters())
+    assert not all(torch.equal(a, b) for a, b in zip(again.values(), build_tiny(config, 1).parameters(), strict=True))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_shrinking_twice_is_shrinking_once(model_type):
+    small = shrink_config(CONFIG_MAPPING[model_type](**MODELS[model_type]))
+    assert shrink_config(small).to_dict() == small.to_dict()
+    if model_type != "dbrx":  # whose parts refuse what they save
+        assert type(small).from_dict(small.to_dict()).to_dict() == small.to_dict()
+
+
+def test_sizes_tell_what_they_are():
+    small = shrink_config(AutoConfig.for_model("qwen2_moe", num_attention_heads=16, num_key_value_heads=4))
+    assert (small.hidden_size, small.num_attention_heads, small.num_key_value_heads) == (96, 6, 2)
+    assert (small.intermediate_size, small.moe_intermediate_size, small.shared_expert_intermediate_size) == (
+        112,
+        52,
+        144,
+    )
+    assert (small.num_experts, small.num_experts_per_tok) == (4, 2)
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(32, 6), (1, 1), (8, 2)])
+def test_key_and_value_heads_keep_their_sort(heads, expected):
+    assert shrink_config(AutoConfig.for_model("llama", num_key_value_heads=heads)).num_key_value_heads == expected
+
+
+def test_a_small_configuration_stays():
+    config = AutoConfig.for_model("llama", **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 44})
+    config.num_attention_heads = config.num_key_value_heads = 8
+    config.head_dim, config.max_position_embeddings = 8, 64
+    assert shrink_config(config).to_dict() == config.to_dict()
+
+
+def test_layers_that_differ_still_do():
+    layers = {0: {"intermediate_size": 6000}, 2: {"intermediate_size": 9000, "num_key_value_heads": 4}}
+    config = AutoConfig.for_model("llama", num_hidden_layers=4, num_key_value_heads=8, per_layer_config=layers)
+    small = shrink_config(config)
+    assert [layer.intermediate_size for layer in small.per_layer_config] == [112, 144, 128, 144]
+    assert [layer.num_key_value_heads for layer in small.per_layer_config] == [2, 2, 2, 2]
+    assert config.to_dict()["per_layer_config"]["0"] == {"intermediate_size": 6000}
+
+
+def test_special_tokens_stay_in_the_vocabulary_and_quantisation_goes():
+    config = AutoConfig.for_model("llama", vocab_size=128256, eos_token_id=[128001, 128009], bos_token_id=5)
+    config.pad_token_id, config.quantization_config = 128009, {"quant_method": "fp8"}
+    small = shrink_config(config)
+    assert (small.eos_token_id, small.pad_token_id, small.bos_token_id) == ([158, 159], 159, 5)
+    assert not hasattr(small, "quantization_config")
+    assert config.quantization_config
+
+
+def test_tokens_are_plain_words():
+    config = CONFIG_MAPPING["mistral3"](image_token_id=10)
+    tokens = draw_tokens(shrink_config(config), 64, 32)
+    assert tokens.shape == (64, 32)
+    assert (tokens.min(), tokens.max()) == (3, 159)
+    assert not (tokens == 10).any()
+    assert torch.equal(tokens, draw_tokens(shrink_config(config), 64, 32))
+
+
+def test_a_wrapper_gives_its_text_class_or_itself():
+    assert find_class(CONFIG_MAPPING["qwen3_5"]())[0].__name__ == "Qwen3_5ForCausalLM"
+    config = CONFIG_MAPPING["qwen3_5"]()
+    kind = AutoModelForImageTextToText._model_mapping[type(config)]
+    model = build_tiny(config, kind=kind)
+    assert type(model) is kind
+    assert model(TOKENS).logits.isfinite().all()
+    assert model.config.vision_config.depth == 2
+
+
+class ForeignConfig(PreTrainedConfig):
+    model_type = "foreign"
+
+    def __init__(self, dim=4096, n_layers=5, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=32000, **kwargs):
+        self.dim, self.n_layers, self.n_heads, self.n_kv_heads = dim, n_layers, n_heads, n_kv_heads
+        self.hidden_dim, self.vocab_size = hidden_dim, vocab_size
+        super().__init__(**kwargs)
+
+
+class ForeignModel(PreTrainedModel):
+    config_class = ForeignConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear = nn.Linear(config.dim, config.hidden_dim)
+        self.gate = nn.Parameter(torch.zeros(config.n_heads))
+        self.scale = nn.Parameter(torch.empty(config.dim))  # forgotten by the class
+        self.post_init()
+
+
+def test_code_of_others_is_built_where_its_class_is_given():
+    config = ForeignConfig()
+    with pytest.raises(ValueError, match="Pass the model's class as kind"):
+        build_tiny(config)
+    model, again = (build_tiny(config, kind=ForeignModel) for _ in range(2))
+    assert model.linear.weight.shape == (112, 96)
+    assert (model.config.n_layers, model.config.n_heads, model.config.n_kv_heads) == (5, 6, 2)
+    assert model.gate.all()
+    assert torch.equal(model.scale, again.scale)
+    assert model.scale.isfinite().all()
+
+
+def test_a_class_given_by_name_is_taken():
+    assert isinstance(build_tiny(AutoConfig.for_model("llama"), kind=LlamaForCausalLM), LlamaForCausalLM)

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from helpers.models import SHAPES, make_opt
+from torch import nn
+
+from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.surgery import slice_group
+from struprune_plugin.model.units import find_groups, list_head_weights
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("unit", ["head", "value_channels"])
+def test_find_groups_unit_cost_is_what_surgery_frees(shape, unit):
+    model = make_opt(**SHAPES[shape])
+    before = count_prunable_parameters(model)
+    for group in find_groups(model, unit):
+        layer = model.get_submodule(group.layer_name)
+        smaller = group.num_units // group.num_blocks - 1
+        keep = torch.arange(group.num_units).view(group.num_blocks, -1)[:, :smaller].reshape(-1)
+        slice_group(layer, group, keep, torch.zeros(24, len(keep) * group.columns_per_unit + 1))
+        after = count_prunable_parameters(model)
+        assert before - after == (group.num_units - len(keep)) * group.unit_cost, group.name
+        before = after
+
+
+def test_find_groups_costs_equal_the_design_table():
+    """method.md section 1: 2 d + 1 for a channel, 4 d d_head + 3 d_head for a head."""
+    costs = {group.kind: group.unit_cost for group in find_groups(make_opt(), "head")}
+    assert costs == {"ffn": 2 * 24 + 1, "head": 4 * 24 * 6 + 3 * 6}
+
+
+def test_count_prunable_parameters_counts_linears_with_biases_only():
+    model = make_opt()
+    linears = [m for _, layer in find_decoder_layers(model) for m in layer.modules() if isinstance(m, nn.Linear)]
+    assert count_prunable_parameters(model) == sum(p.numel() for m in linears for p in m.parameters())
+
+
+def test_find_groups_targets_and_ignore_choose_by_name():
+    model = make_opt()
+    names = [
+        g.name
+        for g in find_groups(model, "value_channels", targets=["re:.*fc2"], ignore=["model.decoder.layers.1.fc2"])
+    ]
+    assert names == ["model.decoder.layers.0.fc2", "model.decoder.layers.2.fc2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": ["re:.*mlp.*"]}, r"targets: 're:\.\*mlp\.\*' must match .* got no match"),
+        ({"ignore": ["layers.7.fc2"]}, "targets: 'layers.7.fc2' must match"),
+        ({"attention_unit": "none", "prune_ffn": False}, "at least one module must be left to prune, got none"),
+        ({"ignore": ["re:.*"]}, "at least one module must be left to prune, got none"),
+    ],
+)
+def test_find_groups_that_match_nothing_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        find_groups(make_opt(), **({"attention_unit": "value_channels"} | options))
+
+
+def test_find_groups_unsupported_architecture_says_which_are():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"must be a language model of transformers, got 'Linear'"):
+        find_groups(model, "value_channels")
+
+
+def test_list_head_weights_partitions_the_attention_weights():
+    model = make_opt()
+    layer = find_decoder_layers(model)[0][1]
+    heads = list_head_weights(layer, find_structure(model)[0])
+    assert len(heads) == 4
+    expected = [
+        layer.self_attn.q_proj.weight[6:12],
+        layer.self_attn.k_proj.weight[6:12],
+        layer.self_attn.v_proj.weight[6:12],
+    ]
+    expected.append(layer.self_attn.out_proj.weight[:, 6:12].T)
+    torch.testing.assert_close(heads[1], torch.cat([w.reshape(-1) for w in expected]))

@@ -1,0 +1,185 @@
+"""No field of a recipe is passed over in silence."""
+
+from typing import ClassVar, Literal
+
+import pytest
+import torch
+import yaml
+from helpers.models import ROOT, make_dataset, run_oneshot
+from llmcompressor import oneshot as host_oneshot
+from llmcompressor.modifiers.pruning import SparseGPTModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+
+from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin.allocation.rules import RULES, AllocationRule
+from struprune_plugin.allocation.rules.rule import make_allocation
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION
+from struprune_plugin.linalg.rounding import round_kept_counts
+from struprune_plugin.pruning.importance import IMPORTANCES, Importance
+from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.storage.records import AllocationRecord
+
+UNUSED = [  # fields, what their refusal says, and what makes them count
+    ({"allocation": {"rule": "uniform", "max_sparsity": 0.1}}, "no use for max_sparsity", {"allocation": "softmax"}),
+    ({"allocation": {"rule": "softmax", "gamma": 0.5}}, "take softmax_inverse", {"allocation": "softmax_inverse"}),
+    ({"allocation": {"rule": "uniform", "trial_samples": 3}}, "take error_curve", {"allocation": "error_curve"}),
+    ({"weight_update": {"method": "least_squares", "steps": 2}}, "take admm", {"weight_update": "admm"}),
+    ({"importance": {"method": "wanda", "max_swaps": 7}}, "take obs", {"importance": "obs"}),
+    ({"ffn_tuning": {"epochs": 1}, "prune_ffn": False}, "ffn_tuning has no effect", {"prune_ffn": True}),
+    ({"width_multiple": 2, "prune_ffn": False}, "width_multiple=2 has no effect", {"prune_ffn": True}),
+    (
+        {"sensitivity": {"samples": 4}, "importance": "wanda", "allocation": "uniform"},
+        "sensitivity.samples has no effect",
+        {"importance": "obs"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message", "uses"), UNUSED, ids=[message for _, message, _ in UNUSED])
+def test_a_field_without_use_is_refused_by_name(fields, message, uses):
+    with pytest.raises(ValueError, match=message):
+        StruPruneModifier(sparsity=0.3, **fields)
+    StruPruneModifier(sparsity=0.3, **fields | uses)
+
+
+@pytest.mark.parametrize("off", [{"sensitivity": "none"}, {"rotate_values": False}, {"ffn_tuning": None}])
+def test_what_is_off_or_the_default_is_not_refused(off):
+    load_recipe(StruPruneModifier(sparsity=0.3, importance="magnitude", allocation="uniform", **off))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("allocation", "sofmax", "must be a known rule, got 'sofmax'. Did you mean softmax"),
+        ("allocation", 3, "must be a name or a mapping with 'rule', got 3. Known are"),
+        ("allocation", {"temperature": 2.0}, "must be a name or a mapping with 'rule'"),
+        (
+            "importance",
+            {"method": "obs", "max_swap": 2},
+            "no use for max_swap with method: obs, got 2. Did you mean max_swaps",
+        ),
+        ("importance", {"method": "obs", "max_swaps": -1}, "importance.max_swaps"),
+        ("weight_update", "adm", "Did you mean admm"),
+    ],
+)
+def test_a_method_s_settings_are_checked(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        StruPruneModifier(sparsity=0.3, **{field: value})
+
+
+def test_a_name_is_short_for_a_method_s_defaults():
+    short = StruPruneModifier(sparsity=0.3, allocation="softmax", importance="obs", weight_update="admm")
+    spelled = StruPruneModifier(
+        sparsity=0.3,
+        allocation={"rule": "softmax", "search": "moments"},
+        importance={"method": "obs", "max_swaps": 100},
+        weight_update={"method": "admm", "steps": 4},
+    )
+    assert short.dump_fields() == spelled.dump_fields()
+    assert StruPruneModifier(**short.dump_fields()).dump_fields() == short.dump_fields()
+
+
+class FirstUnits(Importance):
+    """An importance as a third party would write it: units go by index."""
+
+    method: Literal["first_units"] = "first_units"
+
+    def score(self, ranking, dense, columns):
+        return torch.arange(len(columns), dtype=torch.float64, device=dense.device)
+
+
+class LastLayers(AllocationRule):
+    """A rule as a third party would write it: the later a layer, the more it loses."""
+
+    measures: ClassVar[bool] = False
+    rule: Literal["last_layers"] = "last_layers"
+
+    def decide(self, sizes, statistics, budget):
+        shares = [2 * budget.share * (index + 1) / (len(sizes) + 1) for index in range(len(sizes))]
+        return make_allocation(sizes, round_kept_counts(sizes, shares), AllocationRecord("last_layers"))
+
+
+def test_a_third_party_registers_methods_as_we_do(opt, tmp_path, request):
+    """One decorator each; a recipe then names them."""
+    for registry, name in ((IMPORTANCES, "first_units"), (RULES, "last_layers")):
+        request.addfinalizer(lambda registry=registry, name=name: registry.pop(name))
+    IMPORTANCES.register(FirstUnits)
+    RULES.register(LastLayers)
+    run_oneshot(
+        str(opt),
+        sparsity=0.2,
+        attention_unit="none",
+        importance="first_units",
+        allocation="last_layers",
+        output_dir=tmp_path / "o",
+    )
+    groups = read_manifest(tmp_path / "o").groups
+    assert [group.keep[-1] for group in groups] == [group.num_units - 1 for group in groups]
+    assert groups[0].kept > groups[-1].kept
+    with pytest.raises(ValueError, match="'first_units' must be registered once"):
+        IMPORTANCES.register(FirstUnits)
+
+
+def test_the_host_s_own_oneshot_refuses_too(opt):
+    """What only the model tells is refused by the modifier itself."""
+    with pytest.raises(ValueError, match=r"closed_form for allocation: global_threshold"):
+        host_oneshot(
+            model=str(opt),
+            recipe=StruPruneModifier(sparsity=0.3, allocation="global_threshold"),
+            dataset=make_dataset(),
+        )
+
+
+def test_rotary_attention_has_no_use_for_admm_s_attention(save_family):
+    fields = {"sparsity": 0.3, "weight_update": {"method": "admm", "attention_method": 1}}
+    with pytest.raises(ValueError, match=r"weight_update.attention_method has no effect where positions rotate"):
+        run_oneshot(str(save_family("llama")), **fields)
+
+
+@pytest.mark.parametrize("name", ["struprune_opt", "struprune_opt_full", "paper_asymptotic_distribute", "paper_snip"])
+def test_the_saved_recipe_of_a_run_runs_again(opt, name, tmp_path):
+    """It spells every field."""
+    run_oneshot(str(opt), recipe=name, output_dir=str(tmp_path / "out"))
+    saved = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert len(load_recipe(str(tmp_path / "out" / "recipe.yaml")).modifiers) == len(load_recipe(name).modifiers)
+    assert "dampening_frac" in str(saved)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda f: f.stem)
+def test_shipped_recipes_hold_nothing_without_use(file):
+    assert load_recipe(str(file)).modifiers
+
+
+QUANTISER = {"scheme": "W8A8", "ignore": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("modifier", "message"),
+    [
+        (QuantizationModifier(**QUANTISER, targets=["Linearr"]), "targets must match a module .*, got 'Linearr'"),
+        (QuantizationModifier(**QUANTISER, targets=["Linear", "re:.*q_prj"]), r"got 're:\.\*q_prj'"),
+        (
+            QuantizationModifier(scheme="W8A8", targets=["re:.*fc1"], ignore=["re:.*"]),
+            "must leave a module of its targets",
+        ),
+        (SparseGPTModifier(sparsity=0.5, targets=["re:nothing"]), "targets must match a module .*, got 're:nothing'"),
+    ],
+)
+def test_a_later_modifier_whose_targets_match_nothing_is_refused(opt, modifier, message):
+    with pytest.raises(ValueError, match=message):
+        run_oneshot(str(opt), recipe=[StruPruneModifier(sparsity=0.3), modifier])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int3"}, "precision: must be auto, .*, got 'int3'"),
+        ({"dataset": str(DEMO_CALIBRATION), "splits": "train"}, "splits: must be left out for a file"),
+        ({"splits": {"calibration": "train"}}, "splits: must be left out for a file"),
+        ({"dataset": ["x"]}, "dataset: must be .*, got list"),
+        ({"dataset": 3}, "dataset: must be .*, got int"),
+    ],
+)
+def test_arguments_that_the_host_would_pass_over_are_refused(opt, options, message):
+    with pytest.raises(ValueError, match=message):
+        run_oneshot(str(opt), sparsity=0.3, **options)

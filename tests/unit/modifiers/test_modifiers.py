@@ -1,0 +1,682 @@
+import copy
+import functools
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from helpers.models import make_dataset, make_opt, run_oneshot, save_opt
+from transformers import AutoModelForCausalLM, OPTForCausalLM
+
+from eval.account import count_memory
+from eval.equivalence import mask_dense
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.paper.snip import measure_snip
+from struprune_plugin.pruning.gradients import check_gradient_memory
+
+
+def weights_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_weights(first, second):
+    first, second = weights_of(first), weights_of(second)
+    assert first.keys() == second.keys()
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+
+
+@pytest.mark.portability
+@pytest.mark.parametrize("unit", ["head", "value_channels", "none"])
+def test_pruned_model_equals_the_dense_one_masked_with_the_same_indices(opt_folder, unit, tmp_path):
+    out = tmp_path / "out"
+    fields = {"sparsity": 0.3, "attention_unit": unit, "rotate_values": True, "sensitivity": "fisher"}
+    pruned = run_oneshot(str(opt_folder), **fields, allocation="error_curve", output_dir=str(out))
+    masked = OPTForCausalLM.from_pretrained(opt_folder).eval()
+    mask_dense(masked, pruned, read_manifest(out))
+    ids = torch.randint(4, 2048, (3, 20), generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(pruned(ids).logits, masked(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "softmax", "softmax_inverse"])
+def test_zero_sparsity_is_the_identity(opt, allocation, tmp_path):
+    dense = OPTForCausalLM.from_pretrained(opt)
+    pruned = run_oneshot(str(opt), sparsity=0.0, allocation=allocation, output_dir=str(tmp_path / "out"))
+    assert_same_weights(dense, pruned)
+    assert_same_weights(dense, AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+
+
+WATCHED = {  # consumer -> submodule whose input is the residual stream before it: pre-norm, post-norm
+    "fc2": ("final_layer_norm", "fc1"),
+    "self_attn.out_proj": ("self_attn_layer_norm", "self_attn.q_proj"),
+}
+
+
+def _watch(model, consumer, post_norm, ids):
+    """(stream, inputs, output) of one consumer in the last layer, from a whole-model forward pass."""
+    seen = {}
+    block = model.model.decoder.layers[2]
+    module, stream = block.get_submodule(consumer), block.get_submodule(WATCHED[consumer][post_norm])
+    handles = [
+        stream.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.update(stream=args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        ),
+        module.register_forward_hook(lambda _, args, out: seen.update(inputs=args[0], output=out)),
+    ]
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    return tuple(seen[name].flatten(0, -2).double() for name in ("stream", "inputs", "output"))
+
+
+@pytest.fixture(scope="module")
+def prune_for(save_shape, tmp_path_factory):
+    """A function that prunes a shape for a target, once, and returns (dense folder, model in memory, its folder)."""
+
+    @functools.cache
+    def prune(shape, target, unit):
+        out = tmp_path_factory.mktemp("out") / "out"
+        options = {
+            "sparsity": 0.3,
+            "attention_unit": unit,
+            "reconstruct": target,
+            "dampening_frac": 0.05,
+            "rotate_values": False,
+        }
+        return save_shape(shape), run_oneshot(str(save_shape(shape)), **options, output_dir=str(out)).float(), out
+
+    return prune
+
+
+SHAPES_AND_TARGETS = list(itertools.product(["pre_norm", "post_norm", "no_bias"], ["residual", "block", "local"]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "consumer", "unit"),
+    [
+        *(
+            (*how, consumer, "value_channels")
+            for how in SHAPES_AND_TARGETS
+            for consumer in ("fc2", "self_attn.out_proj")
+        ),
+        *((*how, "self_attn.out_proj", "head") for how in SHAPES_AND_TARGETS[::4]),  # each shape and each target once
+    ],
+)
+def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, target, consumer, unit):
+    """The whole chain (dense path, streams, damping, solve) against one naive solve on whole-model activations."""
+    folder, pruned, out = prune_for(shape, target, unit)
+    dense = OPTForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor(make_dataset()["input_ids"])
+    (keep,) = [g.keep for g in read_manifest(out).groups if g.name.endswith(f"layers.2.{consumer}")]
+    width = 6 if unit == "head" and consumer != "fc2" else 1
+    columns = [u * width + i for u in keep for i in range(width)]
+
+    # what the consumer saw when it was pruned: everything before it pruned already, its own module dense
+    mixed = AutoModelForCausalLM.from_pretrained(out).eval()
+    mixed.model.decoder.layers[2] = copy.deepcopy(dense.model.decoder.layers[2])
+    if consumer == "fc2":
+        mixed.model.decoder.layers[2].self_attn = pruned.model.decoder.layers[2].self_attn
+    stream, inputs, output = _watch(mixed, consumer, shape == "post_norm", ids)
+    dense_stream, _, dense_output = _watch(dense, consumer, shape == "post_norm", ids)
+    wanted = {"residual": dense_stream + dense_output - stream, "block": dense_output, "local": output}[target]
+
+    module = dense.model.decoder.layers[2].get_submodule(consumer)
+    p, strength = inputs[:, columns], 0.05 * inputs.square().sum(0).mean()
+    ridge = torch.eye(len(columns), dtype=torch.float64) * strength
+    right = wanted.T @ p + strength * module.weight.detach().double()[:, columns]
+    if module.bias is not None:
+        ones = torch.ones(len(p), 1, dtype=torch.float64)
+        ridge = torch.block_diag(ridge, torch.zeros(1, 1, dtype=torch.float64))
+        right, p = torch.cat([right, wanted.T @ ones], 1), torch.cat([p, ones], 1)
+    naive = right @ torch.linalg.inv(p.T @ p + ridge)
+    solved = pruned.model.decoder.layers[2].get_submodule(consumer)
+    torch.testing.assert_close(solved.weight.double(), naive[:, : len(columns)], rtol=1e-3, atol=5e-4)
+    if module.bias is not None:
+        torch.testing.assert_close(solved.bias.double(), naive[:, -1], rtol=1e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("importance", ["wanda", "wanda_l2", "magnitude"])
+def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance, tmp_path):
+    out = tmp_path / "out"
+    run_oneshot(str(opt), sparsity=0.3, importance=importance, attention_unit="none", output_dir=str(out))
+    dense = OPTForCausalLM.from_pretrained(opt).eval()
+    seen = {}
+    block = dense.model.decoder.layers[0]
+    block.fc2.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+    with torch.no_grad():  # the first layer sees the dense inputs, as attention is left alone
+        dense(torch.tensor(make_dataset()["input_ids"]))
+    x = seen["x"].flatten(0, -2).double()
+    second = block.fc2.weight.double()
+    scores = {
+        "wanda": x.abs().mean(0) * second.abs().sum(0),
+        "wanda_l2": x.norm(dim=0) * second.norm(dim=0),
+        "magnitude": second.abs().sum(0) + block.fc1.weight.double().abs().sum(1),
+    }[importance]
+    entry = read_manifest(out).groups[0]
+    assert set(entry.keep) == set(scores.topk(entry.kept).indices.tolist())
+
+
+@pytest.mark.portability
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fields", [{}, {"importance": "snip", "allocation": "block_influence"}])
+def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields, tmp_path):
+    """In bfloat16 the activations themselves are rounded as a kernel adds: choices that tie to within that may fall otherwise."""
+    data = {"dataset": make_dataset(10), "num_calibration_samples": 10}  # 10: the last batch is a smaller one
+    groups, threads = {}, torch.get_num_threads()
+    for size, num_threads in ((1, 1), (4, 1), (4, 2)):
+        torch.set_num_threads(num_threads)
+        try:
+            out = tmp_path / f"{size}_{num_threads}"
+            run_oneshot(str(opt), sparsity=0.3, precision=dtype, batch_size=size, output_dir=str(out), **data, **fields)
+        finally:
+            torch.set_num_threads(threads)
+        groups[size, num_threads] = read_manifest(out).groups
+    first = groups.pop((1, 1))
+    for case, found in groups.items():
+        for group, other in zip(first, found, strict=True):
+            for name in ("name", "kept", *({"float32": ("damping",), "bfloat16": ()}[dtype])):
+                assert getattr(group, name) == getattr(other, name), (case, group.name)
+            exchanged = set(group.keep) - set(other.keep)
+            assert len(exchanged) <= {"float32": 0, "bfloat16": 1}[dtype], (case, group.name)
+            rel = {"float32": 1e-4, "bfloat16": 0.05}[dtype]
+            close = pytest.approx(other.error_after, rel=rel, abs=1e-7)  # of the target's energy, in float32 sums
+            assert group.error_after == close, (case, group.name)
+
+
+@pytest.mark.parametrize(
+    ("importance", "update"),
+    [
+        *((name, "least_squares") for name in ("obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form")),
+        *((name, "none") for name in ("obs", "wanda", "closed_form")),  # of each kind: eliminates, scores, learns
+    ],
+)
+def test_every_importance_runs_with_and_without_correction(opt, importance, update, tmp_path):
+    out = tmp_path / "out"
+    fields = {"sparsity": 0.3, "allocation": "uniform", "importance": importance, "weight_update": update}
+    run_oneshot(str(opt), **fields, output_dir=str(out))
+    manifest = read_manifest(out)
+    assert abs(manifest.budget.met_sparsity - 0.3) < 0.005
+    for group in manifest.groups:
+        if update == "none":
+            assert group.error_after == group.error_before
+        else:
+            assert group.error_after < group.error_before
+
+
+@pytest.mark.parametrize("unit", ["head", "value_channels"])
+def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
+    model = make_opt()
+    loader = [{"input_ids": torch.tensor(make_dataset(4, 16)["input_ids"])}]
+    groups = find_groups(model, unit)
+    ours = measure_snip(model, loader, groups)
+    model(input_ids=loader[0]["input_ids"], labels=loader[0]["input_ids"]).loss.backward()
+    for group in groups:
+        layer = model.get_submodule(group.layer_name)
+        products = {
+            name: (w := layer.get_submodule(name).weight) * w.grad for name in (group.consumer, *group.producers)
+        }
+        naive = products[group.consumer].sum(0).view(group.num_units, -1).sum(1)
+        naive = naive + sum(products[name].sum(1).view(group.num_units, -1).sum(1) for name in group.producers)
+        torch.testing.assert_close(ours[group.name].float(), naive.abs(), rtol=1e-3, atol=1e-5)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_snip_refuses_a_model_too_large_for_the_memory(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(
+        ValueError, match=r"snip must hold the whole model .* about 0\.\d GB, got 0\.0 GB free.*obs or wanda"
+    ):
+        check_gradient_memory(make_opt(), torch.Size([4, 32]), "snip")
+
+
+def test_weight_update_none_only_deletes(opt, tmp_path):
+    dense = OPTForCausalLM.from_pretrained(opt)
+    pruned = run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"), weight_update="none")
+    for entry in read_manifest(tmp_path / "out").groups:
+        assert torch.equal(
+            pruned.get_submodule(entry.name).weight, dense.get_submodule(entry.name).weight[:, entry.keep]
+        )
+
+
+@pytest.mark.parametrize("allocation", ["softmax", "softmax_inverse"])
+def test_allocator_stage_and_own_allocation_pass_agree(opt, allocation, tmp_path):
+    fields = {"sparsity": 0.3, "allocation": {"rule": allocation, "temperature": [0.5, 4.0]}}
+    run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "own"))
+    stages = [SparsityAllocatorModifier(**fields), StruPruneModifier()]
+    run_oneshot(str(opt), recipe=stages, output_dir=str(tmp_path / "stage"))
+    own, stage = read_manifest(tmp_path / "own"), read_manifest(tmp_path / "stage")
+    assert own.groups == stage.groups
+    assert own.allocation == stage.allocation
+    assert own.allocation.method == allocation
+    assert [row["temperature"] for row in own.allocation.searched] == [0.5, 4.0]
+    assert len({group.kept for group in own.groups if group.kind == "ffn"}) > 1, "not uniform"
+    assert abs(own.budget.met_sparsity - 0.3) < 0.005
+
+
+@pytest.mark.parametrize("update", ["none", "least_squares"])
+def test_allocator_error_is_that_of_pruning_the_dense_layers_so(opt, update, tmp_path):
+    """R9: the loss of a temperature, read off the moments, against what pruning one module alone then measures."""
+    fields = {
+        "sparsity": 0.1,
+        "reconstruct": "local",
+        "importance": "wanda",
+        "dampening_frac": 1e-9,
+        "weight_update": update,
+    }
+    fields |= {"attention_unit": "none", "targets": ["model.decoder.layers.0.fc2"]}
+    fields["allocation"] = {"rule": "softmax", "temperature": 1.0}
+    run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"))
+    manifest = read_manifest(tmp_path / "out")
+    (entry,) = manifest.groups
+    dense = OPTForCausalLM.from_pretrained(opt).eval()
+    seen = {}
+    dense.model.decoder.layers[0].fc2.register_forward_hook(lambda _, args, out: seen.update(y=out))
+    with torch.no_grad():
+        dense(torch.tensor(make_dataset()["input_ids"]))
+    error = entry.error_after * seen["y"].double().square().sum().item()
+    assert manifest.allocation.searched[0]["error"] == pytest.approx(error, rel=1e-2)
+
+
+def test_allocator_plans_admm_by_the_re_solved_error(opt, tmp_path):
+    """ADMM starts from the least-squares solve and closes with one: its curve is not that of bare deletion."""
+    for name in ("least_squares", "admm", "none"):
+        fields = {"sparsity": 0.3, "allocation": "softmax", "attention_unit": "none", "weight_update": name}
+        run_oneshot(str(opt), **fields, output_dir=str(tmp_path / name))
+    solved, admm, deleted = (read_manifest(tmp_path / n).allocation for n in ("least_squares", "admm", "none"))
+    assert admm.searched == solved.searched != deleted.searched
+
+
+def test_allocator_does_not_count_padding(opt, tmp_path):
+    ids = [row[:20] for row in make_dataset(4, 32)["input_ids"]]
+    short = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 20] * 4})
+    padded = Dataset.from_dict({"input_ids": [r + [1] * 7 for r in ids], "attention_mask": [[1] * 20 + [0] * 7] * 4})
+    options = {"sparsity": 0.3, "allocation": "softmax", "num_calibration_samples": 4}
+    for name, data in (("short", short), ("padded", padded)):
+        run_oneshot(str(opt), dataset=data, output_dir=str(tmp_path / name), **options)
+    first, second = (read_manifest(tmp_path / name).allocation.importance for name in ("short", "padded"))
+    for name, value in first.items():
+        assert second[name] == pytest.approx(value, rel=1e-3)
+
+
+FULL_SEARCH = {"sparsity": 0.3, "importance": "wanda"}
+
+
+def _search(temperature, search="full"):
+    return {"allocation": {"rule": "softmax", "search": search, "temperature": temperature}}
+
+
+def _measure_total_error(folder):
+    return sum(group.error_after * group.target_energy for group in read_manifest(folder).groups)
+
+
+ADMM = {"weight_update": {"method": "admm", "steps": 2, "inner_steps": 4}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_unit": "head"},
+        {"attention_unit": "value_channels", "reconstruct": "block"} | ADMM,
+    ],
+)
+def test_full_search_takes_the_temperature_of_least_error_over_whole_prunings(opt, fields, tmp_path):
+    """R9, against as many runs of their own, each with one temperature: no rehearsal leaves anything behind in the model."""
+    grid = [0.3, 8.0]
+    found = run_oneshot(str(opt), **FULL_SEARCH, **fields, **_search(grid), output_dir=str(tmp_path / "full"))
+    alone = {}
+    for value in grid:
+        out = tmp_path / f"T{value}"
+        options = FULL_SEARCH | fields | _search(value, "moments")
+        model = run_oneshot(str(opt), **options, output_dir=str(out))
+        alone[value] = (_measure_total_error(out), model)
+    allocation = read_manifest(tmp_path / "full").allocation
+    errors = [alone[value][0] for value in grid]
+    assert allocation.search == "full"
+    assert [row["temperature"] for row in allocation.searched] == grid
+    assert [row["error"] for row in allocation.searched] == pytest.approx(errors, rel=1e-6)
+    assert len(set(errors)) > 1
+    assert allocation.temperature == min(grid, key=lambda value: alone[value][0])
+    assert_same_weights(found, alone[allocation.temperature][1])
+
+
+def test_full_search_reports_the_moments_curve_too(opt, tmp_path):
+    for search in ("full", "moments"):
+        run_oneshot(str(opt), **FULL_SEARCH, **_search([0.3, 8.0], search), output_dir=str(tmp_path / search))
+    full, moments = (read_manifest(tmp_path / name) for name in ("full", "moments"))
+    by_moments = [row["error_by_moments"] for row in full.allocation.searched]
+    assert by_moments == [row["error"] for row in moments.allocation.searched]
+    assert [stage.name for stage in full.stages][:2] == ["allocate", "search"]
+
+
+def test_a_rehearsal_that_fails_gives_the_layer_back(opt):
+    """The first time that the second layer runs with units gone is in the rehearsal of the first temperature."""
+    model = OPTForCausalLM.from_pretrained(opt)
+    before = weights_of(model)
+    width = model.model.decoder.layers[1].fc2.in_features
+
+    def fail(layer, _args):
+        if layer.fc2.in_features < width:
+            raise RuntimeError("broken")
+
+    model.model.decoder.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        run_oneshot(model, **FULL_SEARCH, allocation={"rule": "softmax", "search": "full"}, tokenizer=str(opt))
+    after = weights_of(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert model.model.decoder.layers[1].fc2.in_features == width
+
+
+def test_full_search_replays(opt, tmp_path):
+    first = run_oneshot(str(opt), output_dir=str(tmp_path / "out"), **FULL_SEARCH, **_search([0.3, 8.0]))
+    assert_same_weights(first, run_oneshot(str(opt), replay=str(tmp_path / "out")))
+
+
+@pytest.fixture
+def _empty_is_nan():
+    """Memory that is not set yet holds NaN, as it may at any time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("search", ["full", "moments"])
+@pytest.mark.usefixtures("_empty_is_nan")
+def test_an_allocation_pass_is_not_put_off_by_a_later_quantiser(opt, search, tmp_path):
+    stages = {
+        "prune_stage": {
+            "prune_modifiers": {
+                "StruPruneModifier": FULL_SEARCH | {"allocation": {"rule": "softmax", "search": search}}
+            }
+        },
+        "quantise_stage": {"quantise_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "scheme": "W8A8"}}},
+    }
+    stages["quantise_stage"]["quantise_modifiers"]["QuantizationModifier"]["ignore"] = ["lm_head"]
+    run_oneshot(str(opt), recipe=yaml.safe_dump(stages), output_dir=str(tmp_path / "quantised"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised")
+    assert model(torch.arange(4, 30)[None]).logits.isfinite().all()
+
+
+def test_full_search_is_refused_where_it_means_nothing(opt):
+    with pytest.raises(ValueError, match="no use for search with rule: uniform"):
+        StruPruneModifier(sparsity=0.3, allocation={"rule": "uniform", "search": "full"})
+    with pytest.raises(ValueError, match="no use for search with rule: global_threshold"):
+        StruPruneModifier(
+            sparsity=0.3, allocation={"rule": "global_threshold", "search": "full"}, importance="closed_form"
+        )
+    with pytest.raises(ValueError, match="search must be moments in an allocator stage"):
+        SparsityAllocatorModifier(sparsity=0.3, allocation={"rule": "softmax", "search": "full"})
+    stages = [
+        SparsityAllocatorModifier(sparsity=0.3),
+        StruPruneModifier(allocation={"rule": "softmax", "search": "full"}),
+    ]
+    with pytest.raises(
+        ValueError, match=r"allocation\.search must be 'moments' as in the SparsityAllocatorModifier stage, got 'full'"
+    ):
+        run_oneshot(str(opt), recipe=stages)
+
+
+def test_an_allocator_stage_has_its_seconds_in_the_manifest(opt, tmp_path):
+    stages = [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier()]
+    with count_memory():
+        run_oneshot(str(opt), recipe=stages, output_dir=str(tmp_path / "out"))
+    (stage,) = [stage for stage in read_manifest(tmp_path / "out").stages if stage.name == "allocate"]
+    assert stage.seconds > 0
+    assert stage.peak_bytes > 0
+
+
+def test_softmax_spares_what_matters_and_gamma_decays_with_depth(opt, tmp_path):
+    run_oneshot(
+        str(opt), sparsity=0.4, allocation={"rule": "softmax", "temperature": 0.5}, output_dir=str(tmp_path / "softmax")
+    )
+    manifest = read_manifest(tmp_path / "softmax")
+    ffn = [group for group in manifest.groups if group.kind == "ffn"]
+    importance = [manifest.allocation.importance[group.name] for group in ffn]
+    kept = [ffn[i].kept for i in sorted(range(3), key=importance.__getitem__)]
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1]
+    values = {}
+    for gamma in (1.0, 0.5):
+        out = tmp_path / f"gamma{gamma}"
+        run_oneshot(str(opt), sparsity=0.4, allocation={"rule": "softmax_inverse", "gamma": gamma}, output_dir=str(out))
+        values[gamma] = read_manifest(out).allocation.importance
+    for name, value in values[1.0].items():
+        layer = int(name.split("layers.")[1].split(".")[0])
+        assert values[0.5][name] == pytest.approx(value * 0.5**layer)
+
+
+@pytest.mark.parametrize("unit", ["head", "value_channels"])
+def test_algorithm_1_meets_the_budget_by_one_threshold(opt, unit, tmp_path):
+    fields = {"sparsity": 0.3, "allocation": "global_threshold", "importance": "closed_form", "attention_unit": unit}
+    run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"))
+    manifest = read_manifest(tmp_path / "out")
+    assert abs(manifest.budget.met_sparsity - 0.3) < 0.01
+    assert manifest.allocation.method == "global_threshold"
+    assert all(0 <= value <= 1 for value in manifest.allocation.retention.values())
+    assert len({group.kept for group in manifest.groups if group.kind == "ffn"}) > 1, "not uniform"
+
+
+def test_algorithm_1_as_printed_removes_by_index(opt, tmp_path):
+    """R4: all scores are 1 at the first step."""
+    fields = {"sparsity": 0.3, "importance": {"method": "closed_form", "as_printed": True}, "attention_unit": "none"}
+    run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"))
+    for group in read_manifest(tmp_path / "out").groups:
+        assert group.keep == list(range(40 - group.kept, 40))
+
+
+def test_global_threshold_wants_closed_form_scores(opt):
+    with pytest.raises(ValueError, match=r"importance: must be closed_form for allocation: global_threshold"):
+        run_oneshot(str(opt), sparsity=0.3, allocation="global_threshold")
+
+
+def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, tmp_path):
+    run_oneshot(
+        str(opt),
+        sparsity=0.5,
+        attention_unit="head",
+        allocation={"rule": "softmax", "temperature": 0.1, "as_printed": True},
+        output_dir=str(tmp_path / "out"),
+    )
+    budget = read_manifest(tmp_path / "out").budget
+    assert budget.asked_sparsity == 0.5
+    assert budget.met_sparsity < 0.45
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "softmax"])
+def test_replay_gives_bit_identical_weights(opt, allocation, tmp_path):
+    fields = {"sparsity": 0.3, "dampening_frac": 0.02, "allocation": allocation}
+    first = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "first"))
+    second = run_oneshot(
+        str(opt), replay=str(tmp_path / "first" / "struprune.json"), output_dir=str(tmp_path / "second")
+    )
+    assert_same_weights(first, second)
+    one, two = (read_manifest(tmp_path / name) for name in ("first", "second"))
+    for name in ("budget", "calibration", "allocation", "settings", "model"):
+        assert getattr(one, name) == getattr(two, name)
+    assert [g.keep for g in one.groups] == [g.keep for g in two.groups]
+    (tmp_path / "first").rename(tmp_path / "moved")  # the replayed output's recipe stands on its own
+    assert_same_weights(first, run_oneshot(str(opt), recipe=str(tmp_path / "second" / "recipe.yaml")))
+
+
+@pytest.mark.parametrize("change", [{"dataset": make_dataset(seed=9)}, {"batch_size": 3}])
+def test_replay_on_other_calibration_batches_is_refused(opt, prune_once, change, tmp_path):
+    first = prune_once(opt, "value_channels")[1]
+    with pytest.raises(ValueError, match=rf"replay: the calibration batches must be those of .*{first.parent.name}"):
+        run_oneshot(str(opt), replay=str(first), output_dir=str(tmp_path / "x"), **change)
+    assert not (tmp_path / "x").exists()
+
+
+def test_replay_on_another_model_is_refused(opt, prune_once, tmp_path):
+    other = save_opt(tmp_path / "other", seed=5)
+    with pytest.raises(ValueError, match="replay: the model must be the one"):
+        run_oneshot(str(other), replay=str(prune_once(opt, "value_channels")[1]))
+
+
+def test_replay_with_a_contradicting_field_is_refused(opt, prune_once):
+    with pytest.raises(ValueError, match=r"replay: dampening_frac must be 'auto' as in .*got 0\.5"):
+        StruPruneModifier(replay=str(prune_once(opt, "value_channels")[1]), dampening_frac=0.5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "method", "unit"),
+    [
+        *(("pre_norm", method, unit) for method in (1, 2) for unit in ("head", "value_channels")),
+        ("post_norm", 2, "head"),
+        ("no_bias", 1, "value_channels"),
+    ],
+)
+def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, method, unit, tmp_path):
+    out = tmp_path / "out"
+    options = {"sparsity": 0.4, "attention_unit": unit, "allocation": "uniform"}  # so that every module loses units
+    options |= {"dataset": make_dataset(4), "num_calibration_samples": 4}
+    options["weight_update"] = {"method": "admm", "steps": 3, "attention_method": method}
+    pruned = run_oneshot(str(save_shape(shape)), output_dir=str(out), **options)
+    ids = torch.arange(4, 30)[None]
+    assert torch.equal(pruned(ids).logits, AutoModelForCausalLM.from_pretrained(out)(ids).logits)
+    for entry in read_manifest(out).groups:
+        objective = entry.admm.objective
+        assert len(objective) == 4
+        assert objective[-1] < objective[0]
+        if entry.kind == "ffn":
+            assert all(b <= a * (1 + 1e-4) for a, b in itertools.pairwise(objective)), objective
+        assert entry.error_after < entry.error_before
+
+
+def test_admm_at_zero_sparsity_changes_nothing(opt):
+    assert_same_weights(OPTForCausalLM.from_pretrained(opt), run_oneshot(str(opt), sparsity=0.0, weight_update="admm"))
+
+
+def test_admm_refuses_other_activations(tmp_path):
+    folder = save_opt(tmp_path / "m", activation_function="gelu")
+    with pytest.raises(
+        ValueError,
+        match="weight_update: admm and importance: closed_form must have a ReLU or a SiLU-gated FFN, got 'gelu'",
+    ):
+        run_oneshot(str(folder), sparsity=0.3, weight_update="admm")
+
+
+def test_saved_recipe_reloads_and_repeats(opt, prune_once):
+    first, out = prune_once(opt, "head")
+    again = run_oneshot(str(opt), recipe=str(out / "recipe.yaml"))
+    assert_same_weights(first, again)
+
+
+def test_same_seed_same_bytes(opt, prune_once, tmp_path):
+    first = prune_once(opt, "value_channels")[1]
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "again"))
+    assert (first / "model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
+
+
+def test_width_multiple_is_kept(opt, tmp_path):
+    run_oneshot(str(opt), sparsity=0.3, width_multiple=8, output_dir=str(tmp_path / "out"))
+    ffn = [group.kept for group in read_manifest(tmp_path / "out").groups if group.kind == "ffn"]
+    assert all(width % 8 == 0 for width in ffn)
+
+
+def test_targets_limit_what_is_pruned(opt):
+    pruned = run_oneshot(str(opt), sparsity=0.1, targets=["re:.*fc2"], ignore=["re:.*layers\\.0\\..*"])
+    sizes = [(layer.fc2.in_features, layer.self_attn.out_proj.in_features) for layer in pruned.model.decoder.layers]
+    assert sizes[0] == (40, 24)
+    assert all(width < 40 and attention == 24 for width, attention in sizes[1:])
+
+
+def test_a_pruned_folder_can_be_pruned_again(opt, prune_once, tmp_path):
+    once = prune_once(opt, "head")[1]
+    twice = run_oneshot(str(once), sparsity=0.2, attention_unit="value_channels", output_dir=str(tmp_path / "twice"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "twice")
+    ids = torch.arange(4, 30)[None]
+    assert torch.equal(twice(ids).logits, again(ids).logits)
+    first, second = (read_manifest(folder).model for folder in (once, tmp_path / "twice"))
+    assert second.parameters_before == first.parameters_after > second.parameters_after
+
+
+def test_padding_tokens_do_not_count(opt, tmp_path):
+    """A padded batch gives the moments of its real tokens alone."""
+    data = make_dataset(4, 32)
+    ids = [row[:20] for row in data["input_ids"]]
+    short = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 20] * 4})
+    padded = Dataset.from_dict(
+        {"input_ids": [row + [1] * 7 for row in ids], "attention_mask": [[1] * 20 + [0] * 7] * 4},
+    )
+    plain, other = (run_oneshot(str(opt), sparsity=0.3, dataset=d, num_calibration_samples=4) for d in (short, padded))
+    for name, weight in weights_of(plain).items():
+        torch.testing.assert_close(
+            weight, weights_of(other)[name], rtol=1e-3, atol=5e-4, msg=name
+        )  # 80 tokens: badly conditioned
+
+
+def test_quantising_in_the_same_recipe_saves_and_reloads(opt, tmp_path):
+    recipe = yaml.safe_dump(
+        {
+            "prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}},
+            "quantise_stage": {
+                "quantise_modifiers": {
+                    "QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}
+                }
+            },
+        }
+    )
+    run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "out"))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["model_type"] == "struprune_opt"
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model(torch.arange(4, 30)[None]).logits.isfinite().all()
+    assert (tmp_path / "out/tokenizer.json").exists()
+
+
+def test_an_in_memory_model_can_be_pruned(opt):
+    model = OPTForCausalLM.from_pretrained(opt)
+    before = model.num_parameters()
+    pruned = run_oneshot(model, sparsity=0.3, tokenizer=str(opt))
+    assert pruned is model
+    assert pruned.num_parameters() < before
+
+
+def test_aborted_run_leaves_the_host_usable(opt, tmp_path):
+    with pytest.raises(ValueError, match="at least"):
+        run_oneshot(str(opt), sparsity=0.3, dataset=make_dataset(1, 8))
+    assert run_oneshot(str(opt), sparsity=0.3).num_parameters() < make_opt().num_parameters()
+
+
+@pytest.mark.parametrize("shape", [{"num_hidden_layers": 1}, {"num_attention_heads": 1}])
+def test_smallest_models_prune(shape, tmp_path):
+    folder = save_opt(tmp_path / "m", **shape)
+    for unit in ("head", "value_channels"):
+        assert (
+            run_oneshot(str(folder), sparsity=0.2, attention_unit=unit).num_parameters()
+            < make_opt(**shape).num_parameters()
+        )
+
+
+def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_path):
+    data = {"dataset": make_dataset(16), "num_calibration_samples": 16, "sparsity": 0.3}
+    chosen = {}
+    for name, fields in {"many": {}, "few": {"num_calibration_samples": 3}, "fixed": {"dampening_frac": 0.02}}.items():
+        run_oneshot(str(opt), **data | fields, output_dir=str(tmp_path / name))
+        chosen[name] = [group.damping for group in read_manifest(tmp_path / name).groups]
+    assert set(chosen["few"]) == {0.01}
+    assert set(chosen["fixed"]) == {0.02}
+    assert set(chosen["many"]) != {0.01}
+
+
+def test_calibration_passes_skip_what_nobody_reads(opt):
+    """Attention's statistics need no FFN: its linears answer zeros. Ridge solutions above show that nobody reads those."""
+    model = OPTForCausalLM.from_pretrained(opt)
+    skipped = {"ffn": [], "attention": []}
+
+    def watch(kind, _part, args):
+        skipped[kind].append(not args[0].any())
+
+    for layer in model.model.decoder.layers:
+        layer.activation_fn.register_forward_pre_hook(functools.partial(watch, "ffn"))
+        layer.self_attn.out_proj.register_forward_pre_hook(functools.partial(watch, "attention"))
+    run_oneshot(model, sparsity=0.3, tokenizer=str(opt))
+    assert any(skipped["ffn"])
+    assert not all(skipped["ffn"])
+    assert skipped["attention"]
+    assert not any(skipped["attention"])

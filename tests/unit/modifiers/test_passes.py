@@ -1,0 +1,222 @@
+"""Passes inside a run: what is measured once, what stages must agree on, what a replay compares."""
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+from helpers.models import make_dataset, make_opt, run_oneshot, save_model, save_opt
+from loguru import logger
+
+from eval.account import count_memory
+from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.allocation import measurements
+from struprune_plugin.linalg import swaps
+from struprune_plugin.linalg.error_curves import measure_block_influence
+from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments
+from struprune_plugin.linalg.swaps import swap_units
+from struprune_plugin.model.footprint import read_sizes
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.paper import snip
+from struprune_plugin.pruning.importance.fluctuation import score_fluctuation
+from struprune_plugin.pruning.importance.wanda import score_wanda
+from struprune_plugin.runtime.offload_plan import Demands, find_least_budget
+from struprune_plugin.storage.manifest import digest_manifest
+
+FEW = {"num_calibration_samples": 8}
+
+
+# -- signals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("importance", "where", "measure"), [("obs", measurements, "measure_fisher"), ("snip", snip, "measure_snip")]
+)
+def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, where, measure):
+    times, inner = [], getattr(where, measure)
+
+    def count(*args):
+        times.append(1)
+        return inner(*args)
+
+    monkeypatch.setattr(where, measure, count)
+    stages = [SparsityAllocatorModifier(sparsity=0.3, importance=importance), StruPruneModifier(importance=importance)]
+    run_oneshot(str(opt), recipe=stages, **FEW)
+    assert len(times) == 1
+
+
+# -- stages that must agree ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "message"),
+    [
+        (
+            {},
+            {"allocation": "uniform"},
+            "allocation must be 'softmax' as in the SparsityAllocatorModifier stage, got 'uni",
+        ),
+        (
+            {},
+            {"allocation": {"rule": "softmax", "temperature": 2.0}},
+            "allocation.temperature must be .* The stage decides it: leave it out here",
+        ),
+        (
+            {"allocation": {"rule": "softmax_inverse", "gamma": 0.5}},
+            {"allocation": {"rule": "softmax_inverse", "gamma": 0.9}},
+            "allocation.gamma must be 0.5",
+        ),
+        (
+            {"allocation": {"rule": "softmax", "as_printed": True}},
+            {"allocation": {"rule": "softmax", "as_printed": False}},
+            "allocation.as_printed must be True",
+        ),
+        ({"importance": "wanda"}, {}, "importance must be 'wanda' .* got 'obs'. Give both stages the same value"),
+        ({"weight_update": "none"}, {}, "weight_update must be 'none'"),
+        ({"rotate_values": False}, {}, "rotate_values must be False"),
+    ],
+)
+def test_fields_that_contradict_the_allocator_stage_are_refused(opt, stage, fields, message):
+    stages = [SparsityAllocatorModifier(sparsity=0.3, **stage), StruPruneModifier(**fields)]
+    with pytest.raises(ValueError, match=message):
+        run_oneshot(str(opt), recipe=stages, **FEW)
+
+
+def test_admm_after_a_least_squares_allocator_is_no_contradiction_and_the_manifest_names_the_stage(opt, tmp_path):
+    stage = SparsityAllocatorModifier(
+        sparsity=0.3, allocation={"rule": "softmax_inverse", "gamma": 0.8}, attention_unit="none"
+    )
+    fields = {"attention_unit": "none", "sensitivity": "fisher", "weight_update": {"method": "admm", "steps": 1}}
+    run_oneshot(str(opt), recipe=[stage, StruPruneModifier(**fields)], output_dir=str(tmp_path / "out"), **FEW)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.settings["allocation"]["rule"] == manifest.allocation.method == "softmax_inverse"
+    assert manifest.settings["allocation"]["gamma"] == 0.8
+
+
+# -- replay -------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_says_what_differs(opt, tmp_path):
+    torch.manual_seed(0)
+    run_oneshot(str(opt), sparsity=0.3, allocation="uniform", output_dir=str(tmp_path / "out"), **FEW)
+    file = tmp_path / "out" / "struprune.json"
+    said = []
+    handle = logger.add(said.append, level="WARNING", format="{message}")
+    try:
+        torch.manual_seed(0)
+        run_oneshot(str(opt), replay=str(file), **FEW)
+        assert not [line for line in said if "replay" in line]
+        manifest = json.loads(file.read_text())
+        manifest["versions"]["torch"] = "1.0"
+        manifest["seed"] = 7
+        manifest["sha256"] = digest_manifest(manifest)
+        file.write_text(json.dumps(manifest))
+        run_oneshot(str(opt), replay=str(file), **FEW)
+    finally:
+        logger.remove(handle)
+    assert any(f"torch 1.0 -> {metadata.version('torch')}" in line and "seed 7 -> 0" in line for line in said)
+
+
+# -- recovery in a run of its own ---------------------------------------------------------------------------------
+
+
+def test_recovery_of_a_pruned_folder_reaches_its_manifest(opt, tmp_path):
+    run_oneshot(str(opt), sparsity=0.3, allocation="uniform", output_dir=str(tmp_path / "pruned"), **FEW)
+    recovery = LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1}, holdout=None)
+    run_oneshot(str(tmp_path / "pruned"), recipe=recovery, output_dir=str(tmp_path / "out"), **FEW)
+    before, after = read_manifest(tmp_path / "pruned"), read_manifest(tmp_path / "out")
+    assert after.recovery.settings["adapters"]["rank"] == 2
+    assert after.groups == before.groups
+    assert before.recovery is None
+
+
+# -- budgets ------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_sized_by_the_widest_layer():
+    model = make_opt()
+    groups = find_groups(model, "value_channels")
+    thin = read_sizes(model, groups, torch.Size([2, 8]))
+    layer = model.model.decoder.layers[2]
+    layer.fc1, layer.fc2 = torch.nn.Linear(24, 400), torch.nn.Linear(400, 24)
+    wide = read_sizes(model, find_groups(model, "value_channels"), torch.Size([2, 8]))
+    only_first = read_sizes(
+        model, [g for g in find_groups(model, "value_channels") if g.layer_index == 0], torch.Size([2, 8])
+    )
+    demands = Demands(together=True, hold_out=True, sensitivity=True)
+    assert max(consumer.inputs for consumer in wide.consumers) == 400
+    assert find_least_budget(wide, demands) > find_least_budget(thin, demands)
+    assert wide.activations > thin.activations
+    assert only_first.activations == wide.activations, "a layer that is left alone runs all the same"
+
+
+def test_a_budget_is_kept_where_a_later_layer_is_wider(tmp_path):
+    model = save_opt(tmp_path / "dense", hidden_size=64, word_embed_proj_dim=64, ffn_dim=256)
+    fields = {"allocation": "uniform", "sensitivity": "none", "attention_unit": "none", "ignore": ["re:.*2.fc2"]}
+    data = {"dataset": make_dataset(32), "num_calibration_samples": 32, "batch_size": 1}
+    run_oneshot(str(model), sparsity=0.4, output_dir=str(tmp_path / "pruned"), **fields, **data)
+    fields.pop("ignore")
+    with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
+        run_oneshot(str(tmp_path / "pruned"), sparsity=0.1, memory_budget=1000, **fields, **data)
+    least = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+    fields |= {"memory_budget": least}
+    with count_memory():
+        run_oneshot(str(tmp_path / "pruned"), sparsity=0.1, output_dir=str(tmp_path / "again"), **fields, **data)
+    assert max(stage.peak_bytes for stage in read_manifest(tmp_path / "again").stages) <= least
+
+
+# -- swaps --------------------------------------------------------------------------------------------------------
+
+
+def test_swap_units_solves_nothing_where_everything_stays(monkeypatch):
+    moments = make_moments(4, 2, "cpu", torch.float64)
+    accumulate_moments(moments, torch.randn(20, 4), torch.randn(20, 2))
+    monkeypatch.setattr(swaps, "_sweep_all", lambda *_: pytest.fail("a table was made"))
+    keep = torch.arange(4)
+    assert swap_units(moments, keep, "x", max_swaps=10) == (keep, 0)
+
+
+# -- one of each --------------------------------------------------------------------------------------------------
+
+
+def test_score_fluctuation_equals_the_naive_variance():
+    """FLAP, Eq. 5: the variance of an input over tokens, weighted by the squared norm of its column."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(50, 6, generator=generator, dtype=torch.float64) * torch.arange(1, 7) + 3
+    weight = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    moments = make_moments(6, 4, "cpu", torch.float64)
+    accumulate_moments(moments, inputs, torch.zeros(50, 4))
+    columns = torch.arange(6).view(3, 2)
+    naive = (inputs.var(0) * weight.square().sum(0)).view(3, 2).sum(1)
+    torch.testing.assert_close(score_fluctuation(moments, weight, columns), naive)
+    assert not torch.allclose(score_wanda(moments, weight, columns), naive)
+
+
+def test_measure_block_influence_is_zero_for_a_layer_that_only_scales():
+    inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    assert measure_block_influence(inputs, 3 * inputs).item() == pytest.approx(0, abs=1e-6)
+    assert measure_block_influence(inputs, -inputs).item() == pytest.approx(10, abs=1e-6)
+
+
+def test_fluctuation_and_block_influence_prune(tmp_path):
+    """A layer that changes nothing has no influence and loses most."""
+    model = make_opt()
+    with torch.no_grad():
+        for linear in (model.model.decoder.layers[1].fc2, model.model.decoder.layers[1].self_attn.out_proj):
+            linear.weight.mul_(0.01)
+            linear.bias.mul_(0.01)
+    folder = save_model(model, tmp_path / "model")
+    fields = {
+        "sparsity": 0.3,
+        "importance": "fluctuation",
+        "allocation": {"rule": "block_influence", "temperature": 1.0},
+    }
+    run_oneshot(str(folder), **fields, output_dir=str(tmp_path / "out"), **FEW)
+    manifest = read_manifest(tmp_path / "out")
+    influence = manifest.allocation.importance
+    by_layer = [{influence[g.name] for g in manifest.groups if g.layer == layer} for layer in range(3)]
+    assert all(len(values) == 1 for values in by_layer), "both modules of a layer weigh the same"
+    least = min(range(3), key=lambda layer: min(by_layer[layer]))
+    lost = {layer: sum(g.sparsity for g in manifest.groups if g.layer == layer) for layer in range(3)}
+    assert least == 1
+    assert max(lost, key=lost.get) == 1

@@ -1,0 +1,554 @@
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from helpers.examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from struprune_plugin.linalg.second_moments import SecondMoments, measure_error
+from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.paper.admm_variables import ADMMSettings, Variables, make_ridge_moments
+from struprune_plugin.paper.attention_steps import (
+    accumulate_attention_moments,
+    initialize_attention_variables,
+    solve_attention_weights,
+    update_attention_variables,
+)
+from struprune_plugin.paper.attention_terms import AttentionSample, AttentionWeights, measure_attention_objective
+
+F64 = torch.float64
+HEADS = 2
+METHODS = [2, 1]
+problems = {
+    "seed": st.integers(0, 10_000),
+    "tokens": st.integers(5, 8),
+    "d": st.integers(4, 6),
+    "dh": st.integers(2, 3),
+    "dv": st.integers(2, 3),
+}
+ratios = st.sampled_from([(1.0, 1.0), (0.3, 30.0), (5.0, 0.2)])
+methods = st.sampled_from(METHODS)
+
+
+def make_mask(tokens):
+    return torch.full((tokens, tokens), -torch.inf, dtype=F64).triu(1)
+
+
+def make_weights(seed=0, d=5, dh=3, dv=2, d_out=4, has_bias=True):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((HEADS * dh, d + 1), (HEADS * dh, d + 1), (HEADS * dv, d + 1), (d_out, HEADS * dv + 1))
+    weights = [torch.randn(*shape, generator=generator, dtype=F64) for shape in shapes]
+    if not has_bias:
+        for weight in weights:
+            weight[:, -1] = 0
+    return AttentionWeights(*weights, num_heads=HEADS)
+
+
+def make_sample(seed=0, tokens=7, d=5, d_out=4):
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs, targets = (torch.randn(tokens, n, generator=generator, dtype=F64) for n in (d, d_out))
+    return AttentionSample(inputs, targets, make_mask(tokens))
+
+
+def make_settings(ratio=(1.0, 1.0), learning_rate=0.05):
+    return ADMMSettings(alpha=ratio[0], beta=ratio[1], inner_steps=6, learning_rate=learning_rate)
+
+
+def disturb(weights, seed, size=0.3):
+    generator = torch.Generator().manual_seed(seed + 2)
+
+    def add(weight):
+        return weight + size * torch.randn(weight.shape, generator=generator, dtype=F64)
+
+    names = ("query", "key", "value", "output")
+    return dataclasses.replace(weights, **{name: add(getattr(weights, name)) for name in names})
+
+
+def make_problem(seed, tokens, d, dh, dv, method):
+    """A sample, variables away from any optimum (those of other weights), and weights."""
+    weights = make_weights(seed, d, dh, dv)
+    sample = make_sample(seed, tokens, d)
+    return sample, initialize_attention_variables(sample, disturb(weights, seed), method), weights
+
+
+def heads_of(tokens):
+    return tokens.unflatten(1, (HEADS, -1)).transpose(0, 1)
+
+
+def project(inputs, weight):
+    return inputs @ weight[:, :-1].T + weight[:, -1]
+
+
+def values_of(sample, weights):
+    return heads_of(project(sample.inputs, weights.value))
+
+
+def _naive_maps(query, key):
+    """Row by row: softmax over the keys up to the query, zero beyond. Queries and keys [T, H * dh]."""
+    query, key = heads_of(query), heads_of(key)
+    maps = torch.zeros(HEADS, len(query[0]), len(query[0]), dtype=F64)
+    for h in range(HEADS):
+        for t in range(len(query[0])):
+            logits = torch.stack([query[h, t] @ key[h, s] / math.sqrt(query.shape[-1]) for s in range(t + 1)])
+            maps[h, t, : t + 1] = logits.exp() / logits.exp().sum()
+    return maps
+
+
+def _naive_blend(maps, values):
+    return torch.cat([a @ v for a, v in zip(maps, values, strict=True)], 1)
+
+
+def _naive_attention(inputs, weights):
+    maps = _naive_maps(project(inputs, weights.query), project(inputs, weights.key))
+    return project(_naive_blend(maps, heads_of(project(inputs, weights.value))), weights.output)
+
+
+def _naive_soft(logits):
+    return torch.softmax(logits + make_mask(logits.shape[-1]), -1)
+
+
+def tensors_of(variables):
+    return [variables.activations, *variables.preactivations]
+
+
+def soft_of(variables):
+    if len(variables.preactivations) == 1:
+        return _naive_soft(variables.preactivations[0])
+    return _naive_maps(*variables.preactivations)
+
+
+def _naive_product(sample, weights):
+    query, key = (heads_of(project(sample.inputs, w)) for w in (weights.query, weights.key))
+    return query @ key.mT / math.sqrt(query.shape[-1])
+
+
+def _naive_terms(sample, variables, weights, alpha, beta, maps):
+    """struprune.tex, "Method 1" and "Method 2" (R13), term by term."""
+    blend = _naive_blend(maps, values_of(sample, weights))
+    terms = {
+        "output": alpha * (sample.targets - project(variables.activations, weights.output)).square().sum().item(),
+        "mixed": alpha * (variables.activations - blend).square().sum().item(),
+        "maps": beta * (maps - soft_of(variables)).square().sum().item(),
+    }
+    if len(variables.preactivations) == 1:
+        residual = (variables.preactivations[0] - _naive_product(sample, weights)).tril()
+        return terms | {"logits": alpha * residual.square().sum().item()}
+    means = [project(sample.inputs, w) for w in (weights.query, weights.key)]
+    for name, z, mean in zip(("query", "key"), variables.preactivations, means, strict=True):
+        terms[name] = alpha * (z - mean).square().sum().item()
+    return terms
+
+
+def _naive_total(*args):
+    return sum(_naive_terms(*args).values())
+
+
+def measure_total(*args):
+    return sum(measure_attention_objective(*args).values())
+
+
+def not_above(after, before):
+    return after <= before * (1 + 1e-12) + 1e-20
+
+
+def gather(samples, variables, maps, weights, **kwargs):
+    moments = make_ridge_moments(weights.list_regressed())
+    for sample, v, a in zip(samples, variables, maps, strict=True):
+        accumulate_attention_moments(moments, sample, v, a, weights, **kwargs)
+    return moments
+
+
+def assert_same_moments(left, right, **tolerance):
+    for a, b in zip(left, right, strict=True):
+        for name in ("gram", "cross", "target_energy", "absolute_sum"):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), **tolerance)
+
+
+@examples(20)
+@given(**problems, method=st.sampled_from([1, 2]))
+def test_initialize_attention_variables_coupling_terms_are_zero_and_output_is_the_naive_error(
+    seed, tokens, d, dh, dv, method
+):
+    weights, sample = make_weights(seed, d, dh, dv), make_sample(seed, tokens, d)
+    variables = initialize_attention_variables(sample, weights, method)
+    objective = measure_attention_objective(sample, variables, weights, 2.0, 3.0)
+    assert sum(objective.values()) - objective["output"] < 1e-20
+    naive = (sample.targets - _naive_attention(sample.inputs, weights)).square().sum().item()
+    assert objective["output"] == pytest.approx(2 * naive, rel=1e-10)
+
+
+@examples(20)
+@given(**problems, ratio=ratios, method=st.sampled_from([1, 2]))
+def test_measure_attention_objective_equals_naive_terms(seed, tokens, d, dh, dv, ratio, method):
+    sample, variables, weights = make_problem(seed, tokens, d, dh, dv, method)
+    maps = torch.rand(HEADS, tokens, tokens, dtype=F64, generator=torch.Generator().manual_seed(seed)).tril()
+    measured = measure_attention_objective(sample, variables, weights, *ratio, maps)
+    naive = _naive_terms(sample, variables, weights, *ratio, maps)
+    assert measured == pytest.approx(naive, rel=1e-10)
+
+
+@examples(40)
+@given(**problems, ratio=ratios, method=methods, learning_rate=st.sampled_from([0.01, 0.1, 3.0]))
+def test_update_attention_variables_no_sub_step_raises_its_objective(
+    seed, tokens, d, dh, dv, ratio, method, learning_rate
+):
+    sample, before, weights = make_problem(seed, tokens, d, dh, dv, method)
+    after, maps = update_attention_variables(sample, before, weights, make_settings(ratio, learning_rate=learning_rate))
+    stages = [  # the variables after the a-step, the mixed-step and the z-step
+        (before, soft_of(before)),
+        (before, maps),
+        (dataclasses.replace(before, activations=after.activations), maps),
+        (after, maps),
+    ]
+    totals = [_naive_total(sample, v, weights, *ratio, a) for v, a in stages]
+    for previous, now in itertools.pairwise(totals):
+        assert not_above(now, previous)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_update_attention_variables_every_sub_step_makes_progress(method):
+    """The best iterate is not just the start."""
+    sample, before, weights = make_problem(3, 8, 5, 3, 2, method)
+    after, maps = update_attention_variables(sample, before, weights, make_settings())
+    middle = dataclasses.replace(before, activations=after.activations)
+    totals = [
+        _naive_total(sample, v, weights, 1.0, 1.0, a)
+        for v, a in ((before, soft_of(before)), (before, maps), (middle, maps), (after, maps))
+    ]
+    assert all(now < 0.999 * previous for previous, now in itertools.pairwise(totals))
+
+
+@pytest.mark.parametrize("method", [1, 2])
+def test_update_attention_variables_learning_rate_is_only_a_first_guess(method):
+    sample, before, weights = make_problem(3, 8, 5, 3, 2, method)
+    reached = []
+    for learning_rate in (1e-3, 0.1, 100.0):
+        settings_ = ADMMSettings(inner_steps=30, learning_rate=learning_rate)
+        after, maps = update_attention_variables(sample, before, weights, settings_)
+        reached.append(_naive_total(sample, after, weights, 1.0, 1.0, maps))
+    start = _naive_total(sample, before, weights, 1.0, 1.0, soft_of(before))
+    assert max(reached) - min(reached) < 0.1 * (start - min(reached))
+
+
+@examples(20)
+@given(**problems, ratio=ratios)
+def test_update_attention_variables_maps_equal_least_squares_per_row(seed, tokens, d, dh, dv, ratio):
+    """min over the seen entries of alpha ||mixed_t - a_t V||^2 + beta ||a_t - s_t||^2, stacked as one lstsq."""
+    sample, before, weights = make_problem(seed, tokens, d, dh, dv, 2)
+    _, maps = update_attention_variables(sample, before, weights, make_settings(ratio, True))
+    values, soft, mixed = values_of(sample, weights), soft_of(before), heads_of(before.activations)
+    a, b = (math.sqrt(r) for r in ratio)
+    for h in range(HEADS):
+        for t in range(tokens):
+            seen = slice(0, t + 1)
+            system = torch.cat([a * values[h, seen].T, b * torch.eye(t + 1, dtype=F64)])
+            wanted = torch.cat([a * mixed[h, t], b * soft[h, t, seen]])
+            naive = torch.linalg.lstsq(system, wanted[:, None]).solution[:, 0]
+            torch.testing.assert_close(maps[h, t, seen], naive, rtol=1e-7, atol=1e-9)
+            assert not maps[h, t, t + 1 :].any()
+
+
+@examples(20)
+@given(**problems, method=methods)
+def test_update_attention_variables_mixed_solves_normal_equations_and_beats_perturbations(
+    seed, tokens, d, dh, dv, method
+):
+    sample, before, weights = make_problem(seed, tokens, d, dh, dv, method)
+    after, maps = update_attention_variables(sample, before, weights, make_settings())
+    blend = _naive_blend(maps, values_of(sample, weights))
+    residual = sample.targets - project(after.activations, weights.output)
+    torch.testing.assert_close(residual @ weights.output[:, :-1], after.activations - blend, rtol=1e-9, atol=1e-9)
+
+    def error(mixed):
+        return (sample.targets - project(mixed, weights.output)).square().sum() + (mixed - blend).square().sum()
+
+    generator = torch.Generator().manual_seed(seed)
+    for size in (1e-3, 1e-1, 1.0):
+        noise = size * torch.randn(after.activations.shape, generator=generator, dtype=F64)
+        assert error(after.activations) < error(after.activations + noise)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_update_attention_variables_future_has_no_influence(method):
+    sample, _, weights = make_problem(1, 8, 5, 3, 2, method)
+    cut = 5
+    changed = sample.inputs.clone(), sample.targets.clone()
+    for tensor in changed:
+        tensor[cut:] += 1
+    other = dataclasses.replace(sample, inputs=changed[0], targets=changed[1])
+    start, other_start = (initialize_attention_variables(s, disturb(weights, 1), method) for s in (sample, other))
+    torch.testing.assert_close(start.activations[:cut], other_start.activations[:cut])
+    settings_ = make_settings()
+    (after, maps), (other_after, other_maps) = (
+        update_attention_variables(s, v, weights, settings_) for s, v in ((sample, start), (other, other_start))
+    )
+    torch.testing.assert_close(maps[:, :cut], other_maps[:, :cut])
+    torch.testing.assert_close(after.activations[:cut], other_after.activations[:cut])
+    assert not maps.triu(1).any()
+    if method == 1:
+        assert not after.preactivations[0].triu(1).any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_update_attention_variables_hidden_entries_have_no_influence(method):
+    """Numbers at hidden pairs of the maps or logits are never read; neither is the mask's way to say so."""
+    sample, before, weights = make_problem(1, 8, 5, 3, 2, method)
+    after, maps = update_attention_variables(sample, before, weights, make_settings())
+    if method == 1:
+        (logits,) = before.preactivations
+        before = dataclasses.replace(before, preactivations=(logits + torch.full_like(logits, 7.0).triu(1),))
+    lowest = torch.finfo(torch.float32).min
+    sample = dataclasses.replace(sample, mask=sample.mask.clamp(min=lowest).to(torch.float32))
+    again, again_maps = update_attention_variables(sample, before, weights, make_settings())
+    torch.testing.assert_close(maps, again_maps, rtol=0, atol=0)
+    for one, other in zip(tensors_of(after), tensors_of(again), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def pad(sample, variables, side, fill=3.0):
+    """Three padding tokens on one side, hidden from the others by the mask; what they hold is arbitrary."""
+    tokens = len(sample.inputs)
+    rows = torch.arange(tokens) + (3 if side == "left" else 0)
+    mask = torch.full((tokens + 3, tokens + 3), -torch.inf, dtype=F64)
+    mask[rows[:, None], rows] = sample.mask
+
+    def widen(tensor, dims):
+        shape = [n + 3 if i in dims else n for i, n in enumerate(tensor.shape)]
+        index = tuple(rows.view(-1, *[1] * (len(dims) - 1 - i)) for i in range(len(dims)))
+        wide = torch.full(shape, fill, dtype=F64)
+        wide[(slice(None),) * dims[0] + index] = tensor
+        return wide
+
+    sample = AttentionSample(widen(sample.inputs, [0]), widen(sample.targets, [0]), mask, rows)
+    preactivations = tuple(widen(z, [1, 2] if z.dim() == 3 else [0]) for z in variables.preactivations)
+    return sample, Variables(widen(variables.activations, [0]), preactivations), rows
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_has_no_influence(method, side):
+    sample, before, weights = make_problem(2, 6, 5, 3, 2, method)
+    padded, padded_before, rows = pad(sample, before, side)
+    settings_ = make_settings()
+    after, maps = update_attention_variables(sample, before, weights, settings_)
+    padded_after, padded_maps = update_attention_variables(padded, padded_before, weights, settings_)
+    torch.testing.assert_close(padded_maps[:, rows[:, None], rows], maps)
+    torch.testing.assert_close(padded_after.activations[rows], after.activations)
+    assert_same_moments(
+        gather([sample], [after], [maps], weights), gather([padded], [padded_after], [padded_maps], weights)
+    )
+    left = measure_attention_objective(sample, after, weights, 1.0, 2.0, maps)
+    right = measure_attention_objective(padded, padded_after, weights, 1.0, 2.0, padded_maps)
+    assert left == pytest.approx(right)
+    assert initialize_attention_variables(padded, weights, method).activations.isfinite().all()
+
+
+def test_query_rows_left_out_still_count_as_keys_where_the_mask_shows_them():
+    sample, variables, weights = make_problem(2, 6, 5, 3, 2, 2)
+    sample = dataclasses.replace(sample, query_rows=torch.arange(1, 6))
+    maps = soft_of(variables)
+    measured = measure_attention_objective(sample, variables, weights, 1.0, 1.0, maps)
+    query, key = variables.preactivations
+    query, key = query - project(sample.inputs, weights.query), key - project(sample.inputs, weights.key)
+    assert measured["query"] == pytest.approx(query[1:].square().sum().item())
+    assert measured["key"] == pytest.approx(key.square().sum().item())
+    moments = gather([sample], [variables], [maps], weights)
+    assert [moments[i].num_tokens for i in (0, 1, -1)] == [5, 6, 5]
+
+
+def recover(sample, logits, weights, damping=1e-6):
+    """The regression targets of method 1, read off the cross moments with inputs that single out every token."""
+    tokens = len(sample.inputs)
+    moments = gather(
+        [sample], [Variables(torch.zeros(tokens, len(weights.value), dtype=F64), (logits,))],
+        [torch.zeros(HEADS, tokens, tokens, dtype=F64)], weights, damping=damping,
+    )  # fmt: skip
+    return moments[0].cross[:, :-1].T, moments[1].cross[:, :-1].T
+
+
+@examples(15)
+@given(seed=st.integers(0, 10_000), damping=st.sampled_from([1e-6, 0.01, 1.0]))
+def test_accumulate_attention_moments_recovered_queries_and_keys_fit_the_logits_better(seed, damping):
+    tokens = 7
+    weights = make_weights(seed, d=tokens)
+    sample = AttentionSample(torch.eye(tokens, dtype=F64), torch.zeros(tokens, 4, dtype=F64), make_mask(tokens))
+    noise = torch.randn(HEADS, tokens, tokens, dtype=F64, generator=torch.Generator().manual_seed(seed))
+    wanted = (initialize_attention_variables(sample, weights, 1).preactivations[0] + noise).tril()
+
+    def error(query, key):
+        product = heads_of(query) @ heads_of(key).mT / math.sqrt(3)
+        return (wanted - product).tril().square().sum().item()
+
+    query, key = (project(sample.inputs, w) for w in (weights.query, weights.key))
+    new_query, new_key = recover(sample, wanted, weights, damping)
+    assert error(new_query, new_key) <= error(new_query, key) <= error(query, key)
+    assert error(new_query, new_key) < error(query, key)
+
+
+def test_accumulate_attention_moments_recovers_exact_queries_where_nothing_is_hidden():
+    """With every pair in sight and keys unchanged, Q* = z pinv(K)^T sqrt(dh) (damping -> 0), and K* = K."""
+    tokens = 7
+    weights = make_weights(d=tokens)
+    sample = AttentionSample(torch.eye(tokens, dtype=F64), torch.zeros(tokens, 4, dtype=F64), torch.zeros(7, 7))
+    other = dataclasses.replace(weights, query=disturb(weights, 0).query)
+    wanted = initialize_attention_variables(sample, other, 1).preactivations[0]
+    query, key = recover(sample, wanted, weights, damping=1e-12)
+    torch.testing.assert_close(query, project(sample.inputs, other.query), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(key, project(sample.inputs, weights.key), rtol=1e-6, atol=1e-6)
+
+
+def test_accumulate_attention_moments_equals_naive_sums():
+    sample, before, weights = make_problem(4, 7, 5, 3, 2, 2)
+    variables, maps = update_attention_variables(sample, before, weights, make_settings())
+    moments = gather([sample], [variables], [maps], weights)
+    ones = torch.ones(7, 1, dtype=F64)
+    x = torch.cat([sample.inputs, ones], 1)
+    m = torch.cat([variables.activations, ones], 1)
+    pairs = [(x, z) for z in variables.preactivations]
+    pairs += [(maps[h] @ x, heads_of(variables.activations)[h]) for h in range(HEADS)]
+    pairs.append((m, sample.targets))
+    for total, (p, y) in zip(moments, pairs, strict=True):
+        torch.testing.assert_close(total.gram, p.T @ p)
+        torch.testing.assert_close(total.cross, y.T @ p)
+        torch.testing.assert_close(total.target_energy, y.square().sum())
+
+
+def make_pass(method, count=3, ratio=(1.0, 1.0), seed=0):
+    weights = make_weights(seed)
+    samples = [make_sample(seed + 10 * i, tokens=5 + i) for i in range(count)]
+    starts = [initialize_attention_variables(s, disturb(weights, seed + i), method) for i, s in enumerate(samples)]
+    settings_ = make_settings(ratio)
+    updated = [update_attention_variables(s, v, weights, settings_) for s, v in zip(samples, starts, strict=True)]
+    return samples, [v for v, _ in updated], [a for _, a in updated], weights
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_accumulate_attention_moments_order_and_grouping_of_samples_change_nothing(method):
+    samples, variables, maps, weights = make_pass(method)
+    whole = gather(samples, variables, maps, weights)
+    backwards = gather(samples[::-1], variables[::-1], maps[::-1], weights)
+    assert_same_moments(whole, backwards, rtol=1e-12, atol=1e-12)
+    first, rest = gather(samples[:1], variables[:1], maps[:1], weights), None
+    rest = gather(samples[1:], variables[1:], maps[1:], weights)
+    for total, a, b in zip(whole, first, rest, strict=True):
+        torch.testing.assert_close(total.gram, a.gram + b.gram, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(total.cross, a.cross + b.cross, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_sequences_give_the_moments_of_separate_ones():
+    """Two sequences in one row with a block-diagonal mask; method 2, whose variables need no T x T numbers."""
+    samples, variables, maps, weights = make_pass(2)
+    packed = AttentionSample(
+        torch.cat([s.inputs for s in samples]),
+        torch.cat([s.targets for s in samples]),
+        -(1 - torch.block_diag(*[torch.ones_like(s.mask).tril() for s in samples])) * 1e30,
+    )
+    mixed, query, key = (torch.cat(parts) for parts in zip(*map(tensors_of, variables), strict=True))
+    joined = Variables(mixed, (query, key))
+    joined_maps = torch.stack([torch.block_diag(*[a[h] for a in maps]) for h in range(HEADS)])
+    assert_same_moments(gather(samples, variables, maps, weights), gather([packed], [joined], [joined_maps], weights))
+    parts = [
+        measure_attention_objective(s, v, weights, 1.0, 2.0, a)
+        for s, v, a in zip(samples, variables, maps, strict=True)
+    ]
+    whole = measure_attention_objective(packed, joined, weights, 1.0, 2.0, joined_maps)
+    assert {name: sum(part[name] for part in parts) for name in whole} == pytest.approx(whole)
+
+
+@examples(20)
+@given(seed=st.integers(0, 10_000), method=methods, damping=st.sampled_from([1e-4, 0.01, 0.5]))
+def test_solve_attention_weights_satisfies_normal_equations_and_raises_no_term(seed, method, damping):
+    samples, variables, maps, weights = make_pass(method, seed=seed)
+    moments = gather(samples, variables, maps, weights)
+    solved = solve_attention_weights(moments, weights, damping)
+    for total, new, old in zip(moments, solved.list_regressed(), weights.list_regressed(), strict=True):
+        damped = damp_moments(total, old, damping)
+        torch.testing.assert_close(new @ damped.gram, damped.cross, rtol=1e-8, atol=1e-8)
+        assert measure_error(total, new) <= measure_error(total, old) * (1 + 1e-9) + 1e-9
+    # the same, seen from the objective: W_V and W_O (method 2: also W_Q and W_K) lower their own terms and no other
+    triples = list(zip(samples, variables, maps, strict=True))
+    before, after = (
+        [measure_attention_objective(s, v, w, 1.0, 1.0, a) for s, v, a in triples] for w in (weights, solved)
+    )
+
+    def add(parts, name):
+        return sum(part[name] for part in parts)
+
+    for name in ("output", "mixed", *(("query", "key") if method == 2 else ())):
+        assert not_above(add(after, name), add(before, name))
+    assert add(after, "maps") == add(before, "maps")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_solve_attention_weights_without_bias_gives_zero_biases(method):
+    weights = make_weights(has_bias=False)
+    sample = make_sample()
+    start = initialize_attention_variables(sample, disturb(weights, 0), method)
+    variables, maps = update_attention_variables(sample, start, weights, make_settings())
+    moments = gather([sample], [variables], [maps], weights)
+    solved = solve_attention_weights(moments, weights, 0.01, has_bias=False)
+    for total, new, old in zip(moments, solved.list_regressed(), weights.list_regressed(), strict=True):
+        assert not new[:, -1].any()
+        assert measure_error(total, new) <= measure_error(total, old) * (1 + 1e-9)
+        system = total.gram[:-1, :-1] + 0.01 * total.gram.diagonal()[:-1].mean() * torch.eye(len(total.gram) - 1)
+        wanted = total.cross[:, :-1] + 0.01 * total.gram.diagonal()[:-1].mean() * old[:, :-1]
+        torch.testing.assert_close(new[:, :-1] @ system, wanted, rtol=1e-8, atol=1e-8)
+
+
+def test_solve_attention_weights_singular_names_module_and_head():
+    samples, variables, maps, weights = make_pass(2, count=1)
+    moments = gather(samples, variables, maps, weights)
+    empty = SecondMoments(*(torch.zeros_like(getattr(moments[3], f.name)) for f in dataclasses.fields(SecondMoments)))
+    moments[3] = empty
+    with pytest.raises(ValueError, match=r"layers\.2\.self_attn, values of kept head 1: inputs must not all be zero"):
+        solve_attention_weights(moments, weights, 0.01, where="layers.2.self_attn")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_outer_step_on_the_attentions_own_output_changes_nothing(method):
+    weights = make_weights()
+    naive = _naive_attention(make_sample().inputs, weights)
+    samples = [dataclasses.replace(make_sample(), targets=naive)]
+    variables = initialize_attention_variables(samples[0], weights, method)
+    variables, maps = update_attention_variables(samples[0], variables, weights, make_settings())
+    solved = solve_attention_weights(gather(samples, [variables], [maps], weights), weights, 0.01)
+    for new, old in zip(solved.list_regressed(), weights.list_regressed(), strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=1e-8)
+    for w in (weights, solved):
+        assert measure_total(samples[0], variables, w, 1.0, 1.0, maps) < 1e-15
+
+
+@pytest.mark.parametrize("ratio", [(1.0, 1.0), (1.0, 100.0)])
+@pytest.mark.parametrize("method", METHODS)
+def test_outer_steps_lower_the_objective_and_never_raise_it(method, ratio):
+    teacher = make_weights(5)
+    samples = [make_sample(10 * i, tokens=8) for i in range(3)]
+    samples = [dataclasses.replace(s, targets=_naive_attention(s.inputs, teacher)) for s in samples]
+    weights = disturb(teacher, 0, size=0.5)
+    variables = [initialize_attention_variables(s, weights, method) for s in samples]
+    settings_, totals = make_settings(ratio), []
+    totals.append(sum(measure_total(s, v, weights, *ratio) for s, v in zip(samples, variables)))  # noqa: B905
+    for _ in range(6):
+        updated = [
+            update_attention_variables(s, v, weights, settings_) for s, v in zip(samples, variables, strict=True)
+        ]
+        variables, maps = [v for v, _ in updated], [a for _, a in updated]
+        parts = zip(samples, variables, maps, strict=True)
+        totals.append(sum(measure_total(s, v, weights, *ratio, a) for s, v, a in parts))
+        weights = solve_attention_weights(gather(samples, variables, maps, weights), weights, 0.01)
+    assert totals[-1] < 0.9 * totals[0]
+    if method == 2:
+        assert all(not_above(now, previous) for previous, now in itertools.pairwise(totals))
+
+
+def test_float32_sample_keeps_its_dtype_and_mixed_precision_variables_are_accepted():
+    sample, before, weights = make_problem(0, 7, 5, 3, 2, 2)
+    sample = dataclasses.replace(sample, inputs=sample.inputs.float())
+    half = Variables(before.activations.half(), tuple(z.half() for z in before.preactivations))
+    with torch.no_grad():
+        variables, maps = update_attention_variables(sample, half, weights, make_settings())
+    assert {t.dtype for t in (*tensors_of(variables), maps)} == {torch.float32}
+    assert solve_attention_weights(gather([sample], [variables], [maps], weights), weights, 0.01).query.dtype == F64

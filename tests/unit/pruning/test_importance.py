@@ -1,0 +1,110 @@
+import pytest
+import torch
+from helpers.problems import gather, make_case
+
+from struprune_plugin.linalg.second_moments import append_bias
+from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.paper.admm import score_closed_form
+from struprune_plugin.paper.gates import _gate_quadratic, score_l0
+from struprune_plugin.paper.snip import score_snip
+from struprune_plugin.paper.softmax_rules import measure_attention_importance, measure_mlp_importance
+from struprune_plugin.pruning.importance.magnitude import score_magnitude
+from struprune_plugin.pruning.importance.wanda import score_wanda, score_wanda_l2
+
+pytestmark = pytest.mark.portability
+
+UNITS = torch.tensor([[0, 1], [2, 3], [4, 5]])
+
+
+def make_scored(seed=0):
+    inputs, targets, weight, _ = make_case(n=6, seed=seed)
+    return inputs, weight, gather(inputs, targets, 50)
+
+
+def test_score_wanda_equals_naive_loops():
+    """Algorithms 2 and 3, step 3: mean over tokens of sum_o |W_oi x_it|."""
+    inputs, weight, moments = make_scored()
+    naive = [sum((inputs[:, i, None] * weight[:, i]).abs().sum(1).mean() for i in unit) for unit in UNITS.tolist()]
+    torch.testing.assert_close(score_wanda(moments, weight, UNITS), torch.stack(naive))
+
+
+def test_score_wanda_l2_equals_naive_norms():
+    """Eq. (wanda): ||W||_2 times ||X||_2."""
+    inputs, weight, moments = make_scored()
+    naive = [sum(weight[:, i].norm() * inputs[:, i].norm() for i in unit) for unit in UNITS.tolist()]
+    torch.testing.assert_close(score_wanda_l2(moments, weight, UNITS), torch.stack(naive))
+
+
+def test_score_magnitude_adds_rows_and_columns():
+    _, weight, _ = make_scored()
+    rows = torch.tensor([1.0, 2.0, 3.0])
+    naive = torch.stack([weight[:, unit].abs().sum() for unit in UNITS]) + rows + 2 * rows
+    torch.testing.assert_close(score_magnitude(weight, UNITS, [rows, 2 * rows]), naive)
+
+
+def test_layer_importance_equals_algorithm_3():
+    heads = [torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    attention = sum(w.abs().sum() + 0.1 * w.var(correction=0) + 0.01 * w.norm() for w in heads)
+    mlp = sum(w.abs().sum() + 0.05 * w.var(correction=0) for w in heads)
+    assert abs(measure_attention_importance(heads) - attention) < 1e-12
+    assert abs(measure_mlp_importance(heads) - mlp) < 1e-12
+
+
+def test_score_closed_form_equals_lemma_1():
+    generator = torch.Generator().manual_seed(0)
+    pre, now = (torch.randn(30, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    dense, current = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    ones = torch.ones(30, 1, dtype=torch.float64)
+    pre, now = torch.cat([pre, ones], 1), torch.cat([now, ones], 1)
+    b, c, d, z_pre = now @ current.T, pre @ dense.T, now @ dense.T, pre @ dense.T
+    numerator, denominator = (c * b + d * z_pre).sum(0), (c * c + d * d).sum(0)
+    naive = numerator.view(3, 2).sum(1) / denominator.view(3, 2).sum(1)
+    torch.testing.assert_close(score_closed_form(dense, current, (pre.T @ pre, pre.T @ now, now.T @ now), 3), naive)
+
+
+def test_score_closed_form_is_one_before_anything_changes():
+    """R4: the first step cannot rank anything."""
+    generator = torch.Generator().manual_seed(0)
+    a, dense = torch.randn(30, 5, generator=generator), torch.randn(6, 5, generator=generator)
+    gram = a.T.double() @ a.double()
+    torch.testing.assert_close(
+        score_closed_form(dense, dense, (gram, gram, gram), 6), torch.ones(6, dtype=torch.float64)
+    )
+
+
+def test_score_snip_equals_weight_times_gradient():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 5, generator=generator, dtype=torch.float64)
+    first = torch.randn(6, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, generator=generator, dtype=torch.float64)
+    second = torch.randn(3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    produced = x @ first.T + bias
+    produced.retain_grad()
+    hidden = produced.relu()
+    hidden.retain_grad()
+    (hidden @ second.T).square().sum().backward()
+    naive = torch.stack([((first * first.grad)[u].sum() + (second * second.grad)[:, u].sum()).abs() for u in UNITS])
+    rows = ((produced - bias) * produced.grad).sum(0).view(3, 2).sum(1)
+    ours = score_snip((hidden * hidden.grad).sum(0).detach(), UNITS, [rows.detach()])
+    torch.testing.assert_close(ours, naive.detach())
+
+
+def test_gate_quadratic_equals_the_error_of_gated_weights():
+    inputs, targets, weight, bias = make_case(n=6)
+    moments, dense = gather(inputs, targets, 50), append_bias(weight, bias)
+    quadratic, linear = _gate_quadratic(moments, dense, UNITS)
+    gates = torch.tensor([0.3, 1.0, 0.0, 1.0], dtype=torch.float64)
+    gated = weight * gates[:3].repeat_interleave(2)
+    naive = (targets - inputs @ gated.T - bias).square().sum()
+    torch.testing.assert_close(gates @ quadratic @ gates - 2 * linear @ gates + moments.target_energy, naive)
+
+
+def test_score_l0_ranks_units_that_matter_above_those_that_do_not():
+    inputs, _, weight, bias = make_case(n=6)
+    weight[:, 2:4] = 0.01 * weight[:, 2:4]
+    dense = append_bias(weight, bias)
+    damped = damp_moments(gather(inputs, inputs @ weight.T + bias, 50), dense, 0.01)
+    scores = score_l0(damped, dense, UNITS, retention=2 / 3)
+    assert scores.argmin() == 1
+    torch.testing.assert_close(scores, score_l0(damped, dense, UNITS, retention=2 / 3))
+    assert (torch.sigmoid(scores).mean() - 2 / 3).abs() < 0.25

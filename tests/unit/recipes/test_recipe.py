@@ -1,0 +1,220 @@
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import yaml
+from helpers.models import ROOT
+
+from struprune_plugin import StruPruneModifier
+from struprune_plugin.cli import main as cli
+from struprune_plugin.recipes.load import describe_recipe, list_recipes, load_recipe
+
+GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
+FULL = {
+    "a_stage": {"a_modifiers": {"SparsityAllocatorModifier": {"sparsity": 0.3}}},
+    "b_stage": {"b_modifiers": {"StructPruneModifier": {}}},
+    "c_stage": {"c_modifiers": {"LoRARecoveryModifier": {}}},
+}
+
+
+def modifier(**fields):
+    return yaml.safe_dump({"prune_stage": {"prune_modifiers": {"StruPruneModifier": fields}}})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("", "recipe: must be an existing file, a YAML text or the name .*, got ''"),
+        ("no/such.yaml", "must be an existing file, .*, got 'no/such.yaml'"),
+        ("a: [\n", "recipe: must be valid YAML"),
+        ("[]\n", "must be a mapping of the form .* got list"),
+        ("prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n", "'prune_modifiers' must be a stage of the form"),
+        ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "under a name that ends in '_modifiers'"),
+        ("prune_stage:\n  prune_modifiers: [StruPruneModifier]\n", "must be a mapping of modifiers .* got list"),
+        ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "must be a mapping of fields, got None"),
+        ("args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n", "'args' must be left out"),
+        (
+            "x_stage:\n  x_modifiers:\n    StruPruneModifier: {sparsity: 0.3}\n    StruPruneModifier: {sparsity: 0.2}\n",
+            "StruPruneModifier.* twice in one mapping",
+        ),
+        (
+            "x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n",
+            "'PruneModifier' must be a modifier .* Did you mean StruPruneModifier",
+        ),
+        (
+            modifier(sparsity=0.3, sparsty=0.2),
+            "sparsty must be a field of StruPruneModifier, got an unknown one. Did you mean sparsity",
+        ),
+        (modifier(sparsity=1.0), r"sparsity must be in \[0, 1\), got 1.0"),
+        (modifier(sparsity=-0.1), r"sparsity must be in \[0, 1\), got -0.1"),
+        (modifier(sparsity=float("nan")), r"sparsity must be in \[0, 1\), got nan"),
+        (
+            modifier(sparsity=0.3, attention_unit="neuron"),
+            "attention_unit must be 'head', 'value_channels' or 'none', got 'neuron'",
+        ),
+        (modifier(sparsity=0.3, allocation={"rule": "softmax", "temperature": []}), "temperature must be above 0"),
+        (
+            modifier(sparsity=0.3, allocation={"rule": "softmax", "temperature": [1.0, 0.0]}),
+            "temperature must be above 0",
+        ),
+        (modifier(sparsity=0.3, dampening_frac=-1), "dampening_frac must be auto, or finite and at least 0, got -1"),
+        (modifier(sparsity=0.3, width_multiple=0), "width_multiple must be greater than or equal to 1, got 0"),
+        (modifier(sparsity=0.3, start=0.0), "start and end must be left out"),
+        (modifier(replay="no/such.json"), "no/such.json: must be a pruned folder"),
+    ],
+)
+def test_load_recipe_refuses(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe)
+
+
+def test_load_recipe_sets_fields_in_our_modifiers_only():
+    recipe = {**GOOD, "q_stage": {"q_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "scheme": "W8A8"}}}}
+    loaded = load_recipe(yaml.safe_dump(recipe), {"targets": ["re:.*fc2"], "sparsity": 0.1})
+    assert loaded.modifiers[0].targets == ["re:.*fc2"]
+    assert loaded.modifiers[0].sparsity == 0.1
+    assert loaded.modifiers[1].targets == ["Linear"]
+    with pytest.raises(ValueError, match=r"'sparsty' must be a field of one of its modifiers, known are .*sparsity"):
+        load_recipe(yaml.safe_dump(recipe), {"sparsty": 0.1})
+
+
+def test_both_names_resolve_to_the_same_modifier():
+    for name in ("StruPruneModifier", "StructPruneModifier"):
+        text = yaml.safe_dump({"x_stage": {"x_modifiers": {name: {"sparsity": 0.3}}}})
+        assert type(load_recipe(text).modifiers[0]) is StruPruneModifier
+
+
+def load_full(changes):
+    return load_recipe(yaml.safe_dump(FULL, sort_keys=False), changes).modifiers
+
+
+def test_load_recipe_sets_one_modifiers_field():
+    changes = {"LoRARecoveryModifier.seed": 4, "StruPruneModifier.dampening_frac": 0.5}
+    allocator, pruning, recovery = load_full(changes)
+    assert recovery.seed == 4
+    assert (allocator.dampening_frac, pruning.dampening_frac) == ("auto", 0.5)
+
+
+def test_load_recipe_sets_a_method_s_own_field():
+    """What the recipe leaves out of the method stays at its default; the method itself can be set beside."""
+    changes = {
+        "SparsityAllocatorModifier.allocation.temperature": [1.0, 2.0],
+        "StruPruneModifier.weight_update.steps": 2,
+    }
+    changes["StruPruneModifier.weight_update"] = "admm"
+    allocator, pruning, _ = load_full(changes)
+    assert (allocator.allocation.rule, allocator.allocation.temperature) == ("softmax", [1.0, 2.0])
+    assert (pruning.weight_update.method, pruning.weight_update.steps) == ("admm", 2)
+    other = {"allocation.temperature": 2.0, "allocation.rule": "softmax_inverse"}  # in any order
+    (alone,) = load_recipe("struprune_opt", other).modifiers
+    assert (alone.allocation.rule, alone.allocation.temperature) == ("softmax_inverse", 2.0)
+    (alone,) = load_recipe("struprune_opt", {"importance.max_swaps": 3, "ffn_tuning.epochs": 2}).modifiers
+    assert (alone.importance.max_swaps, alone.ffn_tuning.epochs, alone.ffn_tuning.learning_rate) == (3, 2, 0.01)
+
+
+@pytest.mark.parametrize("field", ["dampening_frac", "rotate_values"])
+def test_load_recipe_refuses_a_field_that_several_modifiers_have(field):
+    with pytest.raises(ValueError, match=rf"Give SparsityAllocatorModifier\.{field} or StructPruneModifier\.{field}"):
+        load_full({field: 1})
+
+
+def test_load_recipe_sets_what_two_stages_must_agree_on_in_both():
+    changes = {"sparsity": 0.1, "memory_budget": 10**9, "attention_unit": "head", "StruPruneModifier.sparsity": 0.1}
+    allocator, pruning, _ = load_full(changes)
+    for name in ("sparsity", "memory_budget", "attention_unit"):
+        assert getattr(allocator, name) == getattr(pruning, name) == changes[name]
+
+
+def test_the_more_precise_change_has_the_last_word():
+    allocator, pruning, _ = load_full({"StruPruneModifier.width_multiple": 4, "width_multiple": 2})
+    assert (allocator.width_multiple, pruning.width_multiple) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("LoRARecoveryModifier.sparsity", "'sparsity' must be a field of LoRARecoveryModifier, known are adapters, "),
+        ("LoraRecoveryModifier.alpha", "'LoraRecoveryModifier' must be a modifier of the recipe, which holds Sparsity"),
+        ("QuantizationModifier.scheme", "must be a modifier of the recipe"),
+    ],
+)
+def test_load_recipe_refuses_changes_that_hit_nothing(change, message):
+    with pytest.raises(ValueError, match=message):
+        load_full({change: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "sparsity=["], "--set: sparsity must be valid YAML, got '\\['"),
+        (["--set", "sparsity=0.1", "--sparsity", "0.2"], "--set: sparsity must be set once, got 0.2 and 0.1"),
+        (["--set", "sparsity=1", "--set", "sparsity=2"], "--set: sparsity must be set once, got 1 and 2"),
+        (["--set", "=2"], "--set: must be FIELD=VALUE, got '=2'"),
+    ],
+)
+def test_bad_changes_exit_2(tmp_path, capsys, options, message):
+    argv = ["prune", str(tmp_path), "--recipe", "struprune_opt", "--output", str(tmp_path / "out"), *options]
+    assert cli.main(argv) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("struprune_tune", "Did you mean struprune_tuned?"),
+        ("recipes/struprune_optt.yaml", "Did you mean struprune_opt?"),
+        ("nonsense", "`struprune recipes` lists the names"),
+    ],
+)
+def test_a_misspelt_name_gets_a_hint(name, remedy):
+    with pytest.raises(ValueError, match=re.escape(remedy)):
+        load_recipe(name)
+
+
+def test_a_file_goes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "struprune_opt").write_text(yaml.safe_dump(GOOD))
+    assert load_recipe("struprune_opt").modifiers[0].sparsity == 0.3
+    assert len(load_recipe("struprune_opt_full").modifiers) == 3
+
+
+def test_every_recipe_says_what_it_is(capsys):
+    assert cli.main(["recipes"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
+    for file in list_recipes().values():
+        assert len(describe_recipe(file)) > 20
+
+
+def test_a_wheel_holds_the_package_and_its_recipes(tmp_path):
+    """Built, installed and used away from the checkout."""
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("struprune_plugin", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    build = ["wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path / "dist"), str(tmp_path)]
+    subprocess.run([*pip, *build], check=True, timeout=300)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("struprune_plugin/")}
+    kinds = (".py", ".jinja", ".yaml", ".json", ".jsonl", ".safetensors", ".typed")
+    package = [path for path in (tmp_path / "struprune_plugin").rglob("*") if path.suffix in kinds]
+    wanted = {path.relative_to(tmp_path).as_posix() for path in package}
+    wanted |= {f"struprune_plugin/recipe_files/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
+    assert wanted <= held
+    target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    zipfile.ZipFile(wheel).extractall(target)  # all that an installation does with a wheel of Python alone
+    argv = [sys.executable, "-m", "struprune_plugin.cli", "recipes", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    done = subprocess.run(argv, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    (recipe,) = target.rglob("struprune.yaml")
+    assert type(load_recipe(recipe).modifiers[0]).__name__ == "StruPruneModifier"

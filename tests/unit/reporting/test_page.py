@@ -1,0 +1,305 @@
+"""What goes with an output: its card, its results, its report, and a comparison with others."""
+
+import json
+import shutil
+import struct
+import subprocess
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import huggingface_hub
+import pytest
+from helpers.models import ROOT, run_oneshot
+from huggingface_hub import ModelCard
+
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
+from struprune_plugin.cli import main as cli
+from struprune_plugin.cli.prune_command import push_folder
+from struprune_plugin.reporting.html_report import Sample, make_page
+from struprune_plugin.reporting.model_card import find_hub_name, write_card
+from struprune_plugin.reporting.svg import draw_layers, draw_points
+from struprune_plugin.storage.verify import verify_folder
+
+EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def made(opt, tmp_path_factory):
+    """A pruned tiny model, to be read only."""
+    out = tmp_path_factory.mktemp("page") / "out"
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(out))
+    return out
+
+
+@pytest.fixture
+def out(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "out")
+
+
+# -- card -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_output_has_a_card_that_the_hub_reads(made):
+    card = ModelCard.load(made / "README.md")
+    assert card.data.library_name == "transformers"
+    assert "structured-pruning" in card.data.tags
+    assert not verify_folder(made).problems
+    assert "/tmp" not in card.text  # of a local model its name alone
+
+
+def test_the_licence_is_carried_over(opt, tmp_path):
+    base = shutil.copytree(opt, tmp_path / "base")
+    (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n# Base\n")
+    (base / "LICENSE").write_text("the terms")
+    out = tmp_path / "out"
+    run_oneshot(str(base), sparsity=0.3, output_dir=str(out))
+    card = ModelCard.load(out / "README.md")
+    assert (card.data.license, card.data.language) == ("apache-2.0", "en")
+    assert (out / "LICENSE").read_text() == "the terms"
+    (base / "README.md").write_text("---\nlicense: [\n---\n")
+    write_card(out)  # a broken card has no say
+    assert ModelCard.load(out / "README.md").data.license is None
+
+
+def test_base_models_are_named_as_the_hub_names_them(tmp_path):
+    cached = tmp_path / "models--facebook--opt-125m" / "snapshots" / "abc"
+    cached.mkdir(parents=True)
+    assert find_hub_name(str(cached), cached) == "facebook/opt-125m"
+    assert find_hub_name("facebook/opt-125m", None) == "facebook/opt-125m"
+    assert find_hub_name(str(tmp_path), tmp_path) is None
+
+
+# -- results --------------------------------------------------------------------------------------------------------
+
+
+def test_results_go_with_the_output(out, opt, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    tasks = ["--tasks", "struprune_demo_word_order", "--include-path", "eval/tasks", "--limit", "10"]
+    text = ["--text", "struprune_plugin/demo/test.jsonl"]
+    assert cli.main(["eval", str(out), *EVAL, *text, *tasks, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    evaluation = read_manifest(out).evaluation
+    (perplexity,), (task,) = evaluation.perplexity, evaluation.tasks
+    assert perplexity.value == scores[str(out)]["perplexity"]
+    assert perplexity.dense == scores[str(opt)]["perplexity"]
+    assert (task.task, task.metric, task.limit) == ("struprune_demo_word_order", "acc", 10)
+    assert 0 < task.stderr < 0.5
+    assert task.dense == scores[str(opt)]["struprune_demo_word_order acc"]
+    card = ModelCard.load(out / "README.md")
+    assert {result.metric_type for result in card.data.eval_results} == {"perplexity", "acc"}
+    assert not verify_folder(out).problems
+    assert cli.main(["eval", str(out), *EVAL, *text]) == 0  # again: one entry, not two
+    assert len(read_manifest(out).evaluation.perplexity) == 1
+    assert cli.main(["eval", str(out), "--window", "16", "--max-tokens", "256", *text]) == 0
+    assert [entry.window for entry in read_manifest(out).evaluation.perplexity] == [32, 16]
+
+
+def test_results_leave_alone_what_is_not_ours(out, capsys):
+    (out / "README.md").write_text("mine")
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense"]) == 0
+    assert (out / "README.md").read_text() == "mine"
+    assert read_manifest(out).evaluation.perplexity[0].dense is None
+    before = (out / "struprune.json").read_bytes()
+    (out / "recipe.yaml").write_text("changed")
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense"]) == 0
+    assert "results are not kept with the output" in capsys.readouterr().err
+    assert (out / "struprune.json").read_bytes() == before
+    assert any("recipe.yaml" in line for line in verify_folder(out).problems)
+
+
+def test_results_do_not_follow_into_what_is_made_from_an_output(out, tmp_path):
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense"]) == 0
+    assert read_manifest(out).evaluation.perplexity
+    recovered = tmp_path / "recovered"
+    run_oneshot(
+        str(out),
+        recipe=[LoRARecoveryModifier(adapters={"rank": 2}, schedule={"max_steps": 1})],
+        output_dir=str(recovered),
+    )
+    assert not read_manifest(recovered).evaluation.perplexity
+    assert not verify_folder(recovered).problems
+
+
+def test_no_run_is_lost_for_its_card(opt, tmp_path, monkeypatch):
+    def fail(*_args):
+        raise RuntimeError("no card today")
+
+    monkeypatch.setattr("struprune_plugin.reporting.model_card.write_card", fail)
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out" / "README.md").exists()
+    assert not verify_folder(tmp_path / "out").problems
+
+
+def test_no_keep_writes_nothing(out):
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense", "--no-keep"]) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+# -- report ---------------------------------------------------------------------------------------------------------
+
+
+class _Reader(HTMLParser):
+    """Sees that tags close, and keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "br", "rect", "circle", "line", "polyline"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_report_is_one_page_that_needs_nothing_else(made):
+    page = make_page(made, read_manifest(made), [Sample("<b>&", None, "a<script>alert(1)</script>")])
+    reader = _Reader()
+    reader.feed(page)
+    assert not reader.open
+    tags = [tag for tag, _ in reader.tags]
+    assert "script" not in tags
+    assert "link" not in tags
+    assert not [name for _, attributes in reader.tags for name in attributes if name in ("src", "href")]
+    assert not [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
+    policy = next(a["content"] for tag, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy
+    assert ("html", {"lang": "en"}) in reader.tags
+    for tag, attributes in reader.tags:  # what a screen reader asks for
+        assert tag != "svg" or (attributes["role"], bool(attributes["aria-labelledby"])) == ("img", True)
+        assert tag != "th" or attributes["scope"] in ("row", "col")
+    assert tags.count("table") == tags.count("caption")
+    for group in read_manifest(made).groups:
+        assert group.name in page
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_the_command_writes_page_and_picture(out, tmp_path, capsys):
+    argv = ["report", str(out), "--picture", str(tmp_path / "layers.svg"), "--tokens", "4", "--quiet"]
+    assert cli.main(argv) == 0
+    page = (tmp_path / "out.html").read_text()
+    assert page.count('class="pair"') == 3
+    assert "dense model is not" not in page
+    assert ElementTree.parse(tmp_path / "layers.svg").getroot().tag.endswith("svg")
+    assert cli.main(argv) == 2
+    assert "must be absent, it is there already" in capsys.readouterr().err
+    assert cli.main([*argv, "--overwrite", "--no-samples"]) == 0
+    assert "No samples were asked for" in (tmp_path / "out.html").read_text()
+    assert cli.main(["report", str(out), "--output", str(tmp_path / "no" / "x.html")]) == 2
+    assert not verify_folder(out).problems  # nothing was written into the output
+
+
+def test_the_picture_is_to_scale(made):
+    manifest = read_manifest(made)
+    drawn = ElementTree.fromstring(draw_layers(manifest))
+    space = "{http://www.w3.org/2000/svg}"
+    titled = {g.find(f"{space}title").text: g for g in drawn.iter(f"{space}g") if g.find(f"{space}title") is not None}
+    assert len(titled) == len(manifest.groups)
+    for group in manifest.groups:
+        if group.kind == "ffn":
+            name = next(told for told in titled if told.startswith(f"layer {group.layer}: ") and "FFN" in told)
+            whole, kept = (float(box.get("width")) for box in titled[name].iter(f"{space}rect"))
+            assert kept / whole == pytest.approx(group.kept / group.num_units, abs=0.002)
+
+
+def test_points_lie_where_their_values_are():
+    drawn = ElementTree.fromstring(
+        draw_points("t", {"s": [(1, 0, "a"), (10, 1, "b"), (100, 2, "c")]}, ("x", "y"), log_x=True)
+    )
+    space = "{http://www.w3.org/2000/svg}"
+    points = {g.find(f"{space}title").text: g.find(f"{space}circle") for g in drawn.iter(f"{space}g")}
+    a, b, c = (float(points[name].get("cx")) for name in "abc")
+    assert b - a == pytest.approx(c - b, abs=0.2)
+    assert float(points["a"].get("cy")) > float(points["c"].get("cy"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium (Debian's package) is not here")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_browser_draws_the_report(made, tmp_path, width):
+    page, shot = tmp_path / "page.html", tmp_path / "shot.png"
+    page.write_text(make_page(made, read_manifest(made), [Sample("A", "b", "c")]))
+    argv = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1600", f"--screenshot={shot}"]
+    subprocess.run(
+        ["chromium", *argv, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()],
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    content = shot.read_bytes()
+    assert struct.unpack(">II", content[16:24]) == (width, 1600)
+    assert len(content) > 30_000  # a blank page takes a tenth
+
+
+# -- compare --------------------------------------------------------------------------------------------------------
+
+
+def test_compare_shows_where_outputs_differ(made, opt, tmp_path, capsys):
+    other = tmp_path / "uniform"
+    run_oneshot(str(opt), recipe=[StruPruneModifier(sparsity=0.4, allocation="uniform")], output_dir=str(other))
+    assert cli.main(["compare", str(made), str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same_dense_model"]
+    assert found["settings"]["allocation.rule"] == {str(made): "error_curve", str(other): "uniform"}
+    manifests = {str(path): read_manifest(path) for path in (made, other)}
+    for name, manifest in manifests.items():
+        assert found["outputs"][name]["parameters"] == manifest.model.parameters_after
+        for group in manifest.groups:
+            assert found["modules"][group.name]["kept"][name] == group.kept
+    first, second = ({g.name: set(g.keep) for g in m.groups} for m in manifests.values())
+    for module, told in found["modules"].items():
+        shared = len(first[module] & second[module]) / len(first[module] | second[module])
+        assert told["alike"][str(other)] == pytest.approx(shared)
+    assert cli.main(["compare", str(made), str(other)]) == 0
+    assert "kept units (shared with the first)" in capsys.readouterr().out
+
+
+def test_compare_leaves_out_what_is_alike(made, out, capsys):
+    assert cli.main(["compare", str(made), str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "6 modules the same in all" in printed
+    assert "kept units" not in printed
+    assert cli.main(["compare", str(made)]) == cli.main(["compare", str(made), str(made)]) == 2
+
+
+# -- the hub --------------------------------------------------------------------------------------------------------
+
+
+def test_pushes_are_refused_before_any_work(opt, tmp_path, capsys, monkeypatch):
+    argv = ["prune", str(opt), "--recipe", "struprune_opt", "--output", str(tmp_path / "out"), "--push-to-hub"]
+    assert cli.main([*argv, "no-owner"]) == 2
+    assert "must be USER/NAME" in capsys.readouterr().err
+    assert cli.main([*argv, "me/model"]) == 2
+    assert "HF_HUB_OFFLINE" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert cli.main([*argv, "me/model"]) == 2
+    assert "no token" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_push_uploads_the_folder_and_never_shows_the_token(out, monkeypatch):
+    calls = []
+
+    class Hub:
+        def create_repo(self, name, **options):
+            calls.append(("create", name, options["private"]))
+
+        def upload_folder(self, repo_id, folder_path, **_):
+            calls.append(("upload", repo_id, folder_path))
+            if repo_id == "me/broken":
+                raise RuntimeError("403 for hf_secret")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
+    assert push_folder(out, "me/model") == "https://huggingface.co/me/model"
+    assert calls == [("create", "me/model", True), ("upload", "me/model", out)]
+    with pytest.raises(OSError, match="must take the output") as raised:
+        push_folder(out, "me/broken")
+    assert "hf_secret" not in str(raised.value)

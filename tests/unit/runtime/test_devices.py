@@ -1,0 +1,135 @@
+"""No operation mixes tensors of the device and of the host: main paths on a device that is played on a CPU."""
+
+import functools
+
+import pytest
+import torch
+from helpers.families import make_model
+from helpers.models import make_dataset, run_oneshot, save_model
+from helpers.played_device import DEVICE, play_device
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from struprune_plugin.layerwise.calls import LayerCall
+from struprune_plugin.layerwise.capture import Visit
+from struprune_plugin.layerwise.statistics import MomentGatherer
+from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments
+from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.runtime import device_context as context
+from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.offload_plan import OffloadPlan
+
+SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}  # every operation is played in Python
+SIZES_OF = {
+    "opt": {"word_embed_proj_dim": 16, "ffn_dim": 20},
+    "llama": {"num_key_value_heads": 2, "intermediate_size": 20},
+}
+FAST = {"allocation": "uniform", "sensitivity": "none"}
+FFN_ADMM = {"attention_unit": "none", "weight_update": {"method": "admm", "steps": 1}}
+PATHS = {
+    "default": ("opt", {}),
+    "least budget": ("llama", {"memory_budget": 0}),
+    "ADMM": (
+        "opt",
+        {**FFN_ADMM, **FAST, "attention_unit": "head", "weight_update": {"method": "admm", "inner_steps": 1}},
+    ),
+    "gated ADMM": ("llama", {**FFN_ADMM, **FAST}),
+    "snip, tuning": ("opt", {"importance": "snip", "allocation": "softmax", "ffn_tuning": {"epochs": 1}}),
+    "magnitude": ("llama", {"importance": "magnitude", "allocation": "softmax_inverse", "attention_unit": "head"}),
+    "deletion": ("opt", {"importance": "wanda", "allocation": "block_influence", "weight_update": "none"}),
+    "closed form": ("opt", {**FFN_ADMM, "importance": "closed_form", "sparsity": 0.1, "allocation": "uniform"}),
+}
+SIZES = {"dataset": make_dataset(4, 16), "num_calibration_samples": 4, "batch_size": 2, "sparsity": 0.3}
+
+
+@pytest.fixture(scope="module")
+def save_short(tmp_path_factory):
+    """A function that saves, once, a tiny model of two layers, to be read only."""
+
+    @functools.cache
+    def save(model_type):
+        return str(
+            save_model(make_model(model_type, **SMALL, **SIZES_OF[model_type]), tmp_path_factory.mktemp(model_type))
+        )
+
+    return save
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_no_operation_mixes_sides_and_the_result_is_the_hosts(save_short, name):
+    model_type, changes = PATHS[name]
+    fields = {"model": save_short(model_type), **SIZES, **changes}
+    if fields.get("memory_budget") == 0:
+        with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
+            run_oneshot(**{**fields, "memory_budget": 1})
+        fields["memory_budget"] = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+    expected = run_oneshot(**fields).state_dict()
+    with play_device() as played:
+        found = run_oneshot(**fields).state_dict()
+    assert played.num_operations > 1000
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        assert value.shape == expected[key].shape, key
+        torch.testing.assert_close(value.cpu(), expected[key], rtol=1e-3, atol=1e-3, msg=key)
+
+
+def test_the_played_device_refuses_what_a_card_refuses():
+    host = torch.ones(3)
+    with play_device():
+        device = torch.ones(3, device=DEVICE)
+        assert (device + torch.tensor(2.0)).device == DEVICE
+        assert device[torch.tensor([0, 2])].device == DEVICE
+        assert device.cpu().device.type == "cpu"
+        for mix in (
+            lambda: device + host,
+            lambda: host.add_(device.sum()),
+            lambda: host[torch.tensor([0], device=DEVICE)],
+            lambda: device.index_copy(0, torch.tensor([0]), device[:1]),
+            lambda: torch.stack([host, device]),
+            lambda: torch.equal(host, device),
+        ):
+            with pytest.raises(AssertionError, match="on one side"):
+                mix()
+
+
+@pytest.mark.parametrize("solve_on_host", [False, True])
+def test_moments_that_grow_on_the_host_are_where_systems_are_solved(save_short, solve_on_host):
+    model = AutoModelForCausalLM.from_pretrained(save_short("llama"))
+    layer, group = find_decoder_layers(model)[0][1], find_groups(model, "value_channels")[-1]
+    inputs, target = torch.randn(8, group.num_columns), torch.randn(8, 16)
+    with play_device():
+        call = LayerCall(torch.zeros(2, 4, 16), (), {}, None, DEVICE)
+        placement = OffloadPlan(gather_on_host=True, hold_on_host=True, solve_on_host=solve_on_host, rows=8)
+        gatherer = MomentGatherer(DeviceContext(placement), hold_out=True, num_before=3)
+        gatherer.add(layer, group, Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))
+        found = gatherer.finish(group)
+    side = torch.device("cpu") if solve_on_host else DEVICE
+    assert found.all.gram.device == found.held.gram.device == found.all.target_energy.device == side
+    expected = make_moments(group.num_columns, 16, "cpu", torch.float32)
+    accumulate_moments(expected, inputs, target)
+    with play_device():
+        torch.testing.assert_close(found.all.gram.cpu(), expected.gram)
+
+
+def test_what_is_parked_comes_back_and_is_pinned_while_the_host_has_room(monkeypatch):
+    """Tensors without numbers that say that they are on a card."""
+    asked = []
+
+    def empty(*size, pin_memory=False, **options):
+        asked.append(pin_memory)
+        return make(*size, **options)
+
+    make = torch.empty
+    with FakeTensorMode():
+        tensor, kept = make(4, 8, device="cuda", dtype=torch.bfloat16), []
+        monkeypatch.setattr(torch, "empty", empty)
+        for may in (True, False):
+            monkeypatch.setattr(context, "_may_pin", lambda _size, may=may: may)
+            kept.append(DeviceContext().park(tensor))
+        assert asked == [True]
+        for held in kept:
+            assert (held.device.type, held.dtype, held.shape) == ("cpu", tensor.dtype, tensor.shape)
+    host = torch.ones(3, requires_grad=True)
+    assert DeviceContext().park(host).data_ptr() == host.data_ptr()
+    assert not DeviceContext().park(host).requires_grad

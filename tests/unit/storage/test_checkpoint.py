@@ -1,0 +1,199 @@
+"""Broken checkpoints, by file and by tensor: transformers would fill what is missing with random numbers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers.families import MODEL_TYPES, make_model
+from helpers.models import WIDE_MODELS, make_dataset, run_oneshot, save_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, read_headers
+
+LAYER = "model.decoder.layers.1.fc2.weight"
+
+
+@pytest.fixture
+def broken(opt, tmp_path):
+    """A copy to break."""
+    return shutil.copytree(opt, tmp_path / "model")
+
+
+def change_weights(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def change_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def refuse(folder, message):
+    for check in (check_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match=message):
+            check(str(folder))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_whole_checkpoints_pass(model_type, tmp_path):
+    save_model(make_model(model_type), tmp_path)
+    assert check_checkpoint(str(tmp_path)).model_type == model_type
+    load_checkpoint(str(tmp_path))
+
+
+def test_pruned_and_sharded_checkpoints_pass(opt, tmp_path):
+    model = run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
+    check_checkpoint(str(tmp_path / "out"))
+    load_checkpoint(str(tmp_path / "out"))
+    save_model(AutoModelForCausalLM.from_pretrained(opt), tmp_path / "sharded")
+    (tmp_path / "sharded" / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(opt).save_pretrained(tmp_path / "sharded", max_shard_size="50kB")
+    assert len(read_headers(str(tmp_path / "sharded"))) > 1
+    check_checkpoint(str(tmp_path / "sharded"))
+    assert model.num_parameters() > 0
+
+
+def test_a_missing_shard_and_a_broken_index_are_named(opt, tmp_path):
+    save_model(AutoModelForCausalLM.from_pretrained(opt), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(opt).save_pretrained(tmp_path, max_shard_size="50kB")
+    sorted(tmp_path.glob("model-*.safetensors"))[1].unlink()
+    refuse(tmp_path, r"model-00002-of-\d+\.safetensors: must be a whole safetensors file, got no file")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ')
+    refuse(tmp_path, r"model\.safetensors\.index\.json must be an index with a weight_map")
+
+
+@pytest.mark.parametrize("name", [LAYER, "model.decoder.embed_tokens.weight", "model.decoder.final_layer_norm.bias"])
+def test_a_missing_tensor_is_named(broken, name):
+    change_weights(broken, lambda tensors: tensors.pop(name))
+    refuse(
+        broken,
+        rf"model\.safetensors must hold every tensor that its config asks for, .*{name}|lm_head.weight and 1 more",
+    )
+
+
+def test_a_config_that_asks_for_more_layers_is_refused(broken):
+    change_config(broken, num_hidden_layers=5)
+    refuse(broken, r"must hold every tensor .* model\.decoder\.layers\.3\.fc1\.bias and 31 more missing")
+
+
+def test_a_tensor_of_another_shape_is_named(broken):
+    change_weights(broken, lambda tensors: tensors.update({LAYER: torch.zeros(24, 39)}))
+    refuse(broken, rf"model\.safetensors: {LAYER} must have the shape \[24, 40\] .* got \[24, 39\]")
+    change_config(broken, ffn_dim=39)
+    refuse(broken, r"fc1.bias must have the shape \[39\]")
+
+
+def test_a_pruned_checkpoint_with_the_dense_config_is_refused(opt, tmp_path):
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
+    shutil.copy(opt / "config.json", tmp_path / "out")
+    refuse(tmp_path / "out", "must have the shape")
+    assert cli.main(["convert", str(tmp_path / "out"), "--to", "masked", "--output", str(tmp_path / "x")]) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x08\0\0\0\0\0\0\0{}      ", None])
+def test_a_broken_file_is_named(broken, content):
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000] if content is None else content)
+    message = r"model\.safetensors: must be a whole safetensors file, got \d+ bytes"
+    refuse(broken, "must hold every tensor" if content and b"{" in content else message)
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+def test_quantised_checkpoints_are_whole_too(tmp_path, scheme):
+    folder = WIDE_MODELS["opt"](tmp_path / "dense")
+    stages = (
+        "p_stage:\n  p_modifiers:\n    StruPruneModifier: {sparsity: 0.2, width_multiple: 32, attention_unit: none}\n"
+        f"q_stage:\n  q_modifiers:\n    QuantizationModifier: {{config_groups: {{g: {{targets: [Linear], weights: "
+        f"{{num_bits: {scheme[1]}, type: int, strategy: group, group_size: 32}}}}}}, ignore: [lm_head]}}\n"
+    )
+    run_oneshot(str(folder), stages, make_dataset(16), output_dir=str(tmp_path / "out"))
+    load_checkpoint(str(tmp_path / "out"))
+    file = next((tmp_path / "out").glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if "layers.1.fc2.weight" in name)
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.fc2"):
+        load_checkpoint(str(tmp_path / "out"))
+
+
+def test_what_is_not_on_this_machine_has_no_folder():
+    assert find_checkpoint(str(DEMO_MODEL)) == DEMO_MODEL
+    assert find_checkpoint("nobody/has-this-model") is None
+    assert find_checkpoint("/no/such/folder") is None
+    assert read_headers("nobody/has-this-model") == {}
+
+
+# -- .bin files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pickled(opt, tmp_path):
+    """A copy whose weights are in a ``.bin`` file."""
+    folder = shutil.copytree(opt, tmp_path / "pickled")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_bin_files_that_are_whole_pass(pickled):
+    check_checkpoint(str(pickled))
+    load_checkpoint(str(pickled))
+    tensors = torch.load(pickled / "pytorch_model.bin", weights_only=True)
+    torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=False)  # as of old torch
+    check_checkpoint(str(pickled))
+
+
+def test_a_tensor_that_a_bin_file_lacks_or_has_in_another_shape_is_named(pickled):
+    file = pickled / "pytorch_model.bin"
+    tensors = torch.load(file, weights_only=True)
+    torch.save({**tensors, LAYER: tensors[LAYER][:, :-1].clone()}, file)
+    refuse(pickled, r"pytorch_model\.bin: model\.decoder\.layers\.1\.fc2\.weight must have the shape \[24, 40\]")
+    del tensors[LAYER]
+    torch.save(tensors, file)
+    refuse(pickled, r"pytorch_model\.bin must hold every tensor .*layers\.1\.fc2\.weight missing")
+
+
+def test_bin_shards_are_all_there(pickled):
+    tensors = torch.load(pickled / "pytorch_model.bin", weights_only=True)
+    names = sorted(tensors)
+    for part, held in enumerate((names[::2], names[1::2])):
+        torch.save({name: tensors[name] for name in held}, pickled / f"part{part}.bin")
+    (pickled / "pytorch_model.bin").unlink()
+    index = {"weight_map": {name: f"part{place % 2}.bin" for place, name in enumerate(names)}}
+    (pickled / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    check_checkpoint(str(pickled))
+    (pickled / "part1.bin").unlink()
+    refuse(pickled, r"part1\.bin must be a whole file of tensors and nothing else, got no file")
+
+
+class Trap:
+    def __reduce__(self):
+        return (open, ("trapped", "w"))
+
+
+@pytest.mark.parametrize("kind", ["cut", "garbage", "trap"])
+def test_a_bin_file_that_is_broken_or_hostile_is_refused_unread(kind, pickled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = pickled / "pytorch_model.bin"
+    if kind == "trap":
+        torch.save({"x": Trap()}, file)
+    else:
+        file.write_bytes(file.read_bytes()[:5000] if kind == "cut" else b"x" * 999)
+    refuse(pickled, r"pytorch_model\.bin must be a whole file of tensors and nothing else, got")
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_a_folder_whose_weights_nobody_loads_holds_none(pickled):
+    (pickled / "pytorch_model.bin").rename(pickled / "training_args.bin")
+    with pytest.raises(ValueError, match="must hold weights"):
+        check_checkpoint(str(pickled))

@@ -1,0 +1,164 @@
+"""``struprune plan``: what it says without calibration is what the run then leaves."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers.models import save_opt, save_wide_opt
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from struprune_plugin.cli import main as cli
+from struprune_plugin.model.layers import count_parameters
+from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.recipes.shipped import find_default, list_recipes
+from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.studies import probe
+from struprune_plugin.studies.plan import Fit, choose_fit, list_engines
+from struprune_plugin.studies.probe import Workload, _choose_probe
+from struprune_plugin.studies.sizes import Outline, Shapes, outline_run, read_shapes
+
+SMALL = ["--num-samples", "8", "--seq-length", "32"]
+
+
+def load(name="struprune_opt", **changes):
+    return load_recipe(name, changes=changes)
+
+
+@pytest.mark.parametrize("unit", ["value_channels", "head", "none"])
+def test_sizes_are_those_of_the_output(opt, prune_once, unit):
+    model, out = prune_once(opt, unit)
+    after = outline_run(read_shapes(str(opt)), load(sparsity=0.3, attention_unit=unit).modifiers).after
+    assert after.parameters == pytest.approx(count_parameters(model), rel=0.01)
+    assert after.bytes == pytest.approx(measure_weight_bytes(out), rel=0.05)  # a header, which tiny models feel
+    with torch.no_grad():
+        held = model(torch.tensor([[5]]), use_cache=True).past_key_values
+    counted = 4 * sum(layer.keys.numel() + layer.values.numel() for layer in held.layers)
+    assert after.cache == pytest.approx(counted, rel=0.4)  # layers lose by their own curves, not alike
+
+
+def test_sparsity_zero_is_the_model_itself(opt):
+    outline = outline_run(read_shapes(str(opt)), load(sparsity=0.0).modifiers)
+    assert (outline.after.parameters, outline.after.cache) == (outline.before.parameters, outline.before.cache)
+    assert outline.before.parameters == count_parameters(AutoModelForCausalLM.from_pretrained(opt))
+    assert outline.before.bytes == measure_weight_bytes(opt)
+
+
+def test_quantised_weights_take_their_bits(tmp_path):
+    shapes = read_shapes(str(save_wide_opt(tmp_path)))
+    plain, eight, four = (
+        outline_run(shapes, load(name, sparsity=0.2).modifiers)
+        for name in ("struprune_opt", "struprune_w8a8", "struprune_w4a16_gptq")
+    )
+    linears = 3 * (4 * 64 * 64 + 2 * 64 * 128) * 0.8
+    assert plain.after.bytes - eight.after.bytes == pytest.approx(3 * linears, rel=0.05)  # of float32
+    assert plain.after.bytes - four.after.bytes == pytest.approx((4 - 0.5 - 2 / 32) * linears, rel=0.1)
+    assert four.rounding
+    assert four.rounding[0].width_multiple == 32
+
+
+def test_a_configuration_alone_is_planned(opt, tmp_path, capsys):
+    shutil.copy(opt / "config.json", tmp_path)
+    assert cli.main(["plan", str(tmp_path), "--sparsity", "0.3", "--no-probe", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert cli.main(["plan", str(opt), "--sparsity", "0.3", "--no-probe", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert alone["after"] == whole["after"]
+    assert alone["recipe"] == "struprune_opt"
+    assert alone["costs"] is None
+
+
+def test_a_probe_tells_time_memory_and_speed(opt, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in opt.iterdir()}
+    assert cli.main(["plan", str(opt), "--sparsity", "0.3", "--json", *SMALL]) == 0
+    costs = json.loads(capsys.readouterr().out)["costs"]
+    assert 0.1 < costs["seconds"] < 3600
+    assert costs["peak_bytes"] > 10**8  # torch alone takes that
+    assert all(0.2 < costs[name] < 5 for name in ("prefill", "decode"))
+    assert "2 of 3 layers, 8 of 8 sequences" in costs["probe"]
+    assert cli.main(["plan", str(opt), "--sparsity", "0.3", "--quiet", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "the run takes" in printed
+    assert "trust_remote_code" in printed
+    assert {path.name: path.stat().st_mtime_ns for path in opt.iterdir()} == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wide_model_is_probed_on_fewer_sequences_then_narrower(monkeypatch):
+    monkeypatch.setattr(probe, "measure_rate", lambda dtype: 1e11)
+    config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = Shapes("wide", config, model, torch.bfloat16, 0)
+    outline = outline_run(shapes, load("struprune", sparsity=0.3).modifiers)
+    assert isinstance(outline, Outline)
+    chosen = _choose_probe(shapes, outline, Workload(128, 2048, 8))
+    assert chosen.config.num_hidden_layers == 2
+    assert chosen.work.num_samples < 128
+    assert chosen.divisor > 1
+    assert chosen.config.hidden_size == 4096 // chosen.divisor
+    assert config.hidden_size == 4096  # the model's own stays
+
+
+def test_fits_are_the_least_that_fit(opt, capsys):
+    assert cli.main(["plan", str(opt), "--no-probe", "--json", "--sparsity", "0"]) == 0
+    before = json.loads(capsys.readouterr().out)["before"]
+    limit = round(0.93 * (before["bytes"] + 64 * before["cache"]))
+    argv = ["plan", str(opt), "--fit", f"{limit}", "--context", "64", "--json"]
+    assert cli.main(argv) == 0
+    fits = {fit["quantiser"]: fit for fit in json.loads(capsys.readouterr().out)["fits"]}
+    fit = fits["none"]
+    assert 0 < fit["sparsity"] < 0.9
+    assert fit["total"] <= limit
+    shapes = read_shapes(str(opt))
+    less = outline_run(shapes, load(sparsity=fit["sparsity"] - 0.01).modifiers).after
+    assert less.bytes + 64 * less.cache > limit
+    assert cli.main([*argv[:-1]]) == 0
+    printed = capsys.readouterr().out
+    assert "least pruned: " in printed
+    assert cli.main(["plan", str(opt), "--fit", "1kB"]) == 0
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_the_choice_prunes_least_then_keeps_most_bits():
+    fits = [Fit("none", 0.4, 1, "a"), Fit("8", 0.0, 1, "b"), Fit("4", 0.0, 1, "c"), Fit("2", None, 0, "d")]
+    assert choose_fit(fits).quantiser == "8"
+    assert choose_fit(fits[3:]) is None
+
+
+def test_engines_depend_on_what_differs():
+    assert "stock class" in list_engines(load("struprune_uniform").modifiers)["transformers"]
+    assert list_engines(load(attention_unit="head").modifiers)["vLLM"].startswith("no")
+    assert "compressed-tensors" in list_engines(load("struprune_w8a8").modifiers)["transformers"]
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("opt", "struprune_opt"), ("llama", "struprune"), ("x", "struprune")])
+def test_every_type_has_a_default(model_type, name):
+    assert find_default(model_type) == name
+    assert name in list_recipes()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--sparsity", "0.99"], "Lower sparsity"),
+        (["--recipe", "RECOVERY"], "must hold a StruPruneModifier"),
+        (["--recipe", "BARE"], "must give a sparsity"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(opt, tmp_path, capsys, argv, message):
+    (tmp_path / "RECOVERY").write_text("a_stage: {b_modifiers: {LoRARecoveryModifier: {adapters: {rank: 2}}}}")
+    (tmp_path / "BARE").write_text("a_stage: {b_modifiers: {StruPruneModifier: {attention_unit: vo}}}")
+    argv = [str(tmp_path / word) if word in ("RECOVERY", "BARE") else word for word in argv]
+    assert cli.main(["plan", str(opt), *argv, "--no-probe"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_configuration_that_nobody_meant_is_refused(tmp_path, capsys):
+    folder = save_opt(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    assert cli.main(["plan", str(folder), "--no-probe"]) == 2
+    assert "num_hidden_layers must be in [1, 4096]" in capsys.readouterr().err

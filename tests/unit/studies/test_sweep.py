@@ -1,0 +1,165 @@
+"""``struprune sweep``: one sensitivity and one set of curves serve all points, and nothing is done twice."""
+
+import json
+
+import pytest
+
+from struprune_plugin.allocation.curves import CurveMeasurer
+from struprune_plugin.cli import main as cli
+from struprune_plugin.cli.sweep_command import read_pick, read_sparsities
+from struprune_plugin.modifiers import planning
+from struprune_plugin.storage.files import digest_whole_file
+from struprune_plugin.studies.sweep import SweepRun
+from struprune_plugin.studies.sweep_results import find_pareto, pick_point
+
+SMALL = ["--num-samples", "8", "--seq-length", "32"]
+SCORED = ["--window", "32", "--max-tokens", "512"]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often the dense model is measured."""
+    counts = {"signals": 0, "curves": 0}
+    measure, begin = planning.measure_sensitivity, CurveMeasurer.measure
+
+    def count_signals(*args):
+        counts["signals"] += 1
+        return measure(*args)
+
+    def count_curves(self, *args):
+        counts["curves"] += 1
+        return begin(self, *args)
+
+    monkeypatch.setattr(planning, "measure_sensitivity", count_signals)
+    monkeypatch.setattr(CurveMeasurer, "measure", count_curves)
+    return counts
+
+
+def run(model, folder, *more, sparsities="0.2,0.4"):
+    return cli.main(
+        ["sweep", str(model), "--output", str(folder), "--sparsity", sparsities, *SMALL, *SCORED, "--quiet", *more]
+    )
+
+
+def test_a_sweep_measures_once_and_ends_with_what_single_runs_write(opt, tmp_path, counted, capsys, monkeypatch):
+    folder = tmp_path / "sweep"
+    assert run(opt, folder, "--methods", "default,uniform", "--pick", "+900% perplexity", "--json") == 0
+    assert counted == {"signals": 1, "curves": 1}
+    record = json.loads(capsys.readouterr().out)
+    assert set(record["points"]) == {"default 0.2", "default 0.4", "uniform 0.2", "uniform 0.4"}
+    sizes = {name: point["parameters"] for name, point in record["points"].items()}
+    picked = record["picked"]
+    assert sizes[picked["point"]] == min(sizes.values())
+    assert {"sweep.json", "sweep.md", "perplexity.svg", "speed.svg", "picked"} <= {p.name for p in folder.iterdir()}
+    single = tmp_path / "single"
+    method, _, sparsity = picked["point"].partition(" ")
+    argv = ["prune", str(opt), "--recipe", "struprune_opt", "--sparsity", sparsity, "--output", str(single), *SMALL]
+    assert cli.main([*argv, "--set", f"allocation={'error_curve' if method == 'default' else method}", "--quiet"]) == 0
+    weights = [digest_whole_file(path / "model.safetensors") for path in (folder / "picked", single)]
+    assert weights[0] == weights[1]
+    capsys.readouterr()
+
+    def fail(*_args, **_kwargs):
+        raise AssertionError("a finished point is run again")
+
+    monkeypatch.setattr(SweepRun, "prune", fail)
+    assert run(opt, folder, "--methods", "default,uniform") == 0
+    assert "no other point is smaller and better" in capsys.readouterr().out
+
+
+def test_a_sweep_that_was_killed_goes_on(opt, tmp_path, counted, monkeypatch):
+    prune = SweepRun.prune
+
+    def die(self, recipe, out):
+        if recipe.modifiers[0].sparsity == 0.4:
+            raise KeyboardInterrupt
+        return prune(self, recipe, out)
+
+    monkeypatch.setattr(SweepRun, "prune", die)
+    assert run(opt, tmp_path / "sweep") == 130
+    held = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert list(held["points"]) == ["default 0.2"]
+    monkeypatch.setattr(SweepRun, "prune", prune)
+    assert run(opt, tmp_path / "sweep", sparsities="0.2,0.4") == 0
+    after = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert after["points"]["default 0.2"] == held["points"]["default 0.2"]
+    assert counted == {"signals": 1, "curves": 1}
+
+
+def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert run(opt, tmp_path) == 2
+    assert "must be empty, absent or the folder of an earlier sweep" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_another_sweep_is_not_mixed_in(opt, tmp_path, capsys):
+    assert run(opt, tmp_path / "sweep", sparsities="0.2") == 0
+    assert run(opt, tmp_path / "sweep", "--seed", "5", sparsities="0.2") == 2
+    assert "got one with another seed" in capsys.readouterr().err
+
+
+def test_a_refused_point_does_not_stop_the_rest(opt, tmp_path, capsys):
+    assert run(opt, tmp_path / "sweep", sparsities="0.2,0.98") == 0
+    printed = capsys.readouterr().out
+    assert "default 0.98: refused, " in printed
+    assert "default 0.2" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("0.1:0.6:0.1", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
+        ("0.5", [0.5]),
+        ("0.2,0.4", [0.2, 0.4]),
+        ("0.1:0.25:0.1", [0.1, 0.2]),
+    ],
+)
+def test_read_sparsities_takes_ranges_and_lists(text, found):
+    assert read_sparsities(text) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "1", "0.5,0.5", "0.1:0.6", "0.6:0.1:0.1", "0.1:0.2:0", "0.1:0.9:1e-9", "a:b:c", "-0.1"]
+)
+def test_read_sparsities_refuses_the_rest(text):
+    with pytest.raises(ValueError, match="--sparsity: must be first:last:step"):
+        read_sparsities(text)
+
+
+def test_read_pick_takes_shares_and_points():
+    assert read_pick("+5% perplexity") == (0.05, True, "perplexity")
+    assert read_pick("-0.02 arc_easy") == (0.02, False, "arc_easy")
+    for text in ("5% perplexity", "-5% perplexity", "+5% arc_easy", "perplexity"):
+        with pytest.raises(ValueError, match="--pick: must be like"):
+            read_pick(text)
+
+
+def test_picks_and_pareto_points_are_those_of_the_naive_search():
+    def point(parameters, perplexity, accuracy):
+        return {"parameters": parameters, "perplexity": perplexity, "tasks": {"t": {"value": accuracy}}}
+
+    points = {"a": point(9, 10.1, 0.8), "b": point(7, 10.4, 0.79), "c": point(7, 11.0, 0.7), "d": point(5, 12.0, 0.6)}
+    record = {"dense": point(10, 10.0, 0.8), "points": {**points, "e": {"refused": "no"}}}
+    assert find_pareto(record) == ["a", "b", "d"]
+    assert pick_point(record, (0.05, True, "perplexity")) == "b"
+    assert pick_point(record, (2.0, False, "perplexity")) == "d"
+    assert pick_point(record, (0.1, False, "t")) in ("b", "c")
+    with pytest.raises(ValueError, match="a point must keep perplexity within"):
+        pick_point(record, (0.001, True, "perplexity"))
+    with pytest.raises(ValueError, match="must name what the sweep measures"):
+        pick_point(record, (0.1, False, "u"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "nonsense"], "--methods: must be default, error_curve"),
+        (["--pick", "best"], "--pick: must be like"),
+        (["--text", "nowhere.jsonl"], "must be an existing JSON-lines file"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(opt, tmp_path, capsys, words, message):
+    assert run(opt, tmp_path / "sweep", *words) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

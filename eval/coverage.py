@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cached_property
 from pathlib import Path
@@ -349,9 +349,37 @@ def judge(failed: dict[str, str]) -> str:
     return f"{word}: {failed[first]}"
 
 
-def format_markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a page's tables: what is pruned, what is not and why, and what is no decoder."""
+    pruned = [row for row in rows if row["verdict"].startswith("pruned")]
+    others = [row for row in rows if row not in pruned and not row["verdict"].startswith("no decoder")]
+    parts = [
+        format_lines(
+            ["type", "units per layer (layers)", "parameters", "`output: uniform`"],
+            [
+                [row["type"], row["units (layers)"], row["all"], "refused" if row["stock class"] == "✗" else "loads"]
+                for row in pruned
+            ],
+        )
+    ]
+    if others:
+        parts.append(format_lines(["type", "why not"], [[row["type"], shorten(row["verdict"])] for row in others]))
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        if row not in pruned and row not in others:
+            kinds.setdefault(row["verdict"].partition(": ")[2], []).append(row["type"])
+    parts += [f"- {kind}: {', '.join(types)}" for kind, types in kinds.items()]
+    return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
+
+
+def format_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def shorten(verdict: str) -> str:
+    """Return a verdict without what every message says."""
+    return verdict.rpartition("got none: ")[2].removesuffix("Choose another model.").strip().rstrip(".")
 
 
 def main() -> int:
@@ -359,7 +387,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="TYPE", default=[], help="these types, decoders or not")
     parser.add_argument("--layers", type=int, default=LAYERS, help="decoder layers of an instance")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, after every type")
-    parser.add_argument("--markdown", action="store_true", help="print a table for a page")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/coverage.md")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logger.remove()
@@ -372,8 +400,10 @@ def main() -> int:
         print(f"{model_type:26} {seconds:5.1f} s  {rows[-1]['verdict'][:160]}", file=sys.stderr, flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    cells = [list(row.values()) for row in rows]
-    print((format_markdown if args.markdown else format_table)(list(rows[0]), cells))
+    if args.markdown:
+        print(format_markdown(rows))
+    else:
+        print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
     verdicts = Counter(row["verdict"].split(":")[0] for row in rows)
     print("; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
     return 0

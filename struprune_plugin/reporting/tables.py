@@ -79,7 +79,11 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
         width = config.get("value_head_dim") or config.get("head_dim")
         width = width or config["hidden_size"] // config["num_attention_heads"]
         own = {int(index): sizes for index, sizes in (config.get("per_layer_config") or {}).items()}
-        left = {(group.layer, group.kind): group.kept / group.num_units for group in manifest.groups}
+        padded = "linears" in config.get("layout", ())  # narrowed values reach the cache padded
+        kinds = ("head",) if padded else ("head", "value_channels")
+        left = {
+            (group.layer, group.kind): group.kept / group.num_units for group in manifest.groups if group.kind in kinds
+        }
         dense = pruned = 0
         for layer in range(config["num_hidden_layers"]):
             sizes = own.get(layer, {})

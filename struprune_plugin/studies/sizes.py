@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
+from struprune_plugin.export.convert import can_narrow
 from struprune_plugin.linalg.rounding import find_group_sparsity
 from struprune_plugin.model.footprint import count_cache_channels
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters, find_layouts, sum_outputs
@@ -204,8 +205,13 @@ def _measure_cache(
     shapes: Shapes, groups: Sequence[UnitGroup], kept: Mapping[str, int], later: Sequence[Modifier]
 ) -> int:
     """Return the bytes of keys and values a token, of all layers."""
+    padded = not can_narrow(shapes.model)  # narrowed values reach the cache padded
     told = {
-        group.layer_index: count_cache_channels(group, kept[group.name]) for group in groups if not group.unit.is_ffn
+        group.layer_index: count_cache_channels(
+            group, group.num_units if padded and group.unit is VALUE else kept[group.name]
+        )
+        for group in groups
+        if not group.unit.is_ffn
     }
     channels = 0
     for index, (layer, layout) in enumerate(find_layouts(shapes.model)):

@@ -5,14 +5,15 @@ import shutil
 
 import pytest
 import torch
-from helpers.models import save_opt, save_wide_opt
-from transformers import AutoModelForCausalLM, LlamaConfig
+from helpers.models import run_oneshot, save_model, save_opt, save_wide_opt
+from transformers import AutoModelForCausalLM, Cohere2Config, LlamaConfig
 
+from struprune_plugin import read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.recipes.shipped import find_default, list_recipes
-from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.reporting.tables import measure_cache_bytes, measure_weight_bytes
 from struprune_plugin.studies import probe
 from struprune_plugin.studies.plan import Fit, choose_fit, list_engines
 from struprune_plugin.studies.probe import Workload, _choose_probe
@@ -35,6 +36,29 @@ def test_sizes_are_those_of_the_output(opt, prune_once, unit):
         held = model(torch.tensor([[5]]), use_cache=True).past_key_values
     counted = 4 * sum(layer.keys.numel() + layer.values.numel() for layer in held.layers)
     assert after.cache == pytest.approx(counted, rel=0.4)  # layers lose by their own curves, not alike
+
+
+def test_values_that_are_padded_leave_the_cache_as_it_is(tmp_path):
+    model = AutoModelForCausalLM.from_config(Cohere2Config(**SIZES))
+    dense, out = save_model(model, tmp_path / "dense"), tmp_path / "out"
+    pruned = run_oneshot(str(dense), sparsity=0.3, output_dir=str(out))
+    assert {group.kind for group in read_manifest(out).groups} == {"ffn", "value_channels"}
+    outline = outline_run(read_shapes(str(dense)), load("struprune", sparsity=0.3).modifiers)
+    with torch.no_grad():
+        held = pruned(torch.tensor([[5]]), use_cache=True).past_key_values
+    counted = 4 * sum(layer.keys.numel() + layer.values.numel() for layer in held.layers)
+    assert outline.before.cache == outline.after.cache == counted
+    assert measure_cache_bytes(out, read_manifest(out)) == (counted, counted)
+
+
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def test_sparsity_zero_is_the_model_itself(opt):

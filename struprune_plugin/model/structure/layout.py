@@ -95,8 +95,9 @@ class LayerLayout:
     left: Mapping[str, str] = field(default_factory=dict)
 
     def list_linears(self) -> list[str]:
-        """Return the names of all linears of the modules that hold units."""
-        names = [*self.attention.linears] if self.attention else []
+        """Return the names of all linears of the modules that hold units, in an order that digests of weights hang on."""
+        attention = self.attention
+        names = [*attention.producers, attention.output, *attention.linears] if attention else []
         return list(dict.fromkeys([*names, *(name for ffn in self.ffns for name in (*ffn.producers, ffn.output))]))
 
 

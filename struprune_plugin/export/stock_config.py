@@ -137,8 +137,12 @@ def find_stock_config(
     for old, new in _list_changes(before, shapes):
         named = [name for name, value in text.items() if value == old and type(value) is int]
         unnamed = [name for name, value in text.items() if value is None or (plain and type(value) is int)]
-        for name in named or unnamed:  # a class has the width by default, or makes it of another number
-            tried = {**changes, **({} if named else plain), name: new}
+        unnamed = [name for name in unnamed if name not in named]
+        count = len(problems)
+        for name in (*named, *unnamed):  # a class has the width by default, or makes it of another number
+            if name in unnamed and len(problems) < count:
+                break
+            tried = {**changes, **(plain if name in unnamed else {}), name: new}
             try:
                 built, candidate = build_stock(model, tried)
             except ValueError:

@@ -265,6 +265,19 @@ def test_uniform_layers_become_a_stock_model_by_measure(model_type, tmp_path):
     assert torch.equal(model(read_ids(model)).logits, again(read_ids(model)).logits)
 
 
+def test_a_width_is_found_though_another_key_has_the_same_value():
+    """GPT-2 leaves its FFN's width open; the number of positions happens to be the same."""
+    config = CONFIG_MAPPING["gpt2"](vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128, n_ctx=128)
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.transformer.h:
+        keep = torch.arange(100)
+        layer.mlp.c_fc.weight = nn.Parameter(layer.mlp.c_fc.weight[:, keep])
+        layer.mlp.c_fc.bias = nn.Parameter(layer.mlp.c_fc.bias[keep])
+        layer.mlp.c_proj.weight = nn.Parameter(layer.mlp.c_proj.weight[keep])
+    found = stock_config.find_stock_config(model)
+    assert (found.n_inner, found.n_positions) == (100, 128)
+
+
 def test_what_no_key_can_say_is_refused(tmp_path):
     model, _ = make_pruned("gptj")
     with pytest.raises(ValueError, match=r"n_inner.*must make the model's shapes, got: transformer\.h\.0\.mlp"):

@@ -171,11 +171,11 @@ def test_micro_batches_hold_every_sample_once_with_others_of_its_length():
 @pytest.mark.parametrize(
     ("targets", "count", "first"),
     [
-        (None, 18, "model.decoder.layers.0.self_attn.k_proj"),
+        (None, 18, "model.decoder.layers.0.self_attn.q_proj"),
         (["fc1"], 3, "model.decoder.layers.0.fc1"),
         (["self_attn.v_proj", "fc2"], 6, "model.decoder.layers.0.self_attn.v_proj"),
         (["model.decoder.layers.1.fc1"], 1, "model.decoder.layers.1.fc1"),
-        ([r"re:.*layers\.[12]\..*proj"], 8, "model.decoder.layers.1.self_attn.k_proj"),
+        ([r"re:.*layers\.[12]\..*proj"], 8, "model.decoder.layers.1.self_attn.q_proj"),
     ],
 )
 def test_match_linears_reads_every_way_to_name_one(targets, count, first):

@@ -18,6 +18,7 @@ from struprune_plugin.export.convert import (
     adopt_stock,
     wrap_save,
 )
+from struprune_plugin.export.rehearsal import rehearse
 from struprune_plugin.export.stock_config import (
     are_layers_alike,
     can_hold_heads,
@@ -140,6 +141,7 @@ class StruPruneModifier(StructuredModifier):
             check_one_process("trial_samples above 0", "Leave it out: several processes take the allocation untried.")
         groups = self._find_own_groups(model)
         check_single_stage()
+        rehearse(model, self.attention_unit, self.prune_ffn)
         if self.output == "uniform":
             self._check_uniform(model, groups)
         self._setup = prepare_run(self, model, groups, state.data.calib)

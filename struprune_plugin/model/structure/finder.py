@@ -125,9 +125,6 @@ def measure_structure(model: Any) -> Structure:
 
     layouts, shared = [], _list_shared(layers)
     for alike in kinds.values():
-        if alike[0] not in calls:
-            layouts.append(LayerLayout(left={"the layer": "text alone does not run it"}))
-            continue
         measured = _measure(layers[alike[0]], calls[alike[0]])
         own = _leave_cut_twice(read_units(measured), layers[alike[0]], shared)
         proved = _prove(own, measured, [layers[index] for index in alike], run)
@@ -218,11 +215,16 @@ def _describe_joins(layout: LayerLayout, measured: Measured, call: Call) -> Laye
 
 
 def _record_calls(model: Any, layers: list[nn.Module], tokens: Tensor) -> dict[int, Call]:
-    """Return what every layer that runs is called with, by its position."""
+    """Return what every layer is called with, by its position.
+
+    :raises ValueError: they do not run in their order, each once
+    """
     calls: dict[int, Call] = {}
+    order: list[int] = []
 
     def see(index: int) -> Any:
         def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            order.append(index)
             calls[index] = Call(args, kwargs)
 
         return hook
@@ -231,6 +233,11 @@ def _record_calls(model: Any, layers: list[nn.Module], tokens: Tensor) -> dict[i
         for index, layer in enumerate(layers):
             stack.callback(layer.register_forward_pre_hook(see(index), with_kwargs=True).remove)
         model(input_ids=tokens, use_cache=False)
+    if order != list(range(len(layers))):
+        raise ValueError(
+            f"its {len(layers)} decoder layers must run on text one after the other, each once, got a pass that runs "
+            f"{', '.join(map(str, order[:9]))}{', …' if len(order) > 9 else ''}"
+        )
     return calls
 
 

@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from struprune_plugin.export.rehearsal import check_passes
 from struprune_plugin.layerwise.calls import LayerCall, States, find_tokens, pair_gradients
 from struprune_plugin.layerwise.ends import enter_layers, leave_layers
 from struprune_plugin.layerwise.head import Head
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.layerwise.proof import check_passes
 from struprune_plugin.layerwise.runner import LayerwiseRunner
 from struprune_plugin.layerwise.samples import Sample
 from struprune_plugin.model.layers import find_decoder_layers

@@ -1,0 +1,118 @@
+"""The proof, before a run, that a model's class can be pruned: all of it rehearsed on a tiny random instance."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from struprune_plugin.export.any_class import find_stock, make_dense_config, replace_conv1d
+from struprune_plugin.export.convert import adopt_attention, adopt_config
+from struprune_plugin.layerwise.ends import leave_layers
+from struprune_plugin.layerwise.head import Head
+from struprune_plugin.layerwise.passes import stream_layers
+from struprune_plugin.linalg.elimination import unit_columns
+from struprune_plugin.linalg.second_moments import with_bias_index
+from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
+from struprune_plugin.model.units import AttentionUnit, find_groups
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.runtime.device_context import DeviceContext
+
+_TOLERANCE = 1e-5  # of the largest logit
+_PASSED: set[tuple[Any, ...]] = set()
+
+
+def rehearse(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> None:
+    """Prune, save and load a tiny instance of a model's class; once per class, configuration and kinds of units.
+
+    It runs layer by layer as it does whole; without a third of its units it gives what it gives with zeros in their place;
+    saved and loaded, it gives the same again: to 1e-5 of the largest logit, in float32.
+
+    :param attention_unit: as :func:`~struprune_plugin.model.units.find_groups` takes it
+    :raises ValueError: it does not
+    """
+    config = make_dense_config(model.config)
+    kind = find_stock(type(model))
+    passed = (kind, config.to_json_string(), attention_unit, prune_ffn)
+    if passed in _PASSED:
+        return
+    tiny = build_tiny(config, kind=kind)
+    replace_conv1d(tiny)
+    tokens = draw_tokens(tiny.config, 2, 12, seed=3)
+    try:
+        check_passes(tiny, [{"input_ids": tokens}])
+        _check_pruning(tiny, tokens, find_groups(tiny, attention_unit, prune_ffn))
+    except Exception as error:  # whatever a class raises that counts on its sizes
+        raise ValueError(
+            f"model: a tiny instance of {kind.__name__} must be pruned, saved and loaded without another change of what it "
+            f"gives, got {type(error).__name__}: {error} Choose another attention_unit, or another model."
+        ) from error
+    _PASSED.add(passed)
+
+
+@torch.no_grad()
+def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitGroup]) -> None:
+    def run(model: Any) -> Tensor:
+        return model(input_ids=tokens, use_cache=False).logits
+
+    masked, kept = deepcopy(tiny), [_pick_two_thirds(group) for group in groups]
+    _remove(masked, groups, kept, mask_group)
+    adopt_attention(tiny, groups)
+    _remove(tiny, groups, kept, slice_group)
+    wanted = run(tiny)
+    _check_equal(wanted, run(masked), "with units gone as with zeros in their place")
+    adopt_config(tiny)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.save_pretrained(folder)
+        loaded = type(tiny).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    _check_equal(run(loaded.eval()), wanted, "loaded as before it was saved")
+
+
+def _pick_two_thirds(group: UnitGroup) -> Tensor:
+    """Return the units of a group that stay, the same number of every block, shape [kept], int64."""
+    per_block = group.num_units // group.num_blocks
+    units = torch.arange(group.num_units)
+    return units[(units % per_block % 3 != 1) | (per_block == 1)]
+
+
+def _remove(
+    model: PreTrainedModel, groups: Sequence[UnitGroup], kept: Sequence[Tensor], remove: Callable[..., None]
+) -> None:
+    for group, keep in zip(groups, kept, strict=True):
+        layer = model.get_submodule(group.layer_name)
+        weight = read_consumer(layer, group)
+        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
+        remove(layer, group, keep, weight[:, columns])
+
+
+@torch.no_grad()
+def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> None:
+    """Refuse a model whose layers, run one after the other on what was recorded, do not give the model's own logits.
+
+    :param model: small, in float32: all of it runs
+    :param batches: with padding and without
+    :raises ValueError: they do not, or as :func:`~struprune_plugin.layerwise.ends.enter_layers` and
+        :func:`~struprune_plugin.layerwise.logits.measure_logits` do
+    """
+    context, head, flows = DeviceContext(), Head.of(model), []
+    for step in stream_layers(model, batches, context, "check"):
+        flows = list(step.flows)
+        for flow in flows:
+            flow.leave(flow.enter(step.index).run(step.layer, context), context)
+    for flow, batch in zip(flows, batches, strict=True):
+        wanted = model(**batch, use_cache=False).logits
+        ((_, found, _),) = head.compute_logits(leave_layers(model, batch, flow.states.hidden, context))
+        kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        _check_equal(found[kept], wanted[kept], "layer by layer as whole")
+
+
+def _check_equal(found: Tensor, wanted: Tensor, when: str) -> None:
+    error = float((found - wanted).abs().max() / wanted.abs().max())
+    if not error <= _TOLERANCE:
+        raise ValueError(f"it must give the same logits {when}, got a difference of {error:.1e} of the largest.")

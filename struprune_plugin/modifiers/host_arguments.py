@@ -11,6 +11,7 @@ from compressed_tensors.offload import load_offloaded_model
 from llmcompressor.pytorch.model_load.helpers import parse_dtype
 from llmcompressor.recipe import Recipe
 from loguru import logger
+from torch import nn
 from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
@@ -107,9 +108,11 @@ def load_model(
 
 def _forget_packing(model: PreTrainedModel) -> None:
     """Let a model that was unpacked as it was loaded be run and saved as one that never was packed."""
-    for parameter in model.parameters():
-        if parameter.dtype == torch.bfloat16 != model.dtype:  # which MXFP4 is unpacked to, whatever was asked for
-            parameter.data = parameter.data.to(model.dtype)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dtype == torch.bfloat16 != model.dtype:  # which MXFP4 is unpacked to, whatever was asked for
+                delattr(module, name)  # where it lies on the disk, a new value would be cast to the old one's dtype
+                setattr(module, name, nn.Parameter(parameter.detach().to(model.dtype), parameter.requires_grad))
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     prefixes = [each for each in model._weight_conversions if isinstance(each, PrefixChange)]

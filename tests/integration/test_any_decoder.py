@@ -221,15 +221,18 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 EXPERTS = {"qwen3_moe": EXPERTS | {"num_experts": 4}, "gpt_oss": EXPERTS | {"num_local_experts": 4}}
 
 
-@pytest.mark.parametrize("model_type", PACKED)
-def test_packed_weights_are_unpacked(model_type, tmp_path):
+@pytest.mark.parametrize(
+    ("model_type", "on_disk"), [*((name, False) for name in PACKED), ("qwen3_moe", True), ("gpt_oss", True)]
+)
+def test_packed_weights_are_unpacked(model_type, on_disk, tmp_path):
     dense, packed, out = (tmp_path / name for name in ("dense", "packed", "out"))
     torch.manual_seed(0)
     config = CONFIG_MAPPING[model_type](**SIZES, **EXPERTS.get(model_type, {}))
     AutoModelForCausalLM.from_config(config).save_pretrained(dense)
     pack(dense, packed, PACKED[model_type])
     data, ids = make_tokens(config)
-    pruned = run_oneshot(str(packed), dataset=data, sparsity=0.1, output_dir=str(out), precision="float32")
+    options = {"offload_folder": tmp_path / "disk", "offload_memory": 100_000} if on_disk else {}
+    pruned = run_oneshot(str(packed), dataset=data, sparsity=0.1, output_dir=str(out), precision="float32", **options)
     wanted = run_oneshot(str(dense), dataset=data, sparsity=0.1, precision="float32")
     torch.testing.assert_close(pruned(ids).logits, wanted(ids).logits)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())

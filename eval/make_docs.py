@@ -46,7 +46,17 @@ _STEPS = ("alpha", "beta", "steps", "inner_steps", "learning_rate", "attention_m
 # Titles of the page and the fields under them; a field that is in none goes under "Other".
 TOPICS: dict[str, tuple[str, ...]] = {
     "How much, and where": (
-        *("sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "width_multiple", "output"),
+        *(
+            "sparsity",
+            "targets",
+            "ignore",
+            "attention_unit",
+            "prune_ffn",
+            "experts",
+            "experts.widths",
+            "width_multiple",
+            "output",
+        ),
     ),
     "Which units go": (
         *("importance", "importance.max_swaps", "importance.max_sparsity", "importance.as_printed"),
@@ -91,6 +101,9 @@ WHEN: dict[str, str] = {
     "ignore": "to spare layers, the first and the last for instance",
     "attention_unit": "`head` where attention itself is to get faster, `none` where stock classes are to load the output",
     "prune_ffn": "`false` to prune attention alone",
+    "experts": "`none` to leave a mixture's experts whole",
+    "experts.units": "never: channels are the only units",
+    "experts.widths": "`per_layer` where no engine but transformers, with our file, is to run the output",
     "width_multiple": "64 or 128 for tensor cores and tensor parallelism; quantisers that follow need no word of yours",
     "output": "`uniform` where no code of ours may travel with the output, for instance to serve it",
     "importance": "to compare; `wanda` scores without eliminating, and so takes less time",

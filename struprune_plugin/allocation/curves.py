@@ -119,7 +119,7 @@ class CurveMeasurer:
         if config.weight_update.solves:  # ADMM too starts from and closes with the least-squares solve
             curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
         else:
-            root = sensitivity.fisher_sqrt.get(group.name)
+            root = sensitivity.fisher_sqrt.get(group.output_name)
             moved = dense if root is None else self._context.place(root, dense) @ dense
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
         subject = Subject(model, module.layer, group, scores, moments, dense, influence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from struprune_plugin.layerwise.head import Head
 from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
 from struprune_plugin.model.footprint import count_bytes
-from struprune_plugin.model.layers import find_decoder_layers, find_linear, freeze_weights
+from struprune_plugin.model.layers import find_decoder_layers, freeze_weights
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_before, count_ranks, gather, sum_over_ranks
@@ -36,7 +37,9 @@ def measure_fisher(
     num_sequences: int,
     context: DeviceContext,
 ) -> dict[str, Tensor]:
-    """Return the Fisher information of every consumer's output, mean over tokens, by group name.
+    """Return the Fisher information of every module's output, mean over tokens, by :attr:`UnitGroup.output_name`.
+
+    That module is a group's consumer, or the list of experts that it is one of.
 
     With g the gradient of -log p(y) with respect to the output, y drawn from the model's own p: ``F = E[g g^T]``, shape
     [d, d], float64. An error e there changes the model's distribution by a KL divergence of ``e^T F e / 2`` to second
@@ -202,7 +205,8 @@ def _run_backward(
         return lambda _module, _args, output: outputs.update({name: output})
 
     grows_on_host = context.placement.gather_on_host or context.placement.release_weights
-    handles = [find_linear(layer, group.consumer).register_forward_hook(see(group.name)) for group in groups]
+    watched = {group.output_name: group.experts or group.consumer for group in groups}
+    handles = [layer.get_submodule(module).register_forward_hook(see(name)) for name, module in watched.items()]
     try:
         for flow in flows:
             call = flow.calls[index]
@@ -212,18 +216,18 @@ def _run_backward(
             with torch.enable_grad():
                 left = pair_gradients(call.run(layer, context, states), above)
                 below = states.list_learning()
-                wanted = [*below, *(outputs.pop(group.name) for group in groups)]
+                wanted = [*below, *(outputs.pop(name) for name in watched)]
                 gradients = torch.autograd.grad(left[0], wanted, left[1], materialize_grads=True)
             del left, wanted
             flow.above = [context.park(gradient) for gradient in gradients[: len(below)]]
             found = gradients[len(below) :]
-            for group, gradient in zip(groups, found, strict=True):
-                _add_products(sums, group.name, gradient, call, context, grows_on_host)
+            for name, gradient in zip(watched, found, strict=True):
+                _add_products(sums, name, gradient, call, context, grows_on_host)
     finally:
         for handle in handles:
             handle.remove()
-    for group in groups:
-        sums[group.name] = context.to_host(sums[group.name])
+    for name in watched:
+        sums[name] = context.to_host(sums[name])
 
 
 def _add_products(
@@ -231,7 +235,9 @@ def _add_products(
 ) -> None:
     """Add ``g g^T`` of one batch to a sum, sequence by sequence."""
     tokens = None if call.tokens is None else context.to_device(call.tokens, gradients.device)
-    gradients = gradients.flatten(0, -2).float()
+    gradients = gradients.flatten(0, -2).float()[
+        : math.prod(call.batch_shape)
+    ]  # Llama 4's experts take every token each
     for part in split_tokens(tokens, len(gradients), call.length):
         gram = multiply_by_itself(gradients[part])
         gram = (context.to_host(gram) if grows_on_host else gram).double()

@@ -138,10 +138,26 @@ def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
                     linears[name] = said
         layout["linears"].append(linears)
     modeling.fit_linears(dense, layout)
+    layout |= describe_parameters(model, dense, layers)
+    modeling.fit_parameters(dense, layout)
     problems = list_differences(list_shapes(model), list_shapes(dense))
     if problems:
         raise ValueError(f"{problems[0]}. Only linears of decoder layers may be cut.")
     return layout
+
+
+def describe_parameters(model: nn.Module, dense: nn.Module, layers: str) -> dict[str, Any]:
+    """Return, for the layout, the shapes of experts' tensors in the decoder layers that are not the dense class'.
+
+    :param layers: name of the list of decoder layers
+    """
+    found = []
+    for layer, before in zip(*(m.get_submodule(layers).children() for m in (model, dense)), strict=True):
+        wanted, shapes = list_shapes(before), list_shapes(layer)
+        experts = {name.rpartition(".")[0] for name, shape in wanted.items() if len(shape) == 3}
+        of_experts = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in experts}
+        found.append({name: list(shape) for name, shape in of_experts.items() if wanted.get(name, shape) != shape})
+    return {"parameters": found} if any(found) else {}
 
 
 def list_shapes(model: nn.Module) -> Shapes:

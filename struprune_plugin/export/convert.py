@@ -16,18 +16,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import (
+    build_dense,
     describe_form,
     describe_linears,
+    describe_parameters,
     find_stock,
     grow_padded,
     keep_offload,
     list_padded,
+    make_dense_config,
     mark_padded,
     restore_conv1d,
 )
 from struprune_plugin.export.classes import name_auto_classes, register_type
 from struprune_plugin.export.custom_code import derive_beside, is_custom
 from struprune_plugin.export.saved_recipe import tidy_recipe
+from struprune_plugin.model.experts import pack_experts
 from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import LayerLayout, Structure
@@ -123,6 +127,7 @@ def adopt_config(model: PreTrainedModel) -> None:
 
     :raises ValueError: another thing than linears of decoder layers differs from the dense class
     """
+    pack_experts(model)
     if can_narrow(model):
         _adopt_layers(model)
     else:
@@ -149,7 +154,12 @@ def _adopt_linears(model: PreTrainedModel, layout: dict[str, Any]) -> None:
 
 def _adopt_layers(model: PreTrainedModel) -> None:
     old, width_key = model.config, _find_width_key(model.config)
-    config: Any = _make_pruned_config(old, describe_layout(find_structure(model), width_key))
+    structure = find_structure(model)
+    layout = describe_layout(structure, width_key)
+    if structure.has_experts:
+        dense = build_dense(find_stock(type(model)), make_dense_config(old))
+        layout |= describe_parameters(model, dense, structure.layers)
+    config: Any = _make_pruned_config(old, layout)
     sizes = [(layout, measure_layer(layout, layer)) for layer, layout in find_layouts(model)]
     config.value_head_dim = config.layout["head_dim"] = sizes[0][1].head_dim
     has_groups = hasattr(config, "num_key_value_heads")  # asked before layers differ, after which no one value is left
@@ -173,8 +183,9 @@ def _adopt_layers(model: PreTrainedModel) -> None:
 def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Turn a model whose layers are all of the sizes that a stock configuration says into the stock class.
 
-    Padded linears grow to those sizes.
+    Padded linears grow to those sizes, experts are packed.
     """
+    pack_experts(model)
     old: Any = model.config
     for module in model.modules():
         if hasattr(module, "wide"):

@@ -7,6 +7,8 @@ without the prefix. Their configuration is the dense model's, with additions of 
   ``layout``, which says what the layers' linears are called and what their rows and columns hold: attention narrows
 - ``layout`` alone, for any class: the linears that differ from the dense model's, by layer and name, with their shapes. A
   linear whose attention module reshapes to a fixed width lays zeros after its rows (``spread``) or reads some columns (``gather``)
+
+In both, ``parameters`` of ``layout`` holds the shapes of tensors that are no linears': experts of a mixture, all in one.
 """
 
 from __future__ import annotations
@@ -80,11 +82,13 @@ def _derive_model(stock: Any, config_class: Any, module: str) -> Any:
         if "linears" in config.layout:
             super(made, self).__init__(config)
             fit_linears(self, config.layout)
+            fit_parameters(self, config.layout)
             return
         dense = make_dense_config(config)
         super(made, self).__init__(dense)
         copy_settings(dense, config)
         fit_layers(self, dense, config)
+        fit_parameters(self, config.layout)
         if "fused" in config.layout:
             fuse_layers(self, config.layout)
 
@@ -169,6 +173,18 @@ def fit_linears(model: Any, layout: dict[str, Any]) -> None:
             _resize(linear, *said["shape"])
             if "spread" in said or "gather" in said:
                 adopt_padded(linear, said.get("spread"), said.get("gather"))
+
+
+def fit_parameters(model: Any, layout: dict[str, Any]) -> None:
+    """Give tensors of a dense model's layers that are no linears', those of experts, the shapes that the layout says.
+
+    :param layout: ``parameters`` holds, for every layer, the shapes by name
+    """
+    for layer, shapes in zip(list_layers(model, layout), layout.get("parameters", ()), strict=False):
+        for name, shape in shapes.items():
+            owner, _, own = name.rpartition(".")
+            old = getattr(layer.get_submodule(owner), own)
+            setattr(layer.get_submodule(owner), own, nn.Parameter(old.new_empty(shape), old.requires_grad))
 
 
 def replace_conv1d(model: Any) -> None:

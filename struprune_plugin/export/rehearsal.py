@@ -18,6 +18,8 @@ from struprune_plugin.layerwise.head import Head
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
+from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
 from struprune_plugin.model.units import AttentionUnit, find_groups
@@ -28,18 +30,20 @@ _TOLERANCE = 1e-5  # of the largest logit
 _PASSED: set[tuple[Any, ...]] = set()
 
 
-def rehearse(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> None:
+def rehearse(
+    model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool = False
+) -> None:
     """Prune, save and load a tiny instance of a model's class; once per class, configuration and kinds of units.
 
     It runs layer by layer as it does whole; without a third of its units it gives what it gives with zeros in their place;
     saved and loaded, it gives the same again: to 1e-5 of the largest logit, in float32.
 
-    :param attention_unit: as :func:`~struprune_plugin.model.units.find_groups` takes it
+    :param attention_unit: as :func:`~struprune_plugin.model.units.find_groups` takes it, like the others
     :raises ValueError: it does not
     """
     config = make_dense_config(model.config)
     kind = find_stock(type(model))
-    passed = (kind, config.to_json_string(), attention_unit, prune_ffn)
+    passed = (kind, config.to_json_string(), attention_unit, prune_ffn, prune_experts)
     if passed in _PASSED:
         return
     tiny = build_tiny(config, kind=kind)
@@ -47,7 +51,9 @@ def rehearse(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: b
     tokens = draw_tokens(tiny.config, 2, 12, seed=3)
     try:
         check_passes(tiny, [{"input_ids": tokens}])
-        _check_pruning(tiny, tokens, find_groups(tiny, attention_unit, prune_ffn))
+        if prune_experts and find_structure(tiny).has_experts:
+            take_apart(tiny)
+        _check_pruning(tiny, tokens, find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts))
     except Exception as error:  # whatever a class raises that counts on its sizes
         raise ValueError(
             f"model: a tiny instance of {kind.__name__} must be pruned, saved and loaded without another change of what it "
@@ -70,7 +76,8 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     adopt_config(tiny)
     with tempfile.TemporaryDirectory() as folder:
         tiny.save_pretrained(folder)
-        loaded = type(tiny).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        loaded = type(tiny).from_pretrained(folder, dtype=torch.float32, **plain)
     _check_equal(run(loaded.eval()), wanted, "loaded as before it was saved")
 
 

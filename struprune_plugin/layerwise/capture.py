@@ -149,9 +149,28 @@ class Visit:
     :param inputs: inputs of the consuming linear, shape [tokens, n]
     :param target: wanted output of the consumer, shape [tokens, d], float32
     :param call: the layer's call: batch shape, attention mask, tokens that are no padding
+    :param rows: of an expert: the token of every row, sorted, shape [rows], int64; None where every token has one
+    :param weights: of an expert: the router's, by which its outputs are multiplied, shape [rows]; None elsewhere
     """
 
     source: Tensor
     inputs: Tensor
     target: Tensor
     call: LayerCall
+    rows: Tensor | None = None
+    weights: Tensor | None = None
+
+    def split(self, tokens: Tensor | None) -> list[Any]:
+        """Return what picks the rows of the tokens that count, as :func:`split_tokens` does, sequence by sequence.
+
+        :param tokens: flat indices of those that count, sorted, shape [counted], int64; None where all do
+        """
+        batch, length = self.call.batch_shape
+        if self.rows is None:
+            return split_tokens(tokens, len(self.inputs), length)
+        picked = torch.arange(len(self.rows), device=self.rows.device)
+        if tokens is not None:
+            counts = torch.zeros(batch * length, dtype=torch.bool, device=self.rows.device)
+            counts[tokens] = True
+            picked = counts[self.rows].nonzero().flatten()
+        return list(picked.split(torch.bincount(self.rows[picked] // length, minlength=batch).tolist()))

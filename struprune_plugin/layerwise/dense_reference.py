@@ -84,6 +84,19 @@ class DenseReference:
         target = self._context.to_device(stored[index], stream.inputs.device)
         return target - _read_residual(group, stream) if self._is_residual(group) else target
 
+    def find_error(self, group: UnitGroup, hidden: Tensor, index: int) -> Tensor | None:
+        """Return what experts are to add to their sum beside what they give, so that the layer's output is the dense one's.
+
+        :param group: of one of the experts
+        :param hidden: the layer's output as it now is, shape [sequences, tokens, d]
+        :param index: of the batch; -1 for the one that came last
+        :return: shape [tokens, d], float32; None where they are to give what they do now
+        """
+        if not (self.target.is_dense and self._is_residual(group)):
+            return None
+        dense = self._context.to_device(self._outputs[index].hidden, hidden.device)
+        return ((dense.float() - hidden.float()) / group.join.scale).flatten(0, -2)
+
     def finish_layer(self) -> None:
         """Forget the layer; its outputs become the next layer's inputs."""
         self._inputs, self._outputs = self._outputs, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,16 +16,18 @@ from struprune_plugin.layerwise.capture import (
     Visit,
     capture_streams,
     skip_linears,
-    split_tokens,
 )
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
+from struprune_plugin.layerwise.expert_streams import capture_experts
 from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, add_moments, select_inputs
 from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.surgery import read_consumer
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import count_ranks, reduce_sums
+from struprune_plugin.runtime.distributed import count_ranks, gather, reduce_sums
 
 _HOLD_EVERY = 4  # sequences
+_FAINT = 1e-12
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,17 @@ class GroupMoments:
 
     :param all: of all sequences
     :param held: of those held out, which are a part of them; None where there are none
+    :param num_rows: tokens that an expert saw; None elsewhere
     """
 
     all: SecondMoments
     held: SecondMoments | None = None
+    num_rows: int | None = None
+
+    @property
+    def determines(self) -> bool:
+        """Whether so many tokens were seen that a solve is determined by them: as many as there are inputs."""
+        return self.num_rows is None or self.num_rows >= len(self.all.gram) - 1
 
 
 class MomentGatherer:
@@ -52,6 +61,7 @@ class MomentGatherer:
         self._sums: dict[str, MomentSums] = {}
         self._held: dict[str, MomentSums] = {}
         self._visits: dict[str, int] = {}  # sequences seen, by group
+        self._rows: dict[str, int] = {}  # tokens seen, by group of an expert
         self._device = torch.device("cpu")  # that the inputs are on
 
     def has(self, group: UnitGroup) -> bool:
@@ -64,7 +74,9 @@ class MomentGatherer:
         def count(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
             if group.name not in store:
                 store[group.name] = make_group_sums(layer, group, visit.inputs.device, self._context, apart)
-            accumulate_tokens(store[group.name], visit.inputs, visit.target, tokens, visit.call.length, self._context)
+            rows = accumulate_visit(store[group.name], visit, tokens, self._context)
+            if visit.rows is not None:
+                self._rows[group.name] = self._rows.get(group.name, 0) + rows
 
         tokens, self._device = visit.call.tokens, visit.inputs.device
         if self._hold_out:
@@ -80,11 +92,13 @@ class MomentGatherer:
         """Return a group's moments, of all processes' batches, whole in the first process, once."""
         moments, sums = self._close(self._sums.pop(group.name), group), self._held.pop(group.name, None)
         self._visits.pop(group.name, None)
+        rows = self._rows.pop(group.name, 0) if group.experts else None
+        rows = None if rows is None else sum(gather(rows))
         if sums is None:
-            return GroupMoments(moments)
+            return GroupMoments(moments, None, rows)
         held = self._close(sums, group)
         add_moments(moments, held)
-        return GroupMoments(moments, held if held.num_tokens else None)
+        return GroupMoments(moments, held if float(held.gram[-1, -1]) else None, rows)
 
     def _close(self, sums: MomentSums, group: UnitGroup) -> SecondMoments:
         """Return sums as moments where their systems are solved; those of other processes added."""
@@ -99,7 +113,7 @@ class MomentGatherer:
 
     def clear(self) -> None:
         """Forget a layer."""
-        for store in (self._sums, self._held, self._visits):
+        for store in (self._sums, self._held, self._visits, self._rows):
             store.clear()
 
 
@@ -125,6 +139,7 @@ class LayerStatistics:
     ):
         self.dense = DenseReference(target, context)
         self.calls: list[LayerCall] = []
+        self._groups: Sequence[UnitGroup] = ()  # of the layer
         self.context = context
         self._all_groups = all_groups
         self._moments = MomentGatherer(context, hold_out, num_before)
@@ -136,31 +151,57 @@ class LayerStatistics:
         In the first layer the two paths are one, which is run once.
         """
         self.calls.append(call)
-        counted = groups if self._all_groups else groups[:1]
+        self._groups = groups
+        plain = [group for group in groups if not group.experts]
+        counted = groups if self._all_groups else self._list_together(groups[0]) if groups else groups
+        experts = [group for group in counted if group.experts]
         is_dense = self.dense.is_pruned_path
-        self.dense.run(layer, groups, call)
-        watched = groups if is_dense else counted
-        skips = self._propagates and not any(group.join.parallel for group in watched)
+        self.dense.run(layer, plain, call)
+        watched = plain if is_dense else [group for group in counted if not group.experts]
+        skips = self._propagates and not is_dense and not any(group.join.parallel for group in watched)
+        later = [group for group in groups if group not in counted] if skips else []
         with (
             capture_streams(layer, watched) as take,
-            skip_linears(layer, groups[len(watched) :] if skips else []),
+            capture_experts(layer, experts) as take_experts,
+            skip_linears(layer, [] if experts else later),
         ):
             output = call.run(layer, self.context)
         streams = {group.name: take(group) for group in watched}
         if is_dense:
-            self.dense.keep(groups, streams, output)
+            self.dense.keep(plain, streams, output)
         for group in counted:
-            stream = streams[group.name]
-            target = self.dense.find_target(group, stream, -1)
-            self._moments.add(layer, group, Visit(stream.source, stream.inputs, target, call))
+            if not group.experts:
+                stream = streams[group.name]
+                target = self.dense.find_target(group, stream, -1)
+                self._moments.add(layer, group, Visit(stream.source, stream.inputs, target, call))
+        if experts:
+            self._count_experts(layer, take_experts(call, self.dense.find_error(experts[0], output.hidden, -1)))
         return output
+
+    def _list_together(self, group: UnitGroup) -> list[UnitGroup]:
+        """Return the groups whose moments are gathered together with a group's: of an expert, those of all experts beside it."""
+        return [other for other in self._groups if other.experts == group.experts] if group.experts else [group]
+
+    def _count_experts(self, layer: nn.Module, visits: Iterable[tuple[UnitGroup, Visit]]) -> None:
+        for group, visit in visits:
+            self._moments.add(layer, group, visit)
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
         """Return the moments of the next group: gathered already for a layer's first, by a pass for the others."""
-        if not self._moments.has(group):
+        if not self._moments.has(group) and group.experts:
+            self._visit_experts(layer, self._list_together(group), progress)
+        elif not self._moments.has(group):
             for visit in self.visit_batches(layer, group, progress):
                 self._moments.add(layer, group, visit)
-        return self._moments.finish(group)
+        found = self._moments.finish(group)
+        return _imagine(found, layer, group) if found.num_rows == 0 else found
+
+    def _visit_experts(self, layer: nn.Module, groups: Sequence[UnitGroup], progress: str) -> None:
+        """Run the layer, as it now is, on every recorded batch of the pruned path, and count what the experts show."""
+        with capture_experts(layer, groups) as take:
+            for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
+                hidden = call.repeat(layer, self.context)
+                self._count_experts(layer, take(call, self.dense.find_error(groups[0], hidden, index)))
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the layer, as it now is, on every recorded batch of the pruned path."""
@@ -195,23 +236,28 @@ def make_group_sums(
         return MomentSums(sizes, host, torch.float32, placement.tokens, placement.rows, context.to_host)
 
 
-def accumulate_tokens(
-    sums: MomentSums,
-    inputs: Tensor,
-    targets: Tensor,
-    tokens: Tensor | None,
-    length: int,
-    context: DeviceContext,
-) -> None:
-    """Add the tokens of one micro-batch that count, sequence by sequence.
+def accumulate_visit(sums: MomentSums, visit: Visit, tokens: Tensor | None, context: DeviceContext) -> int:
+    """Add the tokens of one micro-batch that count, sequence by sequence; return how many rows they have.
 
-    :param tokens: indices of those that count, sorted, shape [counted], int64; None where all do
-    :param length: tokens of a sequence, padding included
+    :param tokens: flat indices of those that count, sorted, shape [counted], int64; None where all do
     """
-    targets = context.to_device(targets, inputs.device)
-    tokens = None if tokens is None else context.to_device(tokens, inputs.device)
-    for part in split_tokens(tokens, len(inputs), length):
-        sums.add(inputs[part], targets[part])
+    device, count = visit.inputs.device, 0
+    targets = context.to_device(visit.target, device)
+    tokens = None if tokens is None else context.to_device(tokens, device)
+    for part in visit.split(tokens):
+        inputs = visit.inputs[part]
+        sums.add(inputs, targets[part], None if visit.weights is None else visit.weights[part])
+        count += len(inputs)
+    return count
+
+
+def _imagine(found: GroupMoments, layer: nn.Module, group: UnitGroup) -> GroupMoments:
+    """Return moments of an expert that saw no token: of inputs of one size, so small that no other module's errors look less."""
+    moments, dense = found.all, read_consumer(layer, group)
+    moments.gram.diagonal().fill_(_FAINT)
+    moments.cross.copy_(_FAINT * dense)
+    moments.target_energy.fill_(_FAINT * float(dense.square().sum()))
+    return found
 
 
 def check_finite(sums: MomentSums, group: UnitGroup) -> None:

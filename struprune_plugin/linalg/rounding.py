@@ -18,6 +18,7 @@ class GroupSize:
     :param num_units: units before pruning
     :param unit_cost: parameters that one unit frees
     :param step: kept counts are whole multiples of this many units
+    :param members: names of the groups where it stands for several that keep the same number; their costs are added up
     """
 
     name: str
@@ -25,6 +26,7 @@ class GroupSize:
     num_units: int
     unit_cost: int
     step: int
+    members: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -34,6 +36,11 @@ class GroupSize:
     def max_removable(self) -> int:
         """Parameters freed when a single step of units is left."""
         return (self.num_units - min(self.step, self.num_units)) * self.unit_cost
+
+
+def expand_counts(groups: Sequence[GroupSize], counts: Sequence[int]) -> dict[str, int]:
+    """Return kept counts by the name of every group."""
+    return {name: count for group, count in zip(groups, counts, strict=True) for name in group.members or (group.name,)}
 
 
 def find_group_sparsity(groups: Sequence[GroupSize], num_prunable: int, sparsity: float) -> float:

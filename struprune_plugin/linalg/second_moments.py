@@ -102,17 +102,22 @@ class MomentSums:
         self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
         self._absolute_sum = torch.zeros(num_inputs, device=device, dtype=dtype)
 
-    def add(self, inputs: Tensor, targets: Tensor) -> None:
+    def add(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
         """Add the tokens of one sequence, as :func:`accumulate_moments` does.
+
+        :param weights: that errors of the tokens are multiplied by, shape [tokens]; one for each where None
 
         Float32 sums depend on the order of their terms. Given sequence after sequence, they do not depend on how these are split
         into batches. No BLAS promises the same order for another number of threads or another processor: there the last bits of a
         sum may differ, which :mod:`struprune_plugin.linalg.ties` keeps out of the choice of units.
         """
-        narrow = _multiplies_narrow(inputs, self._dtype)
+        narrow = weights is None and _multiplies_narrow(inputs, self._dtype)
         tokens = self._tokens if inputs.is_cuda else min(self._tokens, _TERMS)
-        for part, wanted in zip(inputs.split(tokens), targets.split(tokens), strict=True):
+        factors = torch.ones(len(inputs), 1).split(tokens) if weights is None else weights[:, None].split(tokens)
+        for part, wanted, factor in zip(inputs.split(tokens), targets.split(tokens), factors, strict=True):
             widened, wanted = _append_ones(part, part.dtype if narrow else self._dtype), wanted.to(self._dtype)
+            if weights is not None:
+                widened, wanted = widened.mul_(factor.to(self._dtype)), wanted * factor.to(self._dtype)
             for block in self._upper:
                 right = widened[:, -block.shape[1] :]
                 self._add_product(block, right[:, : len(block)], right)

@@ -95,6 +95,21 @@ def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: str) -> So
     return SolvedWeights(weight.contiguous(), condition)
 
 
+def scale_weights(moments: SecondMoments, weight: Tensor, columns: Tensor) -> tuple[Tensor, float]:
+    """Return the weights of the kept inputs times the factor that leaves the least error, and the factor, in [0.5, 2].
+
+    For a module that saw too few tokens to be solved.
+
+    :param weight: dense weights of the kept inputs, shape [d, k + 1], float64, bias last
+    :param columns: kept input columns, sorted, shape [k], int64
+    """
+    kept = select_inputs(moments, columns)
+    given = float((weight * (weight @ kept.gram.double())).sum())
+    factor = float((weight * kept.cross.double()).sum()) / given if given > 0 else 1.0
+    factor = min(max(factor, 0.5), 2.0)
+    return weight * factor, factor
+
+
 def choose_damping(
     moments: SecondMoments, held: SecondMoments, weight: Tensor, columns: Tensor, has_bias: bool, where: str
 ) -> float:

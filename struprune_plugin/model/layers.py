@@ -39,15 +39,31 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
     return cast(nn.Linear, layer.get_submodule(name))
 
 
-def count_prunable_parameters(model: nn.Module) -> int:
+def list_linears(layer: nn.Module, layout: LayerLayout, experts: bool = True) -> list[str]:
+    """Return the names of all linears of a layer's modules that hold units, in an order that digests of weights hang on.
+
+    :param experts: of experts, too, where they have been taken apart
+    """
+    names = layout.list_linears()
+    if layout.experts is None or not experts:
+        return names
+    members = getattr(layer.get_submodule(layout.experts.module), "num_experts", 0)
+    apart = hasattr(layer.get_submodule(layout.experts.module), "__getitem__")
+    placed = [layout.experts.place(index) for index in range(members if apart else 0)]
+    return [*names, *(name for expert in placed for name in (*expert.producers, expert.output))]
+
+
+def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
     """Count the parameters, biases too, of all linears of the modules that hold units: the base of every ``sparsity``.
 
-    Experts of a mixture are not counted, they hold no units; nor is what a quantiser later in the recipe has added.
+    What a quantiser later in the recipe has added is not counted.
+
+    :param experts: whether experts of a mixture, taken apart, are to be pruned and so count
     """
     return sum(
         parameter.numel()
         for layer, layout in find_layouts(model)
-        for name in layout.list_linears()
+        for name in list_linears(layer, layout, experts)
         for parameter_name, parameter in layer.get_submodule(name).named_parameters(recurse=False)
         if parameter_name in ("weight", "bias")
     )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rotation import rotate_columns
 from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
-from struprune_plugin.model.layers import find_linear, read_counts
+from struprune_plugin.model.layers import find_linear, list_linears, read_counts
 from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.residence import release_weights
@@ -183,7 +183,7 @@ def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
     def hold(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True)
 
-    names = layout.list_linears()
+    names = list_linears(layer, layout)
     linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
     counts = read_counts(layer.get_submodule(layout.attention.module)) if layout.attention else {}
     padding = {name: read_padding(find_linear(layer, name)) for name in names}

@@ -10,6 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from struprune_plugin.allocation.curves import CurveMeasurer
 from struprune_plugin.allocation.measurements import measure_sensitivity
+from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
@@ -107,7 +108,8 @@ class SparsityAllocatorModifier(StructuredModifier):
             measurer = CurveMeasurer(self.allocation, self.make_config(model), sensitivity, context)
             with calibrating(model):
                 measured = measurer.measure(model, batches, setup.groups)
-        plan = self.allocation.decide(setup.sizes, measured, self.make_budget(setup.num_prunable, setup.share))
+        tied = tie_statistics(setup.sizes, measured)
+        plan = self.allocation.decide(setup.sizes, tied, self.make_budget(setup.num_prunable, setup.share))
         self._allocated = Allocated(plan, sensitivity, context.stages["allocate"])
         if self._store is not None:
             keep_allocation(self._store, "allocator", plan, sensitivity)

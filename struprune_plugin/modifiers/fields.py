@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from llmcompressor.modifiers import Modifier
@@ -25,6 +26,8 @@ from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_heads
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
+from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.patterns import check_patterns
@@ -35,7 +38,7 @@ from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
 from struprune_plugin.storage.registry import Config
 from struprune_plugin.storage.resume_store import ResumeStore
 
-GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "width_multiple")
+GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "width_multiple")
 PLAN_FIELDS = ("allocation", "sensitivity")  # that an allocator stage rules
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
@@ -54,9 +57,21 @@ class Fisher(Config):
     samples: int = Field(default=16, ge=1)
 
 
+class Experts(Config):
+    """Channels of the experts of a mixture: every expert keeps its own.
+
+    :param units: ``channels``
+    :param widths: ``same``: all experts of the model keep the same number, which stock classes and engines load by one number of
+        the configuration; ``per_layer``: those of a layer do
+    """
+
+    units: Literal["channels"] = "channels"
+    widths: Literal["same", "per_layer"] = "same"
+
+
 def _read_short_forms(value: Any) -> Any:
-    """Return the settings that ``fisher`` and ``none`` are short for."""
-    return {"fisher": {}, "none": None}.get(value, value) if isinstance(value, str) else value
+    """Return the settings that ``fisher``, ``channels`` and ``none`` are short for."""
+    return {"fisher": {}, "channels": {}, "none": None}.get(value, value) if isinstance(value, str) else value
 
 
 class StructuredModifier(Modifier):
@@ -67,6 +82,8 @@ class StructuredModifier(Modifier):
     :param ignore: the same, for modules to leave alone
     :param attention_unit: ``head``; ``value_channels`` (the same number from every head; ``vo`` is short for it); ``none``
     :param prune_ffn: whether to prune FFN channels
+    :param experts: ``channels``, a mapping with their ``widths``, or ``none``: whether channels of a mixture's experts go; without
+        effect where a model has none that can
     :param width_multiple: kept FFN widths are whole multiples of this, and of what later quantisers and sparsity modifiers ask
     :param importance: how units are ranked: a name, or a mapping with ``method`` and that method's fields
     :param weight_update: the same: ``least_squares`` re-solves the consumers, ``none`` deletes only
@@ -91,6 +108,7 @@ class StructuredModifier(Modifier):
         Literal["head", "value_channels", "none"], BeforeValidator(lambda v: "value_channels" if v == "vo" else v)
     ] = "value_channels"
     prune_ffn: bool = True
+    experts: Annotated[Experts | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Experts)
     width_multiple: int = Field(default=1, ge=1)
     importance: ImportanceField = Field(default="obs", validate_default=True)  # type: ignore[arg-type]
     weight_update: WeightUpdateField = Field(default="least_squares", validate_default=True)  # type: ignore[arg-type]
@@ -158,7 +176,14 @@ class StructuredModifier(Modifier):
         replace_conv1d(model)
         if self.attention_unit == "head":
             check_heads(model)  # type: ignore[arg-type]
-        return find_groups(model, self.attention_unit, self.prune_ffn, self.targets, self.ignore)
+        if self.experts is not None and find_structure(model).has_experts:
+            take_apart(model)
+        groups = find_groups(
+            model, self.attention_unit, self.prune_ffn, self.targets, self.ignore, self.experts is not None
+        )
+        if self.experts is None or self.experts.widths == "same":
+            return groups
+        return [replace(group, tie=group.output_name if group.tie else "") for group in groups]
 
     def make_config(
         self, model: PreTrainedModel, reconstruct: str = "local", ffn_tuning: FFNTuning | None = None

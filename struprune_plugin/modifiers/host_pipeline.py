@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from compressed_tensors.utils import patch_attr
+from llmcompressor.modeling.moe import context as context_of_experts
 from llmcompressor.utils.helpers import DisableQuantization, calibration_forward_context
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,6 +29,7 @@ def enter_device_context(model: PreTrainedModel, placement: OffloadPlan) -> Iter
     """Hold one decoder layer on the device, and count what is there, while the block lasts."""
     layers = list_attention_configs(model)
     with ExitStack() as stack:
+        stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", False))  # each sees its own tokens
         stack.enter_context(hold_one_layer(layers, can_fuse_attention(model), placement.release_weights))
         context = stack.enter_context(open_device_context(placement))
         if placement.embed_on_host:

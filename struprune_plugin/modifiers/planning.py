@@ -17,9 +17,10 @@ from struprune_plugin.allocation.candidates import Fit, Trial
 from struprune_plugin.allocation.curves import CurveMeasurer, can_keep_moments, hold_batches, take_batches
 from struprune_plugin.allocation.full_search import search_fully
 from struprune_plugin.allocation.measurements import measure_sensitivity
+from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.export.convert import adopt_attention
-from struprune_plugin.linalg.rounding import check_budget
+from struprune_plugin.linalg.rounding import check_budget, expand_counts
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
@@ -141,7 +142,8 @@ class Planner:
                 measured = measurer.measure(model, fit, setup.groups)
             if cache is not None:
                 cache.keep_curves(recipe.dump_fields(), measured)
-        own = rule.decide(setup.sizes, measured, recipe.make_budget(setup.num_prunable, setup.share))
+        tied = tie_statistics(setup.sizes, measured)
+        own = rule.decide(setup.sizes, tied, recipe.make_budget(setup.num_prunable, setup.share))
         proposed = {rule.rule: own.kept, **self._propose(own)} if held else {}
         if len(proposed) < 2:
             return own
@@ -156,7 +158,7 @@ class Planner:
         """Return a rule's other allocations that meet the budget and fit the widths that were asked for."""
         setup, found = self.setup, dict[str, Mapping[str, int]]()
         for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
-            kept = {size.name: count for size, count in zip(setup.sizes, counts, strict=True)}
+            kept = expand_counts(setup.sizes, counts)
             with suppress(ValueError):
                 check_budget(setup.sizes, counts, setup.share)
                 check_widths(setup.groups, kept, setup.roundings)

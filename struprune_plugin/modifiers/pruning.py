@@ -141,7 +141,7 @@ class StruPruneModifier(StructuredModifier):
             check_one_process("trial_samples above 0", "Leave it out: several processes take the allocation untried.")
         groups = self._find_own_groups(model)
         check_single_stage()
-        rehearse(model, self.attention_unit, self.prune_ffn)
+        rehearse(model, self.attention_unit, self.prune_ffn, self.experts is not None)
         if self.output == "uniform":
             self._check_uniform(model, groups)
         self._setup = prepare_run(self, model, groups, state.data.calib)
@@ -238,7 +238,9 @@ class StruPruneModifier(StructuredModifier):
                 f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
                 "attention_unit: head. Set attention_unit: none"
             )
-        elif len(super().find_groups(model)) != len(find_groups(model, self.attention_unit, self.prune_ffn)):
+        elif len(super().find_groups(model)) != len(
+            find_groups(model, self.attention_unit, self.prune_ffn, prune_experts=self.experts is not None)
+        ):
             problem = "all layers, got targets or ignore that leave some out. Leave them at their defaults"
         if problem:
             raise ValueError(f"output: uniform must have {problem}.")

@@ -78,7 +78,8 @@ def prepare_run(
     _check_methods(modifier, model, later)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     _check_groups(model, groups, roundings)
-    sizes, num_prunable = measure_groups(groups, roundings), count_prunable_parameters(model)
+    sizes = measure_groups(groups, roundings)
+    num_prunable = count_prunable_parameters(model, modifier.experts is not None)
     share = find_group_sparsity(sizes, num_prunable, modifier.sparsity)
     most = modifier.allocation.most
     if most is not None and share > most:

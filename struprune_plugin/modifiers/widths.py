@@ -17,6 +17,7 @@ from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.storage.records import RoundingRecord
 
+_GROUPED_STEP = 8  # channels of an expert, whose rows kernels for all experts at once want to be multiples of 16 bytes
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
@@ -63,10 +64,20 @@ def find_roundings(
 
 
 def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[GroupSize]:
-    """Return what allocation needs to know of the groups."""
+    """Return what allocation needs to know of the groups, those that keep the same number of units as one."""
+    tied: dict[str, list[UnitGroup]] = {}
+    for group in groups:
+        tied.setdefault(group.tie or group.name, []).append(group)
     return [
-        GroupSize(group.name, group.module_kind, group.num_units, group.unit_cost, roundings[group.name].step)
-        for group in groups
+        GroupSize(
+            members[0].name,
+            members[0].module_kind,
+            members[0].num_units,
+            sum(group.unit_cost for group in members),
+            math.lcm(*(roundings[group.name].step for group in members)),
+            tuple(group.name for group in members),
+        )
+        for members in tied.values()
     ]
 
 
@@ -102,6 +113,8 @@ def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], 
     wanted = [(group.num_blocks, 1, "")]  # multiple of a width, width of a unit, who asks
     if group.unit.is_ffn and width_multiple > 1:
         wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
+    if group.experts:
+        wanted.append((math.gcd(_GROUPED_STEP, group.num_units), 1, "grouped kernels: 16 bytes of bfloat16"))
     for modifier in later:
         for demand in list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
             wanted.append((demand.inputs, group.columns_per_unit, demand.because))

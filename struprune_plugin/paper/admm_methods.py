@@ -32,7 +32,7 @@ class ADMMUpdate(ADMMSettings, WeightUpdate):
     method: Literal["admm"] = "admm"
 
     def can_refine(self, group: UnitGroup) -> bool:
-        return group.unit.is_ffn or bool(group.query_key)
+        return (group.unit.is_ffn and not group.experts) or bool(group.query_key)
 
     def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
         return make_run(module, self, dampening_frac).refine(keep, weight)

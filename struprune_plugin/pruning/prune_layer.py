@@ -149,7 +149,7 @@ class LayerPruner:
         if tuning is None or not group.activation or record.kept == group.num_units:
             return None
         with self.context.stage("tuning"):
-            return prepare_tuning(module, self.sensitivity.fisher_sqrt.get(group.name), tuning)
+            return prepare_tuning(module, self.sensitivity.fisher_sqrt.get(group.output_name), tuning)
 
     def _tune(
         self, module: ModuleView, tune: Callable[[ModuleView], TuningRecord], record: GroupRecord

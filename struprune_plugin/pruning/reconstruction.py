@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from struprune_plugin.layerwise.statistics import GroupMoments
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
 from struprune_plugin.linalg.second_moments import SecondMoments, measure_error, with_bias_index
-from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights
+from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_weights, solve_kept_weights
 from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
@@ -47,9 +47,10 @@ class LeastSquaresProblem:
     def rotate(self, basis: Tensor) -> LeastSquaresProblem:
         """Return the problem of rotated inputs."""
         copies, held = self.group.columns_per_unit, self.gathered.held
-        rotated = GroupMoments(
-            rotate_moments(self.gathered.all, basis, copies),
-            None if held is None else rotate_moments(held, basis, copies),
+        rotated = replace(
+            self.gathered,
+            all=rotate_moments(self.gathered.all, basis, copies),
+            held=None if held is None else rotate_moments(held, basis, copies),
         )
         damped, dense = rotate_moments(self.damped, basis, copies), rotate_columns(self.dense, basis, copies)
         return LeastSquaresProblem(self.group, rotated, damped, dense, self.has_bias)
@@ -66,8 +67,10 @@ def solve_group(
     group = problem.group
     columns = unit_columns(selected.keep, group.columns_per_unit)
     deleted = dense[:, with_bias_index(columns, group.num_columns)]
-    weight, condition, damping, damped = deleted, None, config.dampening_frac, problem.damped
-    if config.weight_update.solves and updates:
+    weight, condition, damping, damped, scale = deleted, None, config.dampening_frac, problem.damped, None
+    if config.weight_update.solves and updates and not problem.gathered.determines:
+        weight, scale = scale_weights(moments, deleted, columns)
+    elif config.weight_update.solves and updates:
         if held is not None:
             damping = choose_damping(moments, held, dense, columns, problem.has_bias, group.name)
             damped = damp_moments(moments, dense, damping, problem.has_bias)
@@ -75,7 +78,7 @@ def solve_group(
         weight, condition = solved.weight, solved.condition_number
     energy = max(float(moments.target_energy), 1e-300)
     before, after = (measure_error(moments, w, columns) / energy for w in (deleted, weight))
-    return weight, SolveRecord(energy, before, after, selected.swaps, damping, None, condition)
+    return weight, SolveRecord(energy, before, after, selected.swaps, damping, None, condition, scale)
 
 
 def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: PruningConfig) -> ADMMRecord:

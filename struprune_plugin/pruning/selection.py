@@ -38,7 +38,7 @@ class SelectedUnits:
 
 def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sensitivity: Sensitivity) -> SecondMoments:
     """Return the moments that count errors by the sensitivity, or the same ones where none was measured."""
-    root = sensitivity.fisher_sqrt.get(module.group.name)
+    root = sensitivity.fisher_sqrt.get(module.group.output_name)
     return damped if root is None else weigh_outputs(damped, module.context.place(root, damped.gram), dense)
 
 

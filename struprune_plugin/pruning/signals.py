@@ -10,15 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Measurements by group name, on the host; empty where they were not asked for.
+    """Measurements, on the host; empty where they were not asked for.
 
-    :param fisher_sqrt: R with ``R^T R`` the Fisher information of the consumer's output, shape [d, d], float64
-    :param saliency: score of every unit from gradients, for importances that ask for one, shape [units], float64
+    :param fisher_sqrt: R with ``R^T R`` the Fisher information of a module's output, by :attr:`UnitGroup.output_name`, shape
+        [d, d], float64
+    :param saliency: by group name: score of every unit from gradients, for importances that ask for one, shape [units], float64
     """
 
     fisher_sqrt: Mapping[str, Tensor] = field(default_factory=dict)
     saliency: Mapping[str, Tensor] = field(default_factory=dict)
 
     def summarize_fisher(self) -> dict[str, float]:
-        """Return the mean diagonal of the Fisher information of every consumer's output, by group name."""
+        """Return the mean diagonal of the Fisher information of every module's output."""
         return {name: float(root.square().sum() / root.shape[-1]) for name, root in self.fisher_sqrt.items()}

@@ -154,6 +154,7 @@ class SolveRecord:
     :param damping: of the closing solve
     :param admm: None where it did not run
     :param condition_number: of the closing solve's system; None where there was none
+    :param scale: what the weights of an expert that saw too few tokens to be solved were multiplied by; None elsewhere
     """
 
     target_energy: float
@@ -163,6 +164,7 @@ class SolveRecord:
     damping: float
     admm: ADMMRecord | None
     condition_number: float | None
+    scale: float | None = None
 
 
 @dataclass(frozen=True, config=CLOSED)

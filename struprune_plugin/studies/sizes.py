@@ -118,7 +118,8 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
         sparsity = told[-1]
     groups, later = modifier.find_groups(shapes.model), list(modifiers[position + 1 :])
     roundings = find_roundings(shapes.model, groups, later, modifier.width_multiple)
-    sizes, prunable = measure_groups(groups, roundings), count_prunable_parameters(shapes.model)
+    sizes = measure_groups(groups, roundings)
+    prunable = count_prunable_parameters(shapes.model, modifier.experts is not None)
     share = find_group_sparsity(sizes, prunable, sparsity)
     every = {group.name: group.num_units for group in groups}
     kept = allocate_uniformly(sizes, share).kept if sparsity else every

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from struprune_plugin.linalg.rounding import GroupSize
+from struprune_plugin.linalg.rounding import GroupSize, expand_counts
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import UnitAllocation
@@ -127,4 +128,17 @@ RULES: Registry[AllocationRule] = Registry(AllocationRule, "rule")
 
 def make_allocation(sizes: Sizes, counts: Sequence[int], record: AllocationRecord) -> UnitAllocation:
     """Return kept counts, in the order of the groups, as an allocation."""
-    return UnitAllocation({size.name: count for size, count in zip(sizes, counts, strict=True)}, record)
+    return UnitAllocation(expand_counts(sizes, counts), record)
+
+
+def tie_statistics(sizes: Sizes, statistics: Mapping[str, GroupStatistics]) -> dict[str, GroupStatistics]:
+    """Return what was measured by the name of every size: of groups that keep the same number, importance and errors added up."""
+    tied = {}
+    for size in sizes:
+        members = [statistics[name] for name in size.members or (size.name,)]
+        tied[size.name] = replace(
+            members[0],
+            importance=sum(member.importance for member in members),
+            curve=torch.stack([member.curve for member in members]).sum(0),
+        )
+    return tied

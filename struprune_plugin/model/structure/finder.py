@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from struprune_plugin.model.structure.couplings import COPIES, Call, measure_couplings, record_linears
+from struprune_plugin.model.structure.expert_units import find_experts
 from struprune_plugin.model.structure.joins import find_joins
 from struprune_plugin.model.structure.layout import AttentionLayout, FFNLayout, LayerLayout, Structure
 from struprune_plugin.model.structure.locate import locate_layers
@@ -64,7 +65,7 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
             f"model: {config.model_type!r} must be a decoder of which a tiny instance can be built and run, got "
             f"{type(error).__name__}: {error}. Choose another model, or correct its configuration."
         ) from None
-    if not any(kind.attention or kind.ffns for kind in structure.kinds):
+    if not any(kind.attention or kind.ffns or kind.experts for kind in structure.kinds):
         raise ValueError(
             f"model: {config.model_type!r} must have layers with attention or an FFN that can be cut, got none: "
             f"{describe_left(structure)}. Choose another model."
@@ -123,12 +124,15 @@ def measure_structure(model: Any) -> Structure:
     def run() -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
 
-    layouts, shared = [], _list_shared(layers)
+    layouts, shared = list[LayerLayout](), _list_shared(layers)
     for alike in kinds.values():
         measured = _measure(layers[alike[0]], calls[alike[0]])
         own = _leave_cut_twice(read_units(measured), layers[alike[0]], shared)
         proved = _prove(own, measured, [layers[index] for index in alike], run)
         layouts.append(_describe_joins(proved, measured, calls[alike[0]]))
+    layouts = find_experts(
+        model, [([layers[i] for i in alike], calls[alike[0]]) for alike in kinds.values()], layouts, run
+    )
     kind_of = {index: kind for kind, alike in enumerate(kinds.values()) for index in alike}
     return Structure(path, tuple(layouts), tuple(kind_of[index] for index in range(len(layers))))
 

@@ -82,17 +82,40 @@ class FFNLayout:
 
 
 @dataclass(frozen=True)
+class ExpertsLayout:
+    """The channels of the experts of one mixture, once :func:`~struprune_plugin.model.experts.take_apart` has made them linears.
+
+    :param module: the list of experts; names are relative to the decoder layer
+    :param expert: one of them; names are relative to the expert
+    :param join: how the sum of the experts meets the residual stream: where directly, the layer's output is that with the sum,
+        times a factor, added
+    """
+
+    module: str
+    expert: FFNLayout
+    join: Join = Join()
+
+    def place(self, index: int) -> FFNLayout:
+        """Return one expert with names relative to the decoder layer."""
+        prefix, expert = f"{self.module}.{index}.", self.expert
+        producers = {f"{prefix}{name}": parts for name, parts in expert.producers.items()}
+        return FFNLayout(producers, f"{prefix}{expert.output}", self.join, expert.alternates, expert.activation)
+
+
+@dataclass(frozen=True)
 class LayerLayout:
     """The units of one kind of decoder layer.
 
     :param attention: None where no value channel can go
     :param ffns: those whose channels can go, in the order in which they compute
     :param left: linears of the layer that stay whole, each with the reason
+    :param experts: None where no channel of an expert can go
     """
 
     attention: AttentionLayout | None = None
     ffns: Sequence[FFNLayout] = ()
     left: Mapping[str, str] = field(default_factory=dict)
+    experts: ExpertsLayout | None = None
 
     def list_linears(self) -> list[str]:
         """Return the names of all linears of the modules that hold units, in an order that digests of weights hang on."""
@@ -113,6 +136,11 @@ class Structure:
     layers: str
     kinds: Sequence[LayerLayout]
     kind_of: Sequence[int]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether channels of experts can go."""
+        return any(kind.experts for kind in self.kinds)
 
     def __getitem__(self, index: int) -> LayerLayout:
         """Return the layout of the layer at a position."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
 from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.units.group import UnitGroup, UnitKind, count_unit_parameters
-from struprune_plugin.model.units.kinds import FFN, HEAD, VALUE
+from struprune_plugin.model.units.kinds import EXPERT, FFN, HEAD, VALUE
 
 AttentionUnit = Literal["head", "value_channels", "none"]
 ATTENTION_UNITS: dict[str, tuple[UnitKind, ...]] = {"head": (HEAD,), "value_channels": (VALUE,), "none": ()}
@@ -33,6 +33,7 @@ def find_groups(
     prune_ffn: bool = True,
     targets: Sequence[str] = ("re:.*",),
     ignore: Sequence[str] = (),
+    prune_experts: bool = False,
 ) -> list[UnitGroup]:
     """Find the groups of coupled units to prune, in the order in which the model computes them.
 
@@ -40,11 +41,12 @@ def find_groups(
         ``none``
     :param targets: names of consuming linears, exact or ``re:<pattern>``, as in the host's recipes
     :param ignore: the same, for those to leave alone
+    :param prune_experts: whether channels of experts go; the experts have been taken apart
     :raises ValueError: unsupported architecture; a target or the whole choice matches nothing
     """
     groups = []
     layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
-    kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn else [])]
+    kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn else []), *([EXPERT] if prune_experts else [])]
     for index, ((layer, layout), (name, _)) in enumerate(layers):
         for group in (group for kind in kinds for group in kind.describe(layout, layer)):
             placed = replace(group, name=f"{name}.{group.consumer}", layer_index=index, layer_name=name)

@@ -73,6 +73,8 @@ class UnitGroup:
     :param rotates: whether the units of a block may be rotated into each other first
     :param activation: of an FFN, as transformers calls it; empty where it is none of its
     :param attention: the attention module; empty for the FFN
+    :param experts: the list of experts that the module is one of; empty elsewhere
+    :param tie: groups of one tie keep the same number of units; empty where a group's number is its own
     :param query_key: the linears that make queries and keys, where no positions are rotated in between; empty else
     """
 
@@ -94,6 +96,8 @@ class UnitGroup:
     rotates: bool = False
     activation: str = ""
     attention: str = ""
+    experts: str = ""
+    tie: str = ""
     query_key: tuple[str, ...] = ()
 
     @property
@@ -102,7 +106,12 @@ class UnitGroup:
 
     @property
     def module_kind(self) -> str:
-        return "ffn" if self.unit.is_ffn else "attention"
+        return "experts" if self.experts else "ffn" if self.unit.is_ffn else "attention"
+
+    @property
+    def output_name(self) -> str:
+        """Full name of the module whose output an error of this one is felt in: its consumer, or the list of its experts."""
+        return f"{self.layer_name}.{self.experts}" if self.experts else self.name
 
     @property
     def num_columns(self) -> int:

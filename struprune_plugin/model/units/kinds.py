@@ -1,4 +1,4 @@
-"""The kinds of units: FFN channels, whole attention heads, value channels."""
+"""The kinds of units: FFN channels, those of experts, whole attention heads, value channels."""
 
 from __future__ import annotations
 
@@ -34,6 +34,28 @@ class FFNChannel(UnitKind):
 
     def find_owners(self, group: UnitGroup, part: Part) -> Tensor:
         return torch.arange(group.num_units)[None]
+
+
+class ExpertChannel(FFNChannel):
+    """The same of one expert of a mixture, whose experts have been taken apart."""
+
+    name = "experts"
+
+    def describe(self, layout: LayerLayout, layer: nn.Module) -> Iterable[UnitGroup]:
+        if layout.experts is None:
+            return
+        experts: Any = layer.get_submodule(layout.experts.module)
+        for index in range(experts.num_experts):
+            expert = layout.experts.place(index)
+            yield UnitGroup(
+                self,
+                expert.producers,
+                expert.output,
+                expert.join,
+                num_units=find_linear(layer, expert.output).in_features,
+                experts=layout.experts.module,
+                tie=self.name,
+            )
 
 
 class Head(UnitKind):
@@ -149,4 +171,4 @@ def _describe_heads(attention: AttentionLayout, sizes: LayerSizes, layer: nn.Mod
     )
 
 
-FFN, HEAD, VALUE = FFNChannel(), Head(), ValueChannel()
+FFN, EXPERT, HEAD, VALUE = FFNChannel(), ExpertChannel(), Head(), ValueChannel()

@@ -1,0 +1,110 @@
+"""What flows through experts of a mixture: each sees the tokens that its router sends there, and counts by the router's weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from llmcompressor.modeling.moe.context import get_calibrate_all_experts_flag
+from torch import Tensor, nn
+
+from struprune_plugin.layerwise.calls import LayerCall
+from struprune_plugin.layerwise.capture import Visit
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.units.group import UnitGroup
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """What a router decided for one batch.
+
+    :param tokens: that every expert saw, in the order in which it saw them, by expert
+    :param weights: that its outputs were multiplied by, the same, float32
+    :param energy: sum over experts of the squared weights, shape [tokens], float32
+    """
+
+    tokens: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    energy: Tensor
+
+
+def _read_routing(experts: Any, args: tuple[Any, ...]) -> _Routing | None:
+    """Return what the arguments of a list of experts say; None where they hold no router's choice (Llama 4)."""
+    if len(args) < 3:
+        return None
+    hidden, chosen, weights = args[0], args[1], args[2].float()
+    tokens, given = [], []
+    for index in range(experts.num_experts):
+        place, rows = torch.where((chosen == index).T)  # the order in which llm-compressor's experts take them
+        if get_calibrate_all_experts_flag():
+            every = weights.new_zeros(len(hidden)).index_add_(0, rows, weights[rows, place])
+            tokens.append(torch.arange(len(hidden), device=hidden.device))
+            given.append(every)
+        else:
+            tokens.append(rows)
+            given.append(weights[rows, place])
+    return _Routing(tokens, given, weights.square().sum(1))
+
+
+@contextmanager
+def capture_experts(
+    layer: nn.Module, groups: Sequence[UnitGroup]
+) -> Iterator[Callable[[LayerCall, Tensor | None], Iterator[tuple[UnitGroup, Visit]]]]:
+    """Watch the experts of a decoder layer; the function given returns, once, what the last forward pass showed of every group.
+
+    It takes the call and the error that the experts are to repair, which is split among those of a token so that they change
+    least: that with weight g by ``g r / sum g^2``. Shape [tokens, d], float32; None where there is none.
+
+    :param groups: of one list of experts
+    """
+    seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    sources: dict[str, Tensor] = {}
+    routing: list[_Routing | None] = []
+    experts = layer.get_submodule(groups[0].experts) if groups else None
+
+    def see_source(name: str) -> Callable[[nn.Module, tuple], None]:
+        return lambda _module, args: sources.update({name: args[0].detach()})
+
+    def see(name: str) -> Callable[[nn.Module, tuple, Tensor], None]:
+        def hook(_module: nn.Module, args: tuple, output: Tensor) -> None:
+            parts = (sources.pop(name), args[0].detach(), output.detach())
+            seen[name] = tuple(part.reshape(-1, part.shape[-1]) for part in parts)  # type: ignore[assignment]
+
+        return hook
+
+    def take(call: LayerCall, wrong: Tensor | None) -> Iterator[tuple[UnitGroup, Visit]]:
+        chosen = routing.pop()
+        for group in groups:
+            index = int(group.consumer.removeprefix(f"{group.experts}.").partition(".")[0])
+            yield group, _make_visit(seen.pop(group.consumer), chosen, index, wrong, call)
+
+    with ExitStack() as stack:
+        if experts is not None:
+            decide = lambda module, args: routing.append(_read_routing(module, args))  # noqa: E731
+            stack.callback(experts.register_forward_pre_hook(decide).remove)
+        for group in groups:
+            first = find_linear(layer, next(iter(group.producers)))
+            stack.callback(first.register_forward_pre_hook(see_source(group.consumer)).remove)
+            stack.callback(find_linear(layer, group.consumer).register_forward_hook(see(group.consumer)).remove)
+        yield take
+
+
+def _make_visit(
+    seen: tuple[Tensor, Tensor, Tensor], routing: _Routing | None, index: int, wrong: Tensor | None, call: LayerCall
+) -> Visit:
+    """Return one expert's visit, its tokens in their order; those of weight 0 are left out."""
+    source, inputs, output = seen
+    if routing is None:  # every token came, multiplied by its weight: those of weight 0 are zero
+        tokens, weights = torch.arange(len(source), device=source.device), source.ne(0).any(1).float()
+    else:
+        tokens, weights = routing.tokens[index], routing.weights[index]
+    order = tokens.argsort(stable=True)
+    order = order[weights[order] != 0]
+    tokens, weights, target = tokens[order], weights[order], output[order].float()
+    if wrong is not None and routing is not None:
+        share = weights / routing.energy[tokens].clamp(min=1e-12)
+        target = target + share[:, None] * wrong[tokens]
+    return Visit(source[order], inputs[order], target, call, tokens, weights)

@@ -1,0 +1,189 @@
+"""Experts of a mixture as linears of their own, and packed again at the width that they then have.
+
+Transformers holds all experts of a layer in a few tensors of three dimensions. llm-compressor takes them apart into linears; how
+their rows lie in the tensors is measured, so that experts of another width can be packed in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from compressed_tensors.offload import disable_onloading, get_cache_init_kwargs, offload_module
+from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.offload.module import remove_module_offload
+from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
+from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
+from torch import Tensor, nn
+
+_WIDTHS = ("moe_intermediate_size", "intermediate_dim", "intermediate_size")  # as llm-compressor reads them
+_PACKED = "_struprune_packed"  # attribute of experts taken apart: the module that they were, without its tensors
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the rows of one linear of an expert lie in a packed tensor.
+
+    :param tensor: name of that
+    :param transposed: whether it holds columns before rows
+    :param first: of the runs of rows that the tensor holds one after the other, or of the rows that alternate in it
+    :param runs: how many of these there are
+    :param alternates: whether rows alternate
+    """
+
+    tensor: str
+    transposed: bool
+    first: int
+    runs: int
+    alternates: bool
+
+    def shape(self, linear: Tensor) -> tuple[int, ...]:
+        """Return the packed shape of one expert that a linear of this shape needs."""
+        rows = linear.shape[0] * self.runs
+        if linear.dim() == 1:
+            return (rows,)
+        return (linear.shape[1], rows) if self.transposed else (rows, linear.shape[1])
+
+    def view(self, packed: Tensor) -> Tensor:
+        """Return the rows of one expert's packed tensor that are the linear's."""
+        rows = packed.mT if self.transposed else packed
+        if self.alternates:
+            return rows[self.first :: self.runs]
+        count = len(rows) // self.runs
+        return rows[self.first * count : (self.first + 1) * count]
+
+
+Slots = dict[str, Slot]  # by the name of a parameter in an expert
+_SLOTS: dict[tuple[type, str], Slots] = {}  # measured, by class and shapes
+
+
+def list_experts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Give the lists of experts of a decoder layer that have been taken apart, by name."""
+    for name, module in layer.named_modules():
+        if isinstance(module, LinearExperts2D):
+            yield name, module
+
+
+def take_apart(model: nn.Module) -> None:
+    """Let every expert of a model be linears of its own, where llm-compressor knows the class; the function stays."""
+    for name, packed in get_non_linearized_moes(model):
+        kind = LinearExperts2D.get_linear_experts_cls(type(packed))
+        with disable_onloading():
+            shape, device = packed.down_proj.shape, packed.down_proj.device
+        config = _SizedConfig(
+            getattr(packed, "config", getattr(model, "config", None)), shape[1 if kind.is_transposed else 2]
+        )
+        with torch.device("meta") if device.type == "meta" else nullcontext():
+            if hasattr(packed, "expert_dim"):  # which llm-compressor reads of Llama 4
+                packed.expert_dim = config.width
+            made = kind.from_experts_module(packed, config)
+        if not isinstance(packed._parameters, OffloadCache):  # llm-compressor wraps what it makes in any case
+            for module in made.modules():
+                remove_module_offload(module, onload_tensors=True)
+        _remember(made, packed)
+        model.set_submodule(name, made)
+    for _, made in list_experts(model):
+        if _PACKED not in vars(made) and hasattr(made, "_source_experts_cls"):  # llm-compressor has taken it apart
+            with torch.device("meta"):
+                _remember(made, made._source_experts_cls(made._source_config))
+
+
+class _SizedConfig:
+    """A configuration that tells llm-compressor the width that experts have, which pruning may have changed."""
+
+    def __init__(self, config: Any, width: int):
+        self.config, self.width = config, width
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("config", "width"):  # while it is copied
+            raise AttributeError(name)
+        if name in _WIDTHS:
+            return self.width
+        if name == "text_config" and not hasattr(self.config, name):  # llm-compressor knows Llama 4 in a wrapper alone
+            return self
+        return getattr(self.config, name)
+
+
+def _remember(made: Any, packed: Any) -> None:
+    """Keep, beside experts taken apart, what packing them again needs."""
+    with disable_onloading():
+        held = dict(packed._parameters)
+        shapes = {name: p.shape[1:] for name, p in held.items() if p is not None and p.dim() > 1}
+    key = (type(packed), str(shapes))
+    slots = _SLOTS[key] = _SLOTS.get(key) or _measure_slots(made[0], packed, shapes)
+    empty = copy.copy(packed)
+    empty._parameters = {
+        name: None if name in {slot.tensor for slot in slots.values()} else held[name] for name in held
+    }
+    vars(made)[_PACKED] = empty, slots
+
+
+def _measure_slots(expert: Any, packed: Any, shapes: Mapping[str, torch.Size]) -> Slots:
+    """Return where an expert's parameters lie, by letting one of numbered elements be taken apart."""
+    numbered = copy.copy(packed)
+    numbered._parameters = {n: nn.Parameter(_number(shape)[None], requires_grad=False) for n, shape in shapes.items()}
+    linears = {name: linear for name, linear in expert.named_children() if isinstance(linear, nn.Linear)}
+    taken = {
+        name: nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, dtype=torch.float64)
+        for name, linear in linears.items()
+    }
+    with torch.no_grad():
+        type(expert).copy_from_experts_module(
+            SimpleNamespace(intermediate_size=expert.intermediate_size, **taken), numbered, 0
+        )
+    return {
+        f"{name}.{part}": _read_slot(parameter.long(), numbered)
+        for name, linear in taken.items()
+        for part, parameter in linear.named_parameters()
+    }
+
+
+def _number(shape: torch.Size) -> Tensor:
+    return torch.arange(shape.numel(), dtype=torch.float64).view(shape)
+
+
+def _read_slot(numbers: Tensor, numbered: Any) -> Slot:
+    """Return the slot that numbers of packed elements come from: its view holds the same numbers.
+
+    :raises ValueError: there is none
+    """
+    for name, packed in numbered._parameters.items():
+        one = packed[0]
+        for transposed in (False, True)[: one.dim()]:
+            rows = (one.mT if transposed else one).shape[0]
+            runs = rows // len(numbers)
+            for alternates, first in ((a, f) for a in (False, True)[:runs] for f in range(runs)):
+                slot = Slot(name, transposed, first, runs, alternates)
+                found = slot.view(one)
+                if found.shape == numbers.shape and torch.equal(found.long(), numbers):
+                    return slot
+    raise ValueError("experts: their linears must be runs of rows of the packed tensors, got another order.")
+
+
+@torch.no_grad()
+def pack_experts(model: nn.Module) -> None:
+    """Pack experts that :func:`take_apart` took apart, at the width that they now have; the function stays.
+
+    Experts that a quantiser has touched stay linears, as llm-compressor saves them.
+    """
+    for name, experts in [found for found in list_experts(model) if _PACKED in vars(found[1])]:
+        if any(hasattr(module, "quantization_scheme") for module in experts.modules()):
+            continue
+        empty, slots = vars(experts)[_PACKED]
+        empty._parameters, empty.num_experts = dict(empty._parameters), experts.num_experts
+        for parameter, slot in slots.items():
+            first = experts[0].get_parameter(parameter)
+            if empty._parameters[slot.tensor] is None:
+                shape = (experts.num_experts, *slot.shape(first))
+                empty._parameters[slot.tensor] = nn.Parameter(first.new_zeros(shape), requires_grad=first.requires_grad)
+            whole = empty._parameters[slot.tensor]
+            for index in range(experts.num_experts):
+                slot.view(whole[index]).copy_(experts[index].get_parameter(parameter))
+        if isinstance(experts[0].get_submodule(parameter.rpartition(".")[0])._parameters, OffloadCache):
+            offload_module(empty, **get_cache_init_kwargs(experts))
+        model.set_submodule(name, empty)

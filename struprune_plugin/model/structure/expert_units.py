@@ -1,0 +1,113 @@
+"""Channels of the experts of a mixture, measured on experts that are taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from struprune_plugin.model.experts import list_experts, take_apart
+from struprune_plugin.model.structure.couplings import COPIES, Call, list_linears, measure_couplings, record_linears
+from struprune_plugin.model.structure.layout import ExpertsLayout, FFNLayout, Join, LayerLayout
+from struprune_plugin.model.structure.trial_removal import find_flaw, make_trial
+from struprune_plugin.model.structure.units import Measured, read_units
+
+_TOKENS = 8
+_EXACT = 1e-4  # of a change of the layer's output
+
+
+def find_experts(
+    model: nn.Module,
+    kinds: Sequence[tuple[Sequence[nn.Module], Call]],
+    layouts: Sequence[LayerLayout],
+    run: Callable[[], Tensor],
+) -> list[LayerLayout]:
+    """Return the layouts of kinds of layers with their experts; the experts of the tiny model are taken apart.
+
+    :param kinds: all layers of a kind, and a call of the first
+    :param run: gives the model's logits
+    """
+    wanted = run()
+    try:
+        take_apart(model)
+        error = float((run() - wanted).abs().max() / wanted.abs().max())
+    except Exception as problem:  # whatever llm-compressor raises where it knows a class wrongly
+        return [replace(layout, left={**layout.left, "experts": _explain(problem)}) for layout in layouts]
+    found = []
+    for (layers, call), layout in zip(kinds, layouts, strict=True):
+        try:
+            lists = list(list_experts(layers[0]))
+            if lists and not error <= 1e-5:
+                raise ValueError(f"taken apart they give something else, by {error:.0e} of the largest logit")
+            found.append(replace(layout, experts=_find_units(layers, call, lists[0], run)) if lists else layout)
+        except ValueError as problem:
+            found.append(replace(layout, left={**layout.left, lists[0][0]: str(problem)}))
+    return found
+
+
+def _explain(problem: Exception) -> str:
+    return f"llm-compressor cannot take them apart ({type(problem).__name__})"
+
+
+def _find_units(
+    layers: Sequence[nn.Module], call: Call, experts: tuple[str, Any], run: Callable[[], Tensor]
+) -> ExpertsLayout:
+    """Return the channels of a kind's experts.
+
+    :raises ValueError: they are none
+    """
+    name, members = experts
+    measured = _measure_expert(members[0])
+    ffns = read_units(measured).ffns
+    if len(ffns) != 1:
+        raise ValueError("an expert has no channels that can go alone")
+    layout = ExpertsLayout(name, ffns[0], _find_join(layers[0], call, name))
+    for index in range(members.num_experts):
+        if flaw := find_flaw(layers, _make_trial(layout.place(index), measured, ffns[0]), run):
+            raise ValueError(flaw)
+    return layout
+
+
+def _make_trial(placed: FFNLayout, measured: Measured, ffn: FFNLayout) -> Any:
+    columns = torch.arange(0, measured.inputs[ffn.output].shape[-1], 3)
+    names = zip(placed.producers, ffn.producers, strict=True)
+    reached = {full: measured.couplings[name, ffn.output].reached for full, name in names}
+    return make_trial(placed.output, reached, columns, slices=True)
+
+
+def _measure_expert(expert: nn.Module) -> Measured:
+    width = next(iter(list_linears(expert).values())).in_features
+    tokens = torch.randn(_TOKENS, width, generator=torch.Generator().manual_seed(0))
+    call = Call((tokens.repeat(COPIES, 1),), {})
+    inputs, outputs = record_linears(expert, call, _TOKENS)
+    return Measured(expert, inputs, outputs, measure_couplings(expert, call, inputs, outputs))
+
+
+def _find_join(layer: nn.Module, call: Call, name: str) -> Join:
+    """Return how the experts' sum meets the residual stream: whether noise added to it comes out of the layer, times a factor."""
+    noise: list[Tensor] = []
+
+    def add(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+        noise.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).mul_(output.std()))
+        return output + noise[0]
+
+    before = _first(call.run(layer))
+    with torch.no_grad():
+        handle = layer.get_submodule(name).register_forward_hook(add)
+        try:
+            change = _first(call.run(layer)) - before
+        finally:
+            handle.remove()
+    if noise[0].numel() != change.numel():
+        return Join()
+    added = noise[0].reshape(change.shape)
+    scale = float((added * change).sum() / added.square().sum())
+    is_direct = bool(scale) and float((change - scale * added).norm()) < _EXACT * float(change.norm())
+    return Join(scale=1.0 if abs(scale - 1) < _EXACT else scale, is_direct=True) if is_direct else Join()
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, (tuple, list)) else output

@@ -38,6 +38,8 @@ from eval.equivalence import mask_dense
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export.any_class import replace_conv1d
+from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.reporting.tables import format_table
@@ -172,6 +174,8 @@ class Case:
     def unit(self) -> Any:
         """The attention unit, ``none`` where only FFN channels can go."""
         replace_conv1d(self.tiny)
+        if find_structure(self.tiny).has_experts:
+            take_apart(self.tiny)
         try:
             find_groups(self.tiny, "value_channels", prune_ffn=False)
         except ValueError:
@@ -180,7 +184,7 @@ class Case:
 
     @cached_property
     def groups(self) -> list[Any]:
-        return find_groups(self.tiny, self.unit)
+        return find_groups(self.tiny, self.unit, prune_experts=True)
 
     @cached_property
     def kinds(self) -> set[str]:
@@ -207,7 +211,7 @@ def find_units(case: Case) -> str:
     for group in case.groups:
         layers.setdefault(group.layer_index, []).append(f"{group.kind} {group.num_units}")
     total = case.tiny.config.get_text_config().num_hidden_layers
-    counts = Counter(" + ".join(units) for units in layers.values())
+    counts = Counter(" + ".join(dict.fromkeys(units)) for units in layers.values())
     counts["none"] = total - len(layers)
     return "; ".join(f"{units} ({count})" for units, count in counts.items() if count)
 
@@ -215,7 +219,7 @@ def find_units(case: Case) -> str:
 def prune_ffn(case: Case) -> str:
     if "ffn" not in case.kinds:
         return "none"
-    pruned = case.prune(case.dense, "ffn", attention_unit="none")
+    pruned = case.prune(case.dense, "ffn", attention_unit="none", experts="none")
     check_equal(case, pruned, case.work / "ffn")
     return describe_size(case, pruned)
 
@@ -236,7 +240,7 @@ def reload(case: Case) -> str:
 
 def reload_stock(case: Case) -> str:
     """Save with one width for all layers, and load with code of transformers alone."""
-    if "ffn" not in case.kinds:
+    if not {"ffn", "experts"} & case.kinds:
         return "none"
     pruned = case.prune(case.dense, "uniform", output="uniform", attention_unit="none")
     stock = case.load(case.work / "uniform", trust_remote_code=False)

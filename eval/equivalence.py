@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin import read_manifest
 from struprune_plugin.linalg.second_moments import append_bias
+from struprune_plugin.model.experts import pack_experts, take_apart
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight
 from struprune_plugin.model.units import find_groups
@@ -30,14 +31,19 @@ def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: Manife
             parameter.data.copy_(sliced[name].data)
     keep = {record.name: torch.tensor(record.keep) for record in manifest.groups}
     kinds = [record.kind for record in manifest.groups]
-    unit: Any = next((kind for kind in kinds if kind != "ffn"), "none")
-    for group, smaller in zip(*(find_groups(model, unit, "ffn" in kinds) for model in (dense, pruned)), strict=True):
+    unit: Any = next((kind for kind in kinds if kind not in ("ffn", "experts")), "none")
+    if "experts" in kinds:
+        take_apart(dense)
+        take_apart(pruned)
+    pairs = [find_groups(m, unit, "ffn" in kinds, prune_experts="experts" in kinds) for m in (dense, pruned)]
+    for group, smaller in zip(*pairs, strict=True):
         if group.name not in keep:
             continue
         source = pruned.get_submodule(group.layer_name)
         new = {name: append_bias(*read_weight(find_linear(source, name))) for name in group.producers}
         layer = dense.get_submodule(group.layer_name)
         mask_group(layer, group, keep[group.name], read_consumer(source, smaller), new)
+    pack_experts(pruned)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
+from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.surgery import read_weight, set_weight
 
 Shapes = dict[str, tuple[int, ...]]
@@ -167,7 +168,7 @@ def list_shapes(model: nn.Module) -> Shapes:
 
 
 def list_stock_shapes(model: nn.Module) -> Shapes:
-    """Return the shapes that a model has once its padded linears are grown and its transposed modules are back."""
+    """Return the shapes that a model has once its padded linears are grown, its transposed modules back, its experts packed."""
     shapes = list_shapes(model)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
@@ -179,7 +180,7 @@ def list_stock_shapes(model: nn.Module) -> Shapes:
         shapes[f"{name}.weight"] = (size[1], size[0]) if hasattr(module, "nf") else (size[0], size[1])
         if module.bias is not None:
             shapes[f"{name}.bias"] = (size[0],)
-    return shapes
+    return shapes | list_packed_shapes(model)
 
 
 def list_differences(shapes: Shapes, wanted: Shapes) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from loguru import logger
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,6 +19,7 @@ from struprune_plugin.export.any_class import (
     list_stock_shapes,
     make_dense_config,
 )
+from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.layers import find_layouts, has_uniform_layers, measure_layer
 from struprune_plugin.model.units.group import UnitGroup
 
@@ -43,19 +45,23 @@ def are_layers_alike(model: PreTrainedModel) -> bool:
 def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
     """Return the groups without the FFNs whose width no key of the stock configuration says: those stay whole.
 
-    :param groups: all of a model; FFNs of one name and width are said by one key
+    Where one key says the width of experts and that of another FFN beside them (DeepSeek V3), the two are tied.
+
+    :param groups: all of a model; FFNs of one name and width are said by one key, and so are all experts
     :raises ValueError: no group is left
     """
     alike: dict[tuple[str, int], list[UnitGroup]] = {}
     for group in groups:
         if group.unit.is_ffn:
-            alike.setdefault((group.consumer, group.num_units), []).append(group)
+            alike.setdefault((group.experts or group.consumer, group.num_units), []).append(group)
     fixed: dict[str, str] = {}
     for members in alike.values():
-        try:
-            find_stock_config(model, shapes=list_narrower(model, members))
-        except ValueError as error:
-            fixed |= {group.name: str(error) for group in members}
+        if problem := _find_obstacle(model, members):
+            fixed |= {group.name: problem for group in members}
+    beside = [group for group in groups if group.name in fixed]
+    if any(group.experts for group in beside) and not _find_obstacle(model, beside):
+        groups = [replace(group, tie="experts") if group.name in fixed else group for group in groups]
+        fixed = {}
     left = [group for group in groups if group.name not in fixed]
     if not left:
         raise ValueError(
@@ -67,6 +73,15 @@ def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> 
             f"output: uniform leaves {len(fixed)} FFNs whole, {next(iter(fixed))} the first: no key says their width"
         )
     return left
+
+
+def _find_obstacle(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> str:
+    """Return why no key of the stock configuration says the width of FFNs, all at once; nothing where one does."""
+    try:
+        find_stock_config(model, shapes=list_narrower(model, groups))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def change_heads(model: PreTrainedModel, num_key_value_heads: int) -> dict[str, int]:
@@ -162,8 +177,11 @@ def _list_changes(before: Shapes, after: Shapes) -> list[tuple[int, int]]:
 
 def list_narrower(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Shapes:
     """Return a model's stock shapes if FFNs had half their channels."""
-    shapes = list_stock_shapes(model)
+    experts = {f"{group.layer_name}.{group.experts}" for group in groups if group.experts}
+    shapes = list_stock_shapes(model) | list_packed_shapes(model, experts)
     for group in groups:
+        if group.experts:
+            continue
         layer = model.get_submodule(group.layer_name)
         for name in (*group.producers, group.consumer):
             full, reads = f"{group.layer_name}.{name}", name == group.consumer

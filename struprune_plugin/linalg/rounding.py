@@ -18,7 +18,8 @@ class GroupSize:
     :param num_units: units before pruning
     :param unit_cost: parameters that one unit frees
     :param step: kept counts are whole multiples of this many units
-    :param members: names of the groups where it stands for several that keep the same number; their costs are added up
+    :param members: groups that it stands for, by name, where these are several that are tied, with how many of their units go with
+        one; their costs are added up
     """
 
     name: str
@@ -26,7 +27,7 @@ class GroupSize:
     num_units: int
     unit_cost: int
     step: int
-    members: tuple[str, ...] = ()
+    members: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -40,7 +41,11 @@ class GroupSize:
 
 def expand_counts(groups: Sequence[GroupSize], counts: Sequence[int]) -> dict[str, int]:
     """Return kept counts by the name of every group."""
-    return {name: count for group, count in zip(groups, counts, strict=True) for name in group.members or (group.name,)}
+    return {
+        name: count * factor
+        for group, count in zip(groups, counts, strict=True)
+        for name, factor in group.members or ((group.name, 1),)
+    }
 
 
 def find_group_sparsity(groups: Sequence[GroupSize], num_prunable: int, sparsity: float) -> float:

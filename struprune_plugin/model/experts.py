@@ -7,7 +7,7 @@ their rows lie in the tensors is measured, so that experts of another width can 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -42,12 +42,10 @@ class Slot:
     runs: int
     alternates: bool
 
-    def shape(self, linear: Tensor) -> tuple[int, ...]:
-        """Return the packed shape of one expert that a linear of this shape needs."""
-        rows = linear.shape[0] * self.runs
-        if linear.dim() == 1:
-            return (rows,)
-        return (linear.shape[1], rows) if self.transposed else (rows, linear.shape[1])
+    def shape(self, linear: torch.Size) -> tuple[int, ...]:
+        """Return the packed shape of one expert whose linear's weight or bias has this shape."""
+        rows, columns = linear[0] * self.runs, linear[1:]
+        return (*columns, rows) if self.transposed else (rows, *columns)
 
     def view(self, packed: Tensor) -> Tensor:
         """Return the rows of one expert's packed tensor that are the linear's."""
@@ -74,13 +72,12 @@ def take_apart(model: nn.Module) -> None:
     for name, packed in get_non_linearized_moes(model):
         kind = LinearExperts2D.get_linear_experts_cls(type(packed))
         with disable_onloading():
-            shape, device = packed.down_proj.shape, packed.down_proj.device
-        config = _SizedConfig(
-            getattr(packed, "config", getattr(model, "config", None)), shape[1 if kind.is_transposed else 2]
-        )
-        with torch.device("meta") if device.type == "meta" else nullcontext():
+            down = packed.down_proj
+        width = down.shape[1 if kind.is_transposed else 2]
+        config = _SizedConfig(getattr(packed, "config", getattr(model, "config", None)), width, down.dtype)
+        with torch.device("meta") if down.is_meta else nullcontext():
             if hasattr(packed, "expert_dim"):  # which llm-compressor reads of Llama 4
-                packed.expert_dim = config.width
+                packed.expert_dim = width
             made = kind.from_experts_module(packed, config)
         if not isinstance(packed._parameters, OffloadCache):  # llm-compressor wraps what it makes in any case
             for module in made.modules():
@@ -94,19 +91,18 @@ def take_apart(model: nn.Module) -> None:
 
 
 class _SizedConfig:
-    """A configuration that tells llm-compressor the width that experts have, which pruning may have changed."""
+    """A configuration that tells llm-compressor the width and the dtype that experts have, which pruning may have changed."""
 
-    def __init__(self, config: Any, width: int):
-        self.config, self.width = config, width
+    def __init__(self, config: Any, width: int, dtype: torch.dtype):
+        self.config, self.told = config, {**dict.fromkeys(_WIDTHS, width), "dtype": dtype}
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("config", "width"):  # while it is copied
+        if name in ("config", "told"):  # while it is copied
             raise AttributeError(name)
-        if name in _WIDTHS:
-            return self.width
         if name == "text_config" and not hasattr(self.config, name):  # llm-compressor knows Llama 4 in a wrapper alone
             return self
-        return getattr(self.config, name)
+        value = self.told[name] if name in self.told else getattr(self.config, name)
+        return value.removeprefix("struprune_") if name == "model_type" else value  # of a model that was pruned before
 
 
 def _remember(made: Any, packed: Any) -> None:
@@ -117,6 +113,8 @@ def _remember(made: Any, packed: Any) -> None:
     key = (type(packed), str(shapes))
     slots = _SLOTS[key] = _SLOTS.get(key) or _measure_slots(made[0], packed, shapes)
     empty = copy.copy(packed)
+    for name in ("forward", "_original_forward_func"):  # of an offloaded module, which is offloaded anew
+        vars(empty).pop(name, None)
     empty._parameters = {
         name: None if name in {slot.tensor for slot in slots.values()} else held[name] for name in held
     }
@@ -165,6 +163,23 @@ def _read_slot(numbers: Tensor, numbered: Any) -> Slot:
     raise ValueError("experts: their linears must be runs of rows of the packed tensors, got another order.")
 
 
+def list_packed_shapes(model: nn.Module, narrower: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that experts taken apart have once they are packed, by the tensors' full names.
+
+    :param narrower: names of lists of experts that are to have half their channels
+    """
+    shapes = {}
+    for name, experts in list_experts(model):
+        for parameter, slot in vars(experts)[_PACKED][1].items() if _PACKED in vars(experts) else ():
+            with disable_onloading():
+                rows, *columns = experts[0].get_parameter(parameter).shape
+            if name in narrower:
+                reads = parameter.startswith("down_proj")
+                rows, columns = (rows, [c // 2 for c in columns]) if reads else (rows // 2, columns)
+            shapes[f"{name}.{slot.tensor}"] = (experts.num_experts, *slot.shape(torch.Size([rows, *columns])))
+    return shapes
+
+
 @torch.no_grad()
 def pack_experts(model: nn.Module) -> None:
     """Pack experts that :func:`take_apart` took apart, at the width that they now have; the function stays.
@@ -179,7 +194,7 @@ def pack_experts(model: nn.Module) -> None:
         for parameter, slot in slots.items():
             first = experts[0].get_parameter(parameter)
             if empty._parameters[slot.tensor] is None:
-                shape = (experts.num_experts, *slot.shape(first))
+                shape = (experts.num_experts, *slot.shape(first.shape))
                 empty._parameters[slot.tensor] = nn.Parameter(first.new_zeros(shape), requires_grad=first.requires_grad)
             whole = empty._parameters[slot.tensor]
             for index in range(experts.num_experts):

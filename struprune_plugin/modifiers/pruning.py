@@ -256,7 +256,7 @@ class StruPruneModifier(StructuredModifier):
             return None
 
         def allowed(kind: str, count: int) -> bool:
-            return kind == "ffn" or can_hold_heads(model, count)
+            return kind != "attention" or can_hold_heads(model, count)
 
         return plan_early(self, setup, allowed if self.output == "uniform" else None)
 

@@ -64,21 +64,26 @@ def find_roundings(
 
 
 def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[GroupSize]:
-    """Return what allocation needs to know of the groups, those that keep the same number of units as one."""
+    """Return what allocation needs to know of the groups, those that are tied as one."""
     tied: dict[str, list[UnitGroup]] = {}
     for group in groups:
         tied.setdefault(group.tie or group.name, []).append(group)
-    return [
-        GroupSize(
-            members[0].name,
-            members[0].module_kind,
-            members[0].num_units,
-            sum(group.unit_cost for group in members),
-            math.lcm(*(roundings[group.name].step for group in members)),
-            tuple(group.name for group in members),
-        )
-        for members in tied.values()
-    ]
+    return [_measure_tied(members, roundings) for members in tied.values()]
+
+
+def _measure_tied(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> GroupSize:
+    """Return the size of groups that keep the same number of units, or whole multiples of that of the narrowest."""
+    first = min(groups, key=lambda group: group.num_units)
+    factors = [group.num_units // first.num_units for group in groups]
+    steps = [roundings[group.name].step for group in groups]
+    return GroupSize(
+        first.name,
+        first.module_kind,
+        first.num_units,
+        sum(group.unit_cost * factor for group, factor in zip(groups, factors, strict=True)),
+        math.lcm(*(step // math.gcd(step, factor) for step, factor in zip(steps, factors, strict=True))),
+        tuple((group.name, factor) for group, factor in zip(groups, factors, strict=True)),
+    )
 
 
 def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings: Mapping[str, Rounding]) -> None:

@@ -135,10 +135,10 @@ def tie_statistics(sizes: Sizes, statistics: Mapping[str, GroupStatistics]) -> d
     """Return what was measured by the name of every size: of groups that keep the same number, importance and errors added up."""
     tied = {}
     for size in sizes:
-        members = [statistics[name] for name in size.members or (size.name,)]
+        members = [(statistics[name], factor) for name, factor in size.members or ((size.name, 1),)]
         tied[size.name] = replace(
-            members[0],
-            importance=sum(member.importance for member in members),
-            curve=torch.stack([member.curve for member in members]).sum(0),
+            members[0][0],
+            importance=sum(member.importance for member, _ in members),
+            curve=torch.stack([member.curve[::factor] for member, factor in members]).sum(0),
         )
     return tied

@@ -49,7 +49,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "width_multiple", "output"),
     ),
     "Which units go": (
-        *("importance", "importance.max_swaps", "importance.max_sparsity", "importance.as_printed"),
+        *("importance", "importance.max_sparsity", "importance.as_printed"),
         *(f"importance.{name}" for name in _STEPS),
         *("sensitivity", "sensitivity.samples", "rotate_values"),
     ),
@@ -94,7 +94,6 @@ WHEN: dict[str, str] = {
     "width_multiple": "64 or 128 for tensor cores and tensor parallelism; quantisers that follow need no word of yours",
     "output": "`uniform` where no code of ours may travel with the output, for instance to serve it",
     "importance": "to compare; `wanda` scores without eliminating, and so takes less time",
-    "importance.max_swaps": "0 to save its time",
     "importance.max_sparsity": "with that of the allocation",
     "importance.as_printed": "to see what the paper's formula does as it is printed",
     "sensitivity": "`none` to save its seconds and its memory, or for the paper's variants",

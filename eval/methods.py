@@ -28,7 +28,6 @@ _SOFTMAX: dict[str, Any] = {
 }
 _METHODS: dict[str, dict[str, dict[str, Any]]] = {  # field -> name -> that method's own fields
     "importance": {
-        "obs": {"method": "obs", "max_swaps": 0},
         "closed_form": {"method": "closed_form", "max_sparsity": 0.95, "as_printed": False, **_ADMM_STEPS},
     },
     "weight_update": {"admm": {"method": "admm", **_ADMM_STEPS}},

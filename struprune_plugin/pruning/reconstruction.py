@@ -75,7 +75,7 @@ def solve_group(
         weight, condition = solved.weight, solved.condition_number
     energy = max(float(moments.target_energy), 1e-300)
     before, after = (measure_error(moments, w, columns) / energy for w in (deleted, weight))
-    return weight, SolveRecord(energy, before, after, selected.swaps, damping, None, condition)
+    return weight, SolveRecord(energy, before, after, damping, None, condition)
 
 
 def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: PruningConfig) -> ADMMRecord:

@@ -12,7 +12,6 @@ from struprune_plugin.linalg.elimination import keep_last
 from struprune_plugin.linalg.rotation import Rotation, eliminate_directions, order_directions
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import weigh_outputs
-from struprune_plugin.linalg.swaps import swap_units
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.importance import Ranking
@@ -27,13 +26,11 @@ class SelectedUnits:
     :param keep: sorted, shape [kept], int64
     :param scores: of every unit; None where nothing had to be ranked
     :param rotation: that they are units of; None where nothing is rotated
-    :param swaps: exchanges made after the elimination
     """
 
     keep: Tensor
     scores: Tensor | None = None
     rotation: Rotation | None = None
-    swaps: int = 0
 
 
 def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sensitivity: Sensitivity) -> SecondMoments:
@@ -58,10 +55,7 @@ def select_units(ranking: Ranking, allocation: UnitAllocation, config: PruningCo
         order, scores = order_directions(rotation)
     else:
         order, scores = config.importance.rank(ranking, group.num_units - num_keep)
-    keep, swaps = keep_last(order, group.num_units, num_keep), 0
-    if config.importance.swaps and not config.rotates(group) and group.columns_per_unit == 1:
-        keep, swaps = swap_units(weighed, keep, group.name, group.num_blocks, config.importance.swaps)
-    return SelectedUnits(keep, scores, rotation, swaps)
+    return SelectedUnits(keep_last(order, group.num_units, num_keep), scores, rotation)
 
 
 def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve: SolveRecord) -> GroupRecord:

@@ -150,7 +150,6 @@ class SolveRecord:
     :param target_energy: ``tr(Y Y^T)``
     :param error_before: by deletion alone, relative to that energy
     :param error_after: once re-solved
-    :param swaps: exchanges made after the elimination
     :param damping: of the closing solve
     :param admm: None where it did not run
     :param condition_number: of the closing solve's system; None where there was none
@@ -159,7 +158,6 @@ class SolveRecord:
     target_energy: float
     error_before: float
     error_after: float
-    swaps: Count
     damping: float
     admm: ADMMRecord | None
     condition_number: float | None

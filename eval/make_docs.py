@@ -55,7 +55,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "How much each layer loses": (
         *("allocation", "allocation.samples", "allocation.trial_samples", "allocation.max_sparsity"),
-        *("allocation.temperature", "allocation.search", "allocation.as_printed", "allocation.rho", "allocation.gamma"),
+        *("allocation.temperature", "allocation.as_printed", "allocation.rho", "allocation.gamma"),
         *("allocation.threshold", "allocation.spread"),
     ),
     "What remains": (
@@ -103,7 +103,6 @@ WHEN: dict[str, str] = {
     "allocation.samples": "raise it where the calibration data are plenty and varied",
     "allocation.trial_samples": "0 to save its time; more where calibration text is plentiful",
     "allocation.temperature": "one number to skip the search",
-    "allocation.search": "`full` where the seconds of one pruning run per temperature do not matter",
     "allocation.max_sparsity": "lower it where a layer loses nearly all of its units",
     "allocation.rho": "never: it cancels, and is here so that Algorithm 3 is complete",
     "allocation.gamma": "1 to leave depth out of Algorithm 3; lower to spare early layers more",
@@ -182,7 +181,6 @@ CHOICES: dict[str, dict[str, str]] = {
         "block": "the dense module's output",
         "local": "the module's own output on the pruned path's inputs",
     },
-    "allocation.search": {"moments": "read off error curves", "full": "one whole pruning run per temperature"},
     "output": {"per_layer": "every layer its own size", "uniform": "all layers the same size; stock classes load it"},
     "weights": {
         "all": "all weights of the decoder layers and the norm after them",

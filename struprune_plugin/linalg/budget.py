@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -138,15 +137,3 @@ def _fill_evenly(costs: Sequence[Sequence[int]], at: list[int], left: float) -> 
         _, g = min(growing)
         left -= costs[g][at[g] + 1] - costs[g][at[g]]
         at[g] += 1
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One temperature of a search.
-
-    :param loss: reconstruction error summed over all groups, read off their error curves
-    """
-
-    temperature: float
-    kept: tuple[int, ...]
-    loss: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +13,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget, GroupStatistics, Sizes, Subject
-from struprune_plugin.linalg.budget import MAX_SPARSITY, Candidate, spread_sparsity
+from struprune_plugin.allocation.rules.rule import make_allocation
+from struprune_plugin.linalg.budget import MAX_SPARSITY, spread_sparsity
 from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.layers import find_linear
@@ -23,18 +25,28 @@ from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """One temperature of a search.
+
+    :param kept: units, in the order of the groups
+    :param loss: reconstruction error summed over all groups, read off their error curves
+    """
+
+    temperature: float
+    kept: tuple[int, ...]
+    loss: float
+
+
 class SoftmaxRule(AllocationRule):
     """Weigh groups by importance, at the temperature of least error.
 
-    :param temperature: relative to std(I) (R8); a list is searched by error (R9)
-    :param search: how a temperature's error is found: ``moments`` reads it off every module's error curve on the dense path,
-        ``full`` reruns the whole pruning at every temperature and gives the weights back (R9)
+    :param temperature: relative to std(I) (R8); a list is searched by error, read off every module's error curve (R9)
     :param max_sparsity: the clip of Algorithms 2 and 3
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
     """
 
     temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
-    search: Literal["moments", "full"] = "moments"
     max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
     as_printed: bool = False
 
@@ -45,10 +57,6 @@ class SoftmaxRule(AllocationRule):
         if not grid or not all(t > 0 and math.isfinite(t) for t in grid):
             raise ValueError(f"must be above 0, one value or a list of at least one, got {value}.")
         return value
-
-    @property
-    def rehearses(self) -> bool:
-        return self.search == "full"
 
     def spread(self, importance: Tensor, sizes: Tensor, share: float, temperature: float) -> Tensor:
         """Return the sparsities of one kind's modules, see :func:`allocate_softmax`."""
@@ -78,13 +86,11 @@ class SoftmaxRule(AllocationRule):
         record = AllocationRecord(
             self.rule,
             as_printed=self.as_printed,
-            search="moments",
             temperature=best.temperature,
             searched=[{"temperature": c.temperature, "error": c.loss} for c in candidates],
             importance=importance,
         )
-        kept = {size.name: count for size, count in zip(sizes, best.kept, strict=True)}
-        return UnitAllocation(kept, record, tuple(candidates))
+        return make_allocation(sizes, best.kept, record)
 
 
 @RULES.register

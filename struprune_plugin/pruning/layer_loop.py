@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.passes import LayerStep, stream_layers
+from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import copy_layer, restore_layer
@@ -76,40 +76,9 @@ def prune_layers(
     return pruned
 
 
-def rehearse_layers(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], groups: Sequence[UnitGroup], pruner: LayerPruner
-) -> float:
-    """Prune a model, giving every layer its weights back once the next has its inputs; return the squared error summed over
-    groups."""
-    statistics, pruned, give_back = _make_statistics(batches, pruner), PrunedLayers(), _do_nothing
-    try:
-        for step in stream_layers(model, batches, pruner.context, "rehearsal", propagates=True):
-            give_back()
-            give_back = _lend(model, step)
-            own = select_groups(groups, step.name)
-            for _ in step.observe(statistics, own):
-                pass
-            pruned.add(step.name, pruner.prune(step.layer, own, statistics, pruned.changed, step.progress))
-            statistics.finish_layer()
-    finally:
-        give_back()
-    return sum(record.error_after * record.target_energy for record in pruned.records)
-
-
 def _make_statistics(batches: Sequence[dict[str, Tensor]], pruner: LayerPruner) -> LayerStatistics:
     before = count_before(sum(len(batch["input_ids"]) for batch in batches)) if count_ranks() > 1 else 0
     config = pruner.config
     return LayerStatistics(
         config.reconstruct, pruner.context, hold_out=config.chooses_dampening, num_before=before, propagates=True
     )
-
-
-def _lend(model: PreTrainedModel, step: LayerStep) -> Callable[[], None]:
-    """Take a layer down, and return what gives it back as it was."""
-    layout = find_structure(model)[step.index]
-    copy = copy_layer(step.layer, layout)
-    return lambda: restore_layer(step.layer, layout, copy)
-
-
-def _do_nothing() -> None:
-    pass

@@ -79,7 +79,6 @@ class AllocationRecord:
 
     :param method: the rule
     :param as_printed: whether as the paper prints it
-    :param search: how temperatures were compared
     :param temperature: the one taken
     :param searched: every temperature with its error
     :param importance: of every group
@@ -92,7 +91,6 @@ class AllocationRecord:
 
     method: str
     as_printed: bool | None = None
-    search: str | None = None
     temperature: float | None = None
     searched: list[dict[str, float]] | None = None
     importance: dict[str, float] | None = None

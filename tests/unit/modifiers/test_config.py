@@ -71,7 +71,7 @@ def test_a_name_is_short_for_a_method_s_defaults():
     short = StruPruneModifier(sparsity=0.3, allocation="softmax", importance="obs", weight_update="admm")
     spelled = StruPruneModifier(
         sparsity=0.3,
-        allocation={"rule": "softmax", "search": "moments"},
+        allocation={"rule": "softmax", "as_printed": False},
         importance={"method": "obs"},
         weight_update={"method": "admm", "steps": 4},
     )

@@ -92,10 +92,12 @@ class Importance(Config):
 IMPORTANCES: Registry[Importance] = Registry(Importance)
 
 
-def sum_columns(per_column: Tensor, columns: Tensor) -> Tensor:
-    """Return the sum over every unit's columns, shape [units].
+def sum_columns(per_column: Tensor, columns: Tensor, producer_rows: Iterable[Tensor] = ()) -> Tensor:
+    """Return the sum over every unit's columns, and over the rows that go with it, shape [units].
 
     :param per_column: shape [n]
     :param columns: shape [units, columns_per_unit], int64
+    :param producer_rows: what every unit's rows come to, one tensor of shape [units] per producing linear
     """
-    return per_column[columns].sum(1)
+    found = per_column[columns].sum(1)
+    return found + sum((rows.to(found.dtype) for rows in producer_rows), torch.zeros_like(found))

@@ -15,8 +15,8 @@ from eval.account import count_memory
 from eval.equivalence import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.paper.snip import measure_snip
-from struprune_plugin.pruning.gradients import check_gradient_memory
+from struprune_plugin.paper.snip import SNIP
+from struprune_plugin.pruning.importance.gradients import check_gradient_memory
 
 
 def weights_of(model):
@@ -213,7 +213,7 @@ def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
     model = make_opt()
     loader = [{"input_ids": torch.tensor(make_dataset(4, 16)["input_ids"])}]
     groups = find_groups(model, unit)
-    ours = measure_snip(model, loader, groups)
+    ours = SNIP().measure(model, loader, groups)
     model(input_ids=loader[0]["input_ids"], labels=loader[0]["input_ids"]).loss.backward()
     for group in groups:
         layer = model.get_submodule(group.layer_name)

@@ -15,7 +15,7 @@ from struprune_plugin.linalg.error_curves import measure_block_influence
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.paper import snip
+from struprune_plugin.paper.snip import SNIP
 from struprune_plugin.pruning.importance.fluctuation import score_fluctuation
 from struprune_plugin.pruning.importance.wanda import score_wanda
 from struprune_plugin.runtime.offload_plan import Demands, find_least_budget
@@ -28,7 +28,7 @@ FEW = {"num_calibration_samples": 8}
 
 
 @pytest.mark.parametrize(
-    ("importance", "where", "measure"), [("obs", measurements, "measure_fisher"), ("snip", snip, "measure_snip")]
+    ("importance", "where", "measure"), [("obs", measurements, "measure_fisher"), ("snip", SNIP, "measure")]
 )
 def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, where, measure):
     times, inner = [], getattr(where, measure)

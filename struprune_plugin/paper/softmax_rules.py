@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget, GroupStatistics, Sizes, Subject
 from struprune_plugin.allocation.rules.rule import make_allocation
-from struprune_plugin.linalg.budget import MAX_SPARSITY, spread_sparsity
+from struprune_plugin.linalg.budget import MAX_SPARSITY, spread_by_kind, spread_sparsity
 from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.layers import find_linear
@@ -58,7 +59,7 @@ class SoftmaxRule(AllocationRule):
             raise ValueError(f"must be above 0, one value or a list of at least one, got {value}.")
         return value
 
-    def spread(self, importance: Tensor, sizes: Tensor, share: float, temperature: float) -> Tensor:
+    def spread(self, share: float, temperature: float, importance: Tensor, sizes: Tensor) -> Tensor:
         """Return the sparsities of one kind's modules, see :func:`allocate_softmax`."""
         if self.as_printed:
             return allocate_softmax_as_printed(importance, share, temperature, self.max_sparsity)
@@ -68,10 +69,7 @@ class SoftmaxRule(AllocationRule):
         importance = {size.name: statistics[size.name].importance for size in sizes}
         curves = [statistics[size.name].curve for size in sizes]
         grid = self.temperature if isinstance(self.temperature, list) else [self.temperature]
-
-        def spread(weights: Tensor, parameters: Tensor, temperature: float) -> Tensor:
-            return self.spread(weights, parameters, budget.share, temperature)
-
+        spread = partial(self.spread, budget.share)
         candidates = search_temperature(sizes, list(importance.values()), curves, grid, spread)
         best = candidates[argmin_with_ties([candidate.loss for candidate in candidates])]
         if not self.as_printed:
@@ -112,10 +110,10 @@ class SoftmaxInverse(SoftmaxRule):
     rho: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     gamma: float = Field(default=0.9, gt=0, le=1)
 
-    def spread(self, importance: Tensor, sizes: Tensor, share: float, temperature: float) -> Tensor:
+    def spread(self, share: float, temperature: float, importance: Tensor, sizes: Tensor) -> Tensor:
         if self.as_printed:
             return allocate_softmax_inverse_as_printed(importance, share, temperature, self.max_sparsity)
-        return super().spread(importance, sizes, share, temperature)
+        return super().spread(share, temperature, importance, sizes)
 
     def weigh(self, subject: Subject) -> float:
         group, layer = subject.group, subject.layer
@@ -192,25 +190,18 @@ def search_temperature(
     importance: Sequence[float],
     curves: Sequence[Tensor],
     temperatures: Sequence[float],
-    spread: Callable[[Tensor, Tensor, float], Tensor],
+    spread: Callable[[float, Tensor, Tensor], Tensor],
 ) -> list[Candidate]:
     """Allocate at every temperature, each module kind apart; return the candidates.
 
     Source: paper, Algorithms 2 and 3, the outer loop and step 5, the losses read off the moments (R9).
 
     :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
-    :param spread: sparsities of one kind's modules from (importances, parameters, temperature)
+    :param spread: sparsities of one kind's modules from (temperature, importances, parameters)
     """
     candidates = []
     for temperature in temperatures:
-        shares = [0.0] * len(groups)
-        for kind in {group.kind for group in groups}:
-            members = [i for i, group in enumerate(groups) if group.kind == kind]
-            weights = torch.tensor([importance[i] for i in members], dtype=torch.float64)
-            allocated = spread(weights, torch.tensor([groups[i].num_parameters for i in members]), temperature)
-            for i, share in zip(members, allocated.tolist(), strict=True):
-                shares[i] = share
-        kept = round_kept_counts(groups, shares)
+        kept = round_kept_counts(groups, spread_by_kind(groups, importance, partial(spread, temperature)))
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
         candidates.append(Candidate(temperature, tuple(kept), loss))
     return candidates

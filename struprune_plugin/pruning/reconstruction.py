@@ -16,7 +16,6 @@ from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_ke
 from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
-from struprune_plugin.pruning.selection import SelectedUnits
 from struprune_plugin.storage.records import ADMMRecord, SolveRecord
 
 
@@ -56,15 +55,16 @@ class LeastSquaresProblem:
 
 
 def solve_group(
-    problem: LeastSquaresProblem, selected: SelectedUnits, config: PruningConfig, updates: bool = True
+    problem: LeastSquaresProblem, keep: Tensor, config: PruningConfig, updates: bool = True
 ) -> tuple[Tensor, SolveRecord]:
     """Return the consumer's weights on the kept units, re-solved where that is asked for, and how that went.
 
+    :param keep: sorted kept units
     :param updates: whether the weights that remain are re-solved at all
     """
     moments, held, dense = problem.gathered.all, problem.gathered.held, problem.dense
     group = problem.group
-    columns = unit_columns(selected.keep, group.columns_per_unit)
+    columns = unit_columns(keep, group.columns_per_unit)
     deleted = dense[:, with_bias_index(columns, group.num_columns)]
     weight, condition, damping, damped = deleted, None, config.dampening_frac, problem.damped
     if config.weight_update.solves and updates:
@@ -99,7 +99,7 @@ def solve_again(module: ModuleView, config: PruningConfig) -> SolveRecord:
     gathered = module.collect_moments(f"{module.group.name} closing")
     with module.context.solving():
         problem = LeastSquaresProblem.pose(module, gathered, config.dampening_frac)
-        everything = SelectedUnits(torch.arange(module.group.num_units, device=gathered.all.gram.device))
+        everything = torch.arange(module.group.num_units, device=gathered.all.gram.device)
         weight, record = solve_group(problem, everything, config)
     set_consumer(module.layer, module.group, weight)
     return record

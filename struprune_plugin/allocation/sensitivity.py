@@ -53,7 +53,8 @@ def measure_fisher(
     """
     sums: dict[str, Tensor] = {}
     first, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
-    parts = [{name: batch[name] for name in ("input_ids", "attention_mask") if name in batch} for batch in first]
+    wanted = ("input_ids", "attention_mask")
+    parts = [{name: part for name, part in batch.items() if name in wanted} for batch in first]
     before = count_before(sum(len(part["input_ids"]) for part in parts))
     counted, finite = 0, True
     head: Head | None = None

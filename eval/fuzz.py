@@ -240,7 +240,7 @@ def fuzz_configs(num_examples: int, work: Path, start: int) -> Tally:
 
 def make_manifest() -> dict[str, Any]:
     """Return a manifest as a run writes it, of two layers."""
-    solve = {"target_energy": 2.0, "error_before": 0.2, "error_after": 0.1, "swaps": 0, "damping": 0.01, "admm": None}
+    solve = {"target_energy": 2.0, "error_before": 0.2, "error_after": 0.1, "damping": 0.01, "admm": None}
     groups = [
         {
             **{

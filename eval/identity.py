@@ -59,9 +59,7 @@ MORE: dict[str, list[dict[str, Any]]] = {  # on OPT and LLaMA alone
     ],
     "closed_form, FFN": [{PRUNE: {"sparsity": 0.1, "importance": "closed_form", "attention_unit": "none"}}],
     "inverse, as printed": [{PRUNE: {"sparsity": 0.2, "allocation": {"rule": "softmax_inverse", "as_printed": True}}}],
-    "full search": [
-        {PRUNE: {"sparsity": 0.3, "allocation": {"rule": "softmax", "search": "full", "temperature": [1.0, 4.0]}}}
-    ],
+    "search": [{PRUNE: {"sparsity": 0.3, "allocation": {"rule": "softmax", "temperature": [1.0, 4.0]}}}],
     "block": [{PRUNE: {"sparsity": 0.3, "reconstruct": "block", "rotate_values": False}}],
     "local": [{PRUNE: {"sparsity": 0.3, "reconstruct": "local", "sensitivity": "none", "dampening_frac": 0.01}}],
     "deletion": [{PRUNE: {"sparsity": 0.3, "weight_update": "none", "importance": "wanda"}}],

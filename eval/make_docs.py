@@ -59,13 +59,13 @@ TOPICS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "Which units go": (
-        *("importance", "importance.max_swaps", "importance.max_sparsity", "importance.as_printed"),
+        *("importance", "importance.max_sparsity", "importance.as_printed"),
         *(f"importance.{name}" for name in _STEPS),
         *("sensitivity", "sensitivity.samples", "rotate_values"),
     ),
     "How much each layer loses": (
         *("allocation", "allocation.samples", "allocation.trial_samples", "allocation.max_sparsity"),
-        *("allocation.temperature", "allocation.search", "allocation.as_printed", "allocation.rho", "allocation.gamma"),
+        *("allocation.temperature", "allocation.as_printed", "allocation.rho", "allocation.gamma"),
         *("allocation.threshold", "allocation.spread"),
     ),
     "What remains": (
@@ -107,7 +107,6 @@ WHEN: dict[str, str] = {
     "width_multiple": "64 or 128 for tensor cores and tensor parallelism; quantisers that follow need no word of yours",
     "output": "`uniform` where no code of ours may travel with the output, for instance to serve it",
     "importance": "to compare; `wanda` scores without eliminating, and so takes less time",
-    "importance.max_swaps": "0 to save its time",
     "importance.max_sparsity": "with that of the allocation",
     "importance.as_printed": "to see what the paper's formula does as it is printed",
     "sensitivity": "`none` to save its seconds and its memory, or for the paper's variants",
@@ -117,7 +116,6 @@ WHEN: dict[str, str] = {
     "allocation.samples": "raise it where the calibration data are plenty and varied",
     "allocation.trial_samples": "0 to save its time; more where calibration text is plentiful",
     "allocation.temperature": "one number to skip the search",
-    "allocation.search": "`full` where the seconds of one pruning run per temperature do not matter",
     "allocation.max_sparsity": "lower it where a layer loses nearly all of its units",
     "allocation.rho": "never: it cancels, and is here so that Algorithm 3 is complete",
     "allocation.gamma": "1 to leave depth out of Algorithm 3; lower to spare early layers more",
@@ -196,7 +194,6 @@ CHOICES: dict[str, dict[str, str]] = {
         "block": "the dense module's output",
         "local": "the module's own output on the pruned path's inputs",
     },
-    "allocation.search": {"moments": "read off error curves", "full": "one whole pruning run per temperature"},
     "output": {"per_layer": "every layer its own size", "uniform": "all layers the same size; stock classes load it"},
     "weights": {
         "all": "all weights of the decoder layers and the norm after them",

@@ -24,11 +24,10 @@ _ADMM_STEPS: dict[str, Any] = {
     **{"alpha": 1.0, "beta": 1.0, "steps": 4, "inner_steps": 8, "learning_rate": 0.05, "attention_method": 2},
 }
 _SOFTMAX: dict[str, Any] = {
-    **{"temperature": [0.5, 1.0, 2.0, 4.0, 8.0, 16.0], "search": "moments", "max_sparsity": 0.95, "as_printed": False},
+    **{"temperature": [0.5, 1.0, 2.0, 4.0, 8.0, 16.0], "max_sparsity": 0.95, "as_printed": False},
 }
 _METHODS: dict[str, dict[str, dict[str, Any]]] = {  # field -> name -> that method's own fields
     "importance": {
-        "obs": {"method": "obs", "max_swaps": 0},
         "closed_form": {"method": "closed_form", "max_sparsity": 0.95, "as_printed": False, **_ADMM_STEPS},
     },
     "weight_update": {"admm": {"method": "admm", **_ADMM_STEPS}},

@@ -33,8 +33,7 @@ _VO = {"attention_unit": "value_channels"}
 _CURVES = _VO | {"allocation": "error_curve"}
 _FISHER = _CURVES | {"sensitivity": "fisher"}
 _ROTATED = _FISHER | {"rotate_values": True}
-_SWAPPED = _ROTATED | {"importance": {"method": "obs", "max_swaps": 100}}
-_DAMPED = _SWAPPED | {"dampening_frac": "auto"}
+_DAMPED = _ROTATED | {"dampening_frac": "auto"}
 _TUNED = _DAMPED | {"ffn_tuning": {"epochs": 6}}
 BEST = "+ damping by held-out text (default)"  # the best rung without tuning and recovery
 LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
@@ -43,7 +42,6 @@ LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
     "+ error curves": Row(spell(**_CURVES)),
     "+ Fisher sensitivity": Row(spell(**_FISHER)),
     "+ rotated values": Row(spell(**_ROTATED)),
-    "+ swaps": Row(spell(**_SWAPPED)),
     BEST: Row(spell(**_DAMPED)),
     "+ FFN tuning": Row(spell(**_TUNED)),
     "+ LoRA with distillation": Row(spell(**_TUNED), DISTILL),

@@ -228,7 +228,6 @@ def make_tiny(folder: Path) -> Path:
 def make_recipe(form: str, sparsity: float, multiple: int = 1) -> str:
     """Return a recipe that prunes to a form, the default but for its slowest parts, and quantises where it says so."""
     fields: dict[str, Any] = {"sparsity": sparsity, "sensitivity": "none", "dampening_frac": 0.1}
-    fields["importance"] = {"method": "obs", "max_swaps": 0}
     if multiple > 1:
         fields["width_multiple"] = multiple
     if form == "uniform" or form in QUANTISED:

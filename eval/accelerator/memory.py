@@ -50,9 +50,9 @@ class Case:
 _7B, _7B_ONE = Shape("LLaMA-2-7B", 32, 4), Shape("LLaMA-2-7B", 32, 1)
 _70B = Shape("LLaMA-2-70B", 80, 4)
 # Under these budgets systems are solved on the host: four layers of the default's would take it an hour. What is on the card does
-# not depend on how units are ranked, so ranking is made cheap there; with the least budget nothing is solved at all, for every
-# 64 tokens bring whole Gram matrices to the host. One layer of the default runs under either budget as well.
-_UNIFORM = {"allocation": "uniform", "dampening_frac": 0.01, "importance": {"method": "obs", "max_swaps": 0}}
+# not depend on how many systems there are, so allocation and damping are given; with the least budget nothing is solved at all,
+# for every 64 tokens bring whole Gram matrices to the host. One layer of the default runs under either budget as well.
+_UNIFORM = {"allocation": "uniform", "dampening_frac": 0.01}
 _RANKED = {"allocation": "uniform", "importance": "wanda", "dampening_frac": 0.01}
 _SUMMED = {"allocation": "uniform", "importance": "wanda", "weight_update": "none"}
 CASES: tuple[Case, ...] = (

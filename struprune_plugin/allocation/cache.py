@@ -16,9 +16,8 @@ _OWN = (  # fields of a recipe that neither sensitivity nor curves depend on
     *("sparsity", "width_multiple", "reconstruct", "output", "replay", "ffn_tuning"),
 )
 _OF_PLANS = (  # fields of an allocation rule that curves do not depend on
-    *("max_sparsity", "temperature", "search", "as_printed", "trial_samples"),
+    *("max_sparsity", "temperature", "as_printed", "trial_samples"),
 )
-_OF_SELECTION = ("max_swaps",)  # the same of an importance
 
 
 class MeasurementCache:
@@ -59,7 +58,6 @@ def _digest(recipe: Mapping[str, Any], curves: bool) -> str:
     :param curves: whether the allocation rule counts, too
     """
     asked = {name: value for name, value in recipe.items() if name not in _OWN}
-    asked["importance"] = {name: v for name, v in recipe["importance"].items() if name not in _OF_SELECTION}
     rule = {name: value for name, value in recipe["allocation"].items() if name not in _OF_PLANS}
     asked["allocation"] = rule if curves else None
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]

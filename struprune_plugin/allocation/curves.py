@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -21,13 +21,13 @@ from struprune_plugin.linalg.error_curves import (
     measure_deletion_curve,
     measure_restored_curve,
 )
-from struprune_plugin.linalg.rotation import eliminate_directions, order_directions, rotate_moments
+from struprune_plugin.linalg.rotation import rotate_moments
 from struprune_plugin.linalg.second_moments import SecondMoments, count_sums, move_moments
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import Ranking
-from struprune_plugin.pruning.selection import weigh_moments
+from struprune_plugin.pruning.selection import rank_units, weigh_moments
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks, sum_over_ranks
@@ -103,19 +103,15 @@ class CurveMeasurer:
     ) -> GroupStatistics:
         """Return a group's importance, its error for every number of kept units, the scores and order of its units, and their
         basis."""
-        group, config, sensitivity, basis = module.group, self._config, self._sensitivity, None
+        group, config, sensitivity = module.group, self._config, self._sensitivity
         dense = module.read_dense()
         damped = damp_moments(moments, dense, config.dampening_frac, module.has_bias)
         weighed = weigh_moments(module, damped, dense, sensitivity)
-        if config.rotates(group):
-            rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name)
-            basis = rotation.basis
+        ranked = weighed if config.importance.eliminates else damped
+        ranking = Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac)
+        order, scores, basis = rank_units(ranking, config, group.num_units)
+        if basis is not None:
             weighed = rotate_moments(weighed, basis, group.columns_per_unit)
-            order, scores = order_directions(rotation)
-        else:
-            ranked = weighed if config.importance.eliminates else damped
-            ranking = Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac)
-            order, scores = config.importance.rank(ranking, group.num_units)
         if config.weight_update.solves:  # ADMM too starts from and closes with the least-squares solve
             curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
         else:
@@ -128,24 +124,19 @@ class CurveMeasurer:
 
 
 def take_batches(
-    loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup], samples: int
+    batches: Sequence[dict[str, Tensor]], groups: Sequence[UnitGroup], samples: int
 ) -> list[dict[str, Tensor]]:
-    """Return the first sequences, in the loader's batches, that make so many samples and four tokens an input of the widest
+    """Return the first sequences, as they are batched, that make so many samples and four tokens an input of the widest
     module, or this process' share of these. How many they are does not depend on the batches."""
     ranks = count_ranks()
     needed = 4 * max(group.num_columns for group in groups) / ranks
-    batches: list[dict[str, Tensor]] = []
     sequences = tokens = 0
-    for batch in loader:
+    for batch in batches:
         mask = batch.get("attention_mask")
-        held = (torch.ones_like(batch["input_ids"]) if mask is None else mask).sum(1).tolist()
-        taken = 0
-        while taken < len(held) and (sequences < samples / ranks or tokens < needed):
-            sequences, tokens, taken = sequences + 1, tokens + held[taken], taken + 1
-        batches.append({name: part[:taken] for name, part in batch.items()} if taken < len(held) else batch)
-        if taken < len(held) or (sequences >= samples / ranks and tokens >= needed):
-            break
-    return [batch for batch in batches if len(batch["input_ids"])]
+        for length in (torch.ones_like(batch["input_ids"]) if mask is None else mask).sum(1).tolist():
+            if sequences < samples / ranks or tokens < needed:
+                sequences, tokens = sequences + 1, tokens + length
+    return split_batches(batches, sequences)[0]
 
 
 def can_keep_moments(groups: Sequence[UnitGroup], hidden_size: int) -> bool:
@@ -159,17 +150,22 @@ def count_moment_bytes(groups: Sequence[UnitGroup], hidden_size: int) -> int:
 
 
 def hold_batches(
-    loader: Iterable[dict[str, Tensor]], samples: int
+    batches: Sequence[dict[str, Tensor]], samples: int
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Return (the batches without their last sequences, those), at most a quarter of all."""
-    batches = list(loader)
     total = sum(len(batch["input_ids"]) for batch in batches)
-    left = total - min(samples, total // 4)
-    rest: list[dict[str, Tensor]] = []
-    held: list[dict[str, Tensor]] = []
+    return split_batches(batches, total - min(samples, total // 4))
+
+
+def split_batches(
+    batches: Sequence[dict[str, Tensor]], count: int
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return (the first sequences, the others), so many and as they are batched."""
+    parts: tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]] = ([], [])
     for batch in batches:
-        here = min(max(left, 0), len(batch["input_ids"]))
-        left -= len(batch["input_ids"])
-        for part, store in ((slice(here), rest), (slice(here, None), held)):
-            store.append({name: tensor[part] for name, tensor in batch.items()})
-    return [batch for batch in rest if len(batch["input_ids"])], [batch for batch in held if len(batch["input_ids"])]
+        here = min(count, len(batch["input_ids"]))
+        count -= here
+        for part, store in zip((slice(here), slice(here, None)), parts, strict=True):
+            if len(batch["input_ids"][part]):
+                store.append({name: tensor[part] for name, tensor in batch.items()})
+    return parts

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation.curves import split_batches
 from struprune_plugin.layerwise.calls import LayerCall, pair_gradients
 from struprune_plugin.layerwise.capture import split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, enter_layers, leave_layers
@@ -54,15 +55,17 @@ def measure_fisher(
     :param context: its placement says what is done on the host, and how many logits are held at once
     """
     sums: dict[str, Tensor] = {}
-    parts = _take_sequences(loader, -(-num_sequences // count_ranks()))
-    first = count_before(sum(len(part["input_ids"]) for part in parts))
+    first, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
+    wanted = ("input_ids", "attention_mask")
+    parts = [{name: part for name, part in batch.items() if name in wanted} for batch in first]
+    before = count_before(sum(len(part["input_ids"]) for part in parts))
     counted, finite = 0, True
     head: Head | None = None
     with (
         freeze_weights(model),
         tqdm(total=2 * len(find_decoder_layers(model)) * len(parts), desc="sensitivity") as bar,
     ):
-        for batches in _split_batches(model, parts):
+        for batches in _fit_batches(model, parts):
             flows = [enter_layers(model, batch, context) for batch in batches]
             for index, _, layer, following in list_visits(model):
                 with torch.no_grad(), context.hold(layer, following):
@@ -71,9 +74,9 @@ def measure_fisher(
                 bar.update(len(flows))
             for flow in flows:
                 head = head or Head.of(model)
-                num_tokens = _turn_round(model, head, flow, first, context)
+                num_tokens = _turn_round(model, head, flow, before, context)
                 finite = finite and num_tokens > 0
-                first, counted = first + len(flow.batch["input_ids"]), counted + num_tokens
+                before, counted = before + len(flow.batch["input_ids"]), counted + num_tokens
             if not finite:
                 break
             for index, name, layer, following in list_visits(model, backward=True):
@@ -87,19 +90,7 @@ def measure_fisher(
     return {name: sum_over_ranks(part) / total for name, part in sums.items()}
 
 
-def _take_sequences(loader: Iterable[dict[str, Tensor]], num_sequences: int) -> list[dict[str, Tensor]]:
-    """Return the first sequences, in the loader's batches."""
-    parts: list[dict[str, Tensor]] = []
-    left = num_sequences
-    for batch in loader:
-        parts.append({name: part[:left] for name, part in batch.items() if name in ("input_ids", "attention_mask")})
-        left -= len(parts[-1]["input_ids"])
-        if left <= 0:
-            break
-    return parts
-
-
-def _split_batches(model: PreTrainedModel, parts: Sequence[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
+def _fit_batches(model: PreTrainedModel, parts: Sequence[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
     """Give together the batches whose hidden states, of all layers, take no more than a share of the model or of free memory."""
     context = _HELD * min(count_bytes(model), psutil.virtual_memory().available)
     hidden = model.config.get_text_config().hidden_size

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +39,23 @@ def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsit
         if not over.any():
             return shares
         full |= over
+
+
+def spread_by_kind(
+    groups: Sequence[GroupSize], weights: Sequence[float], spread: Callable[[Tensor, Tensor], Tensor]
+) -> list[float]:
+    """Return the sparsity of every group, each kind of modules spread on its own.
+
+    :param spread: sparsities of one kind's modules from (weights, parameters), each of shape [modules]
+    """
+    shares = [0.0] * len(groups)
+    for kind in {group.kind for group in groups}:
+        members = [i for i, group in enumerate(groups) if group.kind == kind]
+        own = torch.tensor([weights[i] for i in members], dtype=torch.float64)
+        found = spread(own, torch.tensor([groups[i].num_parameters for i in members]))
+        for i, share in zip(members, found.tolist(), strict=True):
+            shares[i] = share
+    return shares
 
 
 def allocate_error_curves(
@@ -138,15 +154,3 @@ def _fill_evenly(costs: Sequence[Sequence[int]], at: list[int], left: float) -> 
         _, g = min(growing)
         left -= costs[g][at[g] + 1] - costs[g][at[g]]
         at[g] += 1
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One temperature of a search.
-
-    :param loss: reconstruction error summed over all groups, read off their error curves
-    """
-
-    temperature: float
-    kept: tuple[int, ...]
-    loss: float

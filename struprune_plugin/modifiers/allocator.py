@@ -79,12 +79,6 @@ class SparsityAllocatorModifier(StructuredModifier):
                 f"allocation must be a rule that measures, got {self.allocation.rule}. Leave the stage out, and give "
                 "StruPruneModifier that allocation."
             )
-        if self.allocation.rehearses:
-            raise ValueError(
-                "allocation.search must be moments in an allocator stage, got full, which prunes and so needs the pruning stage's "
-                "fields. "
-                "Give StruPruneModifier the allocation and search: full, without an allocator stage."
-            )
         return self
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:

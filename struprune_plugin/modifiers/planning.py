@@ -15,11 +15,9 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.cache import MeasurementCache
 from struprune_plugin.allocation.candidates import Fit, Trial
 from struprune_plugin.allocation.curves import CurveMeasurer, can_keep_moments, hold_batches, take_batches
-from struprune_plugin.allocation.full_search import search_fully
 from struprune_plugin.allocation.measurements import measure_sensitivity
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
-from struprune_plugin.export.convert import adopt_attention
 from struprune_plugin.linalg.rounding import check_budget, expand_counts
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.modifiers.allocator import Allocated
@@ -27,9 +25,7 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating
 from struprune_plugin.modifiers.setup import RunSetup, place_run
 from struprune_plugin.modifiers.widths import check_widths
-from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
-from struprune_plugin.pruning.layer_loop import rehearse_layers
-from struprune_plugin.pruning.prune_layer import LayerPruner
+from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.resume import keep_allocation, take_allocation
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -61,14 +57,12 @@ class Planner:
     """Measures the dense model and makes the plan, on calibration data.
 
     :param recipe: the pruning stage's fields
-    :param config: its methods
     :param batches: of calibration data
     :param cache: what runs of other sparsities have measured, and shall not measure again
     """
 
     recipe: StructuredModifier
     setup: RunSetup
-    config: PruningConfig
     model: PreTrainedModel
     batches: list[dict[str, Tensor]]
     context: DeviceContext
@@ -117,11 +111,7 @@ class Planner:
             return allocated.plan
         logger.info(f"allocation pass ({self.recipe.allocation.rule}) over the dense model")
         with self.context.stage("allocate"):
-            plan = self._allocate(sensitivity)
-        if not self.recipe.allocation.rehearses:
-            return plan
-        with self.context.stage("search"):
-            return search_fully(plan, lambda candidate: self._rehearse(sensitivity, candidate))
+            return self._allocate(sensitivity)
 
     def _allocate(self, sensitivity: Sensitivity) -> UnitAllocation:
         """Make the allocation from curves measured on the dense model, and try it against others."""
@@ -165,14 +155,6 @@ class Planner:
                 if kept != own.kept and kept not in found.values():
                     found[name] = kept
         return found
-
-    def _rehearse(self, sensitivity: Sensitivity, plan: UnitAllocation) -> float:
-        """Return the squared error, summed over groups, of pruning after a plan; the model stays as it is."""
-        adopt_attention(self.model, self.setup.groups)
-        config = replace(self.config, ffn_tuning=None)  # a search by the solves' errors
-        pruner = LayerPruner(config, plan, sensitivity, self.context.replace(self.context.placement))
-        with calibrating(self.model):
-            return rehearse_layers(self.model, self.batches, self.setup.groups, pruner)
 
 
 def _take_best(

@@ -160,7 +160,7 @@ class StruPruneModifier(StructuredModifier):
             self._replayed.check(self._calibration)
         with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
             config = self.make_config(model, self.reconstruct, self.ffn_tuning)
-            planner = Planner(self, setup, config, model, batches, context, self._cache)
+            planner = Planner(self, setup, model, batches, context, self._cache)
             allocated = self._stage_before.allocated if self._stage_before is not None else None
             self._plan, measured = planner.decide(self._plan, allocated, self._store)
             adopt_attention(model, setup.groups)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +14,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget, GroupStatistics, Sizes, Subject
-from struprune_plugin.linalg.budget import MAX_SPARSITY, Candidate, spread_sparsity
+from struprune_plugin.allocation.rules.rule import make_allocation
+from struprune_plugin.linalg.budget import MAX_SPARSITY, spread_by_kind, spread_sparsity
 from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.layers import find_linear
@@ -23,18 +26,28 @@ from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """One temperature of a search.
+
+    :param kept: units, in the order of the groups
+    :param loss: reconstruction error summed over all groups, read off their error curves
+    """
+
+    temperature: float
+    kept: tuple[int, ...]
+    loss: float
+
+
 class SoftmaxRule(AllocationRule):
     """Weigh groups by importance, at the temperature of least error.
 
-    :param temperature: relative to std(I) (R8); a list is searched by error (R9)
-    :param search: how a temperature's error is found: ``moments`` reads it off every module's error curve on the dense path,
-        ``full`` reruns the whole pruning at every temperature and gives the weights back (R9)
+    :param temperature: relative to std(I) (R8); a list is searched by error, read off every module's error curve (R9)
     :param max_sparsity: the clip of Algorithms 2 and 3
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
     """
 
     temperature: float | list[float] = Field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
-    search: Literal["moments", "full"] = "moments"
     max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
     as_printed: bool = False
 
@@ -46,11 +59,7 @@ class SoftmaxRule(AllocationRule):
             raise ValueError(f"must be above 0, one value or a list of at least one, got {value}.")
         return value
 
-    @property
-    def rehearses(self) -> bool:
-        return self.search == "full"
-
-    def spread(self, importance: Tensor, sizes: Tensor, share: float, temperature: float) -> Tensor:
+    def spread(self, share: float, temperature: float, importance: Tensor, sizes: Tensor) -> Tensor:
         """Return the sparsities of one kind's modules, see :func:`allocate_softmax`."""
         if self.as_printed:
             return allocate_softmax_as_printed(importance, share, temperature, self.max_sparsity)
@@ -60,10 +69,7 @@ class SoftmaxRule(AllocationRule):
         importance = {size.name: statistics[size.name].importance for size in sizes}
         curves = [statistics[size.name].curve for size in sizes]
         grid = self.temperature if isinstance(self.temperature, list) else [self.temperature]
-
-        def spread(weights: Tensor, parameters: Tensor, temperature: float) -> Tensor:
-            return self.spread(weights, parameters, budget.share, temperature)
-
+        spread = partial(self.spread, budget.share)
         candidates = search_temperature(sizes, list(importance.values()), curves, grid, spread)
         best = candidates[argmin_with_ties([candidate.loss for candidate in candidates])]
         if not self.as_printed:
@@ -78,13 +84,11 @@ class SoftmaxRule(AllocationRule):
         record = AllocationRecord(
             self.rule,
             as_printed=self.as_printed,
-            search="moments",
             temperature=best.temperature,
             searched=[{"temperature": c.temperature, "error": c.loss} for c in candidates],
             importance=importance,
         )
-        kept = {size.name: count for size, count in zip(sizes, best.kept, strict=True)}
-        return UnitAllocation(kept, record, tuple(candidates))
+        return make_allocation(sizes, best.kept, record)
 
 
 @RULES.register
@@ -106,10 +110,10 @@ class SoftmaxInverse(SoftmaxRule):
     rho: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     gamma: float = Field(default=0.9, gt=0, le=1)
 
-    def spread(self, importance: Tensor, sizes: Tensor, share: float, temperature: float) -> Tensor:
+    def spread(self, share: float, temperature: float, importance: Tensor, sizes: Tensor) -> Tensor:
         if self.as_printed:
             return allocate_softmax_inverse_as_printed(importance, share, temperature, self.max_sparsity)
-        return super().spread(importance, sizes, share, temperature)
+        return super().spread(share, temperature, importance, sizes)
 
     def weigh(self, subject: Subject) -> float:
         group, layer = subject.group, subject.layer
@@ -186,25 +190,18 @@ def search_temperature(
     importance: Sequence[float],
     curves: Sequence[Tensor],
     temperatures: Sequence[float],
-    spread: Callable[[Tensor, Tensor, float], Tensor],
+    spread: Callable[[float, Tensor, Tensor], Tensor],
 ) -> list[Candidate]:
     """Allocate at every temperature, each module kind apart; return the candidates.
 
     Source: paper, Algorithms 2 and 3, the outer loop and step 5, the losses read off the moments (R9).
 
     :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
-    :param spread: sparsities of one kind's modules from (importances, parameters, temperature)
+    :param spread: sparsities of one kind's modules from (temperature, importances, parameters)
     """
     candidates = []
     for temperature in temperatures:
-        shares = [0.0] * len(groups)
-        for kind in {group.kind for group in groups}:
-            members = [i for i, group in enumerate(groups) if group.kind == kind]
-            weights = torch.tensor([importance[i] for i in members], dtype=torch.float64)
-            allocated = spread(weights, torch.tensor([groups[i].num_parameters for i in members]), temperature)
-            for i, share in zip(members, allocated.tolist(), strict=True):
-                shares[i] = share
-        kept = round_kept_counts(groups, shares)
+        kept = round_kept_counts(groups, spread_by_kind(groups, importance, partial(spread, temperature)))
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
         candidates.append(Candidate(temperature, tuple(kept), loss))
     return candidates

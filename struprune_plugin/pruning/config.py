@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from struprune_plugin.layerwise.dense_reference import Target
-from struprune_plugin.linalg.budget import Candidate
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.ffn_tuning import FFNTuning
 from struprune_plugin.pruning.importance import Importance
@@ -46,11 +45,9 @@ class UnitAllocation:
 
     :param kept: units by group name
     :param record: how they were allocated, for the manifest
-    :param candidates: the temperatures searched, kept counts in the order of the groups; none without a search
     :param units: which units, by group name, where a replay says so
     """
 
     kept: Mapping[str, int]
     record: AllocationRecord
-    candidates: Sequence[Candidate] = ()
     units: Mapping[str, Sequence[int]] | None = None

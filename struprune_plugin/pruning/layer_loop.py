@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.passes import LayerStep, stream_layers
+from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import copy_layer, restore_layer
 from struprune_plugin.model.units.group import UnitGroup, select_groups
-from struprune_plugin.pruning.prune_layer import LayerOutcome, LayerPruner
+from struprune_plugin.pruning.prune_layer import LayerPruner
 from struprune_plugin.pruning.resume import LayerLog
-from struprune_plugin.runtime.distributed import count_before, count_ranks
+from struprune_plugin.runtime.distributed import count_before
 from struprune_plugin.storage.records import GroupRecord, TuningRecord
 
 
@@ -30,16 +30,6 @@ class PrunedLayers:
     records: list[GroupRecord] = field(default_factory=list)
     tuning: dict[str, TuningRecord] = field(default_factory=dict)
 
-    @property
-    def changed(self) -> bool:
-        """Whether anything has gone."""
-        return any(record.removed_parameters for record in self.records)
-
-    def add(self, name: str, outcome: LayerOutcome) -> None:
-        self.records += outcome.groups
-        if outcome.tuning is not None:
-            self.tuning[name] = outcome.tuning
-
 
 def prune_layers(
     model: PreTrainedModel,
@@ -53,63 +43,30 @@ def prune_layers(
     :param groups: of all layers
     :param log: of the layers that are done, by an earlier process too; these are taken as they are
     """
-    statistics, context, pruned = _make_statistics(batches, pruner), pruner.context, PrunedLayers()
-    structure = find_structure(model)
+    config, context, structure = pruner.config, pruner.context, find_structure(model)
+    before = count_before(sum(len(batch["input_ids"]) for batch in batches))
+    statistics = LayerStatistics(
+        config.reconstruct, context, hold_out=config.chooses_dampening, num_before=before, propagates=True
+    )
+    pruned, changed = PrunedLayers(), False
     for step in stream_layers(model, batches, context, "pruning", propagates=True):
         own, done = select_groups(groups, step.name), None if log is None else log.take(step.index)
         for _ in step.observe(statistics, [] if done else own):  # of a layer that is done only the dense path is wanted
             pass
         if done is None:
-            outcome = pruner.prune(step.layer, own, statistics, pruned.changed, step.progress)
+            outcome = pruner.prune(step.layer, own, statistics, changed, step.progress)
             if log is not None:
                 with context.stage("checkpoint"):
-                    log.keep(
-                        step.index, outcome, copy_layer(step.layer, structure[step.index]) if outcome.changed else None
-                    )
+                    copy = copy_layer(step.layer, structure[step.index]) if outcome.changed else None
+                    log.keep(step.index, outcome, copy)
         else:
             outcome = done.outcome
             if done.copy is not None:
                 restore_layer(step.layer, structure[step.index], done.copy)
                 context.release(step.layer)
-        pruned.add(step.name, outcome)
+        changed = outcome.changed
+        pruned.records += outcome.groups
+        if outcome.tuning is not None:
+            pruned.tuning[step.name] = outcome.tuning
         statistics.finish_layer()
     return pruned
-
-
-def rehearse_layers(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], groups: Sequence[UnitGroup], pruner: LayerPruner
-) -> float:
-    """Prune a model, giving every layer its weights back once the next has its inputs; return the squared error summed over
-    groups."""
-    statistics, pruned, give_back = _make_statistics(batches, pruner), PrunedLayers(), _do_nothing
-    try:
-        for step in stream_layers(model, batches, pruner.context, "rehearsal", propagates=True):
-            give_back()
-            give_back = _lend(model, step)
-            own = select_groups(groups, step.name)
-            for _ in step.observe(statistics, own):
-                pass
-            pruned.add(step.name, pruner.prune(step.layer, own, statistics, pruned.changed, step.progress))
-            statistics.finish_layer()
-    finally:
-        give_back()
-    return sum(record.error_after * record.target_energy for record in pruned.records)
-
-
-def _make_statistics(batches: Sequence[dict[str, Tensor]], pruner: LayerPruner) -> LayerStatistics:
-    before = count_before(sum(len(batch["input_ids"]) for batch in batches)) if count_ranks() > 1 else 0
-    config = pruner.config
-    return LayerStatistics(
-        config.reconstruct, pruner.context, hold_out=config.chooses_dampening, num_before=before, propagates=True
-    )
-
-
-def _lend(model: PreTrainedModel, step: LayerStep) -> Callable[[], None]:
-    """Take a layer down, and return what gives it back as it was."""
-    layout = find_structure(model)[step.index]
-    copy = copy_layer(step.layer, layout)
-    return lambda: restore_layer(step.layer, layout, copy)
-
-
-def _do_nothing() -> None:
-    pass

@@ -116,15 +116,12 @@ class LayerPruner:
                 weighed = weigh_moments(module, weighed, problem.dense, self.sensitivity)
             ranking = Ranking(module, moments.all, weighed, self.sensitivity, config.sparsity, config.dampening_frac)
             selected = select_units(ranking, self.allocation, config)
-            basis = rows = None
-            if selected.rotation is not None:
-                basis = selected.rotation.basis
-                problem = problem.rotate(basis)
-            weight, solve = solve_group(problem, selected, config, updates)
+            keep, basis, rows = selected.keep, selected.basis, None
             if basis is not None:
-                rows = _rotate_kept_rows(module, selected.keep, basis)
-            record = describe_group(group, selected.keep, selected.scores, solve)
-            return SelectionResult(selected.keep, weight, basis, rows, record)
+                problem = problem.rotate(basis)
+                rows = _rotate_kept_rows(module, keep, basis)
+            weight, solve = solve_group(problem, keep, config, updates)
+            return SelectionResult(keep, weight, basis, rows, describe_group(group, keep, selected.scores, solve))
 
         with self.context.solving():
             return compute_on_rank0(decide, SelectionResult, moments.all.gram.device)

@@ -16,7 +16,6 @@ from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_we
 from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
-from struprune_plugin.pruning.selection import SelectedUnits
 from struprune_plugin.storage.records import ADMMRecord, SolveRecord
 
 
@@ -57,15 +56,16 @@ class LeastSquaresProblem:
 
 
 def solve_group(
-    problem: LeastSquaresProblem, selected: SelectedUnits, config: PruningConfig, updates: bool = True
+    problem: LeastSquaresProblem, keep: Tensor, config: PruningConfig, updates: bool = True
 ) -> tuple[Tensor, SolveRecord]:
     """Return the consumer's weights on the kept units, re-solved where that is asked for, and how that went.
 
+    :param keep: sorted kept units
     :param updates: whether the weights that remain are re-solved at all
     """
     moments, held, dense = problem.gathered.all, problem.gathered.held, problem.dense
     group = problem.group
-    columns = unit_columns(selected.keep, group.columns_per_unit)
+    columns = unit_columns(keep, group.columns_per_unit)
     deleted = dense[:, with_bias_index(columns, group.num_columns)]
     weight, condition, damping, damped, scale = deleted, None, config.dampening_frac, problem.damped, None
     if config.weight_update.solves and updates and not problem.gathered.determines:
@@ -78,7 +78,7 @@ def solve_group(
         weight, condition = solved.weight, solved.condition_number
     energy = max(float(moments.target_energy), 1e-300)
     before, after = (measure_error(moments, w, columns) / energy for w in (deleted, weight))
-    return weight, SolveRecord(energy, before, after, selected.swaps, damping, None, condition, scale)
+    return weight, SolveRecord(energy, before, after, damping, None, condition, scale)
 
 
 def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: PruningConfig) -> ADMMRecord:
@@ -102,7 +102,7 @@ def solve_again(module: ModuleView, config: PruningConfig) -> SolveRecord:
     gathered = module.collect_moments(f"{module.group.name} closing")
     with module.context.solving():
         problem = LeastSquaresProblem.pose(module, gathered, config.dampening_frac)
-        everything = SelectedUnits(torch.arange(module.group.num_units, device=gathered.all.gram.device))
+        everything = torch.arange(module.group.num_units, device=gathered.all.gram.device)
         weight, record = solve_group(problem, everything, config)
     set_consumer(module.layer, module.group, weight)
     return record

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.linalg.elimination import keep_last
-from struprune_plugin.linalg.rotation import Rotation, eliminate_directions, order_directions
+from struprune_plugin.linalg.rotation import eliminate_directions, order_directions
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import weigh_outputs
-from struprune_plugin.linalg.swaps import swap_units
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.importance import Ranking
@@ -26,14 +25,12 @@ class SelectedUnits:
 
     :param keep: sorted, shape [kept], int64
     :param scores: of every unit; None where nothing had to be ranked
-    :param rotation: that they are units of; None where nothing is rotated
-    :param swaps: exchanges made after the elimination
+    :param basis: that heads' units are rotated to first, shape [blocks, width, width]; None where nothing is rotated
     """
 
     keep: Tensor
     scores: Tensor | None = None
-    rotation: Rotation | None = None
-    swaps: int = 0
+    basis: Tensor | None = None
 
 
 def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sensitivity: Sensitivity) -> SecondMoments:
@@ -42,26 +39,32 @@ def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sens
     return damped if root is None else weigh_outputs(damped, module.context.place(root, damped.gram), dense)
 
 
+def rank_units(ranking: Ranking, config: PruningConfig, num_remove: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the units, first removed first, every unit's score, and the basis that they are of; None where nothing is rotated.
+
+    :param num_remove: so many at least are in the order
+    """
+    group = ranking.group
+    if not config.rotates(group):
+        return *config.importance.rank(ranking, num_remove), None
+    rounds = num_remove // group.num_blocks
+    rotation = eliminate_directions(ranking.damped, group.num_blocks, group.columns_per_unit, group.name, rounds)
+    return *order_directions(rotation), rotation.basis
+
+
 def select_units(ranking: Ranking, allocation: UnitAllocation, config: PruningConfig) -> SelectedUnits:
     """Return the units that an allocation leaves, by the importance that the recipe names."""
-    group, weighed = ranking.group, ranking.damped
-    num_keep, device = allocation.kept[group.name], weighed.gram.device
-    rotation = None
-    if config.rotates(group) and num_keep < group.num_units:
-        gone = (group.num_units - num_keep) // group.num_blocks
-        rotation = eliminate_directions(weighed, group.num_blocks, group.columns_per_unit, group.name, gone)
-    if allocation.units is not None:
-        return SelectedUnits(torch.tensor(allocation.units[group.name], device=device), rotation=rotation)
+    group, device = ranking.group, ranking.damped.gram.device
+    num_keep = allocation.kept[group.name]
     if num_keep == group.num_units:
-        return SelectedUnits(torch.arange(num_keep, device=device), rotation=rotation)
-    if rotation:
-        order, scores = order_directions(rotation)
-    else:
-        order, scores = config.importance.rank(ranking, group.num_units - num_keep)
-    keep, swaps = keep_last(order, group.num_units, num_keep), 0
-    if config.importance.swaps and not config.rotates(group) and group.columns_per_unit == 1:
-        keep, swaps = swap_units(weighed, keep, group.name, group.num_blocks, config.importance.swaps)
-    return SelectedUnits(keep, scores, rotation, swaps)
+        return SelectedUnits(torch.arange(num_keep, device=device))
+    known = None if allocation.units is None else torch.tensor(allocation.units[group.name], device=device)
+    if known is not None and not config.rotates(group):
+        return SelectedUnits(known)
+    order, scores, basis = rank_units(ranking, config, group.num_units - num_keep)
+    if known is not None:
+        return SelectedUnits(known, basis=basis)
+    return SelectedUnits(keep_last(order, group.num_units, num_keep), scores, basis)
 
 
 def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve: SolveRecord) -> GroupRecord:

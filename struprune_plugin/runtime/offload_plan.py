@@ -18,7 +18,7 @@ class OffloadPlan:
 
     :param gather_on_host: moments are kept on the host and grow by tiles made on the device
     :param hold_on_host: those of sequences held out are
-    :param solve_on_host: ranking, swaps and solves run on the host
+    :param solve_on_host: ranking and solves run on the host
     :param release_weights: a linear's weights leave the device after every call, not with the layer; what a backward
         pass needs waits on the host
     :param embed_on_host: input and output embeddings are applied on the host

@@ -79,7 +79,6 @@ class AllocationRecord:
 
     :param method: the rule
     :param as_printed: whether as the paper prints it
-    :param search: how temperatures were compared
     :param temperature: the one taken
     :param searched: every temperature with its error
     :param importance: of every group
@@ -92,7 +91,6 @@ class AllocationRecord:
 
     method: str
     as_printed: bool | None = None
-    search: str | None = None
     temperature: float | None = None
     searched: list[dict[str, float]] | None = None
     importance: dict[str, float] | None = None
@@ -150,7 +148,6 @@ class SolveRecord:
     :param target_energy: ``tr(Y Y^T)``
     :param error_before: by deletion alone, relative to that energy
     :param error_after: once re-solved
-    :param swaps: exchanges made after the elimination
     :param damping: of the closing solve
     :param admm: None where it did not run
     :param condition_number: of the closing solve's system; None where there was none
@@ -160,7 +157,6 @@ class SolveRecord:
     target_energy: float
     error_before: float
     error_after: float
-    swaps: Count
     damping: float
     admm: ADMMRecord | None
     condition_number: float | None

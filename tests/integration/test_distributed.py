@@ -21,7 +21,7 @@ FIELDS = {
     "head": {
         "sparsity": 0.3,
         "attention_unit": "head",
-        "allocation": {"rule": "softmax", "search": "full", "temperature": [0.3, 8.0]},
+        "allocation": {"rule": "softmax", "temperature": [0.3, 8.0]},
         "importance": "snip",
     },
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-import torch
 from pydantic import Field
+from torch import Tensor
 
 from struprune_plugin.allocation.rules.rule import (
     RULES,
@@ -17,7 +17,7 @@ from struprune_plugin.allocation.rules.rule import (
     Subject,
     make_allocation,
 )
-from struprune_plugin.linalg.budget import MAX_SPARSITY, spread_sparsity
+from struprune_plugin.linalg.budget import MAX_SPARSITY, spread_by_kind, spread_sparsity
 from struprune_plugin.linalg.rounding import check_budget, round_kept_counts
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
@@ -47,16 +47,13 @@ class OWL(AllocationRule):
 
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
         importance = {size.name: statistics[size.name].importance for size in sizes}
-        shares: dict[str, float] = {}
-        for kind in dict.fromkeys(size.kind for size in sizes):
-            members = [size for size in sizes if size.kind == kind]
-            ratios = torch.tensor([importance[size.name] for size in members], dtype=torch.float64)
+
+        def spread(ratios: Tensor, parameters: Tensor) -> Tensor:
             width = (ratios.max() - ratios.min()).clamp(min=1e-12)
             lean = 1 - 2 * (ratios - ratios.min()) / width  # 1 where outliers are fewest, -1 where they are most
             wanted = (budget.share + self.spread * (lean - lean.mean())).clamp(min=0)
-            costs = torch.tensor([size.num_parameters for size in members])
-            spread = spread_sparsity(wanted, costs, budget.share, self.max_sparsity)
-            shares |= dict(zip((size.name for size in members), spread.tolist(), strict=True))
-        kept = round_kept_counts(sizes, [shares[size.name] for size in sizes])
+            return spread_sparsity(wanted, parameters, budget.share, self.max_sparsity)
+
+        kept = round_kept_counts(sizes, spread_by_kind(sizes, list(importance.values()), spread))
         check_budget(sizes, kept, budget.share)
         return make_allocation(sizes, kept, AllocationRecord(self.rule, importance=importance))

@@ -96,11 +96,6 @@ class AllocationRule(Config):
         """Sequences that are enough for the rule; None where it takes all."""
         return getattr(self, "samples", None)
 
-    @property
-    def rehearses(self) -> bool:
-        """Whether the whole pruning is rehearsed at every candidate."""
-        return False
-
     def weigh(self, subject: Subject) -> float:
         """Return the importance of a group."""
         return float(subject.scores.sum())

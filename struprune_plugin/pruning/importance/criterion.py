@@ -47,8 +47,8 @@ Order = tuple[Tensor, Tensor]  # units, first removed first, at least those aske
 class Importance(Config):
     """How units are ranked.
 
-    :cvar eliminates: whether it removes units one by one on damped moments: the sensitivity then weighs them, values may be
-        rotated, and kept units swapped for removed ones
+    :cvar eliminates: whether it removes units one by one on damped moments: the sensitivity then weighs them, and values may
+        be rotated
     :cvar gradients: whether it needs :attr:`Sensitivity.saliency`, which :meth:`measure` finds
     :cvar keeps_budget: whether it works under a memory budget
     :cvar aims: whether scores depend on the sparsity that is asked for
@@ -67,11 +67,6 @@ class Importance(Config):
         columns = unit_columns(torch.arange(group.num_units, device=dense.device), group.columns_per_unit)
         scores = self.score(ranking, dense, columns.view(group.num_units, -1))
         return order_units(scores, group.num_blocks), scores
-
-    @property
-    def swaps(self) -> int:
-        """How many kept units are exchanged for removed ones at most, once an order is found."""
-        return 0
 
     def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
         """Return the score of every unit, shape [units], float64.
@@ -97,10 +92,12 @@ class Importance(Config):
 IMPORTANCES: Registry[Importance] = Registry(Importance)
 
 
-def sum_columns(per_column: Tensor, columns: Tensor) -> Tensor:
-    """Return the sum over every unit's columns, shape [units].
+def sum_columns(per_column: Tensor, columns: Tensor, producer_rows: Iterable[Tensor] = ()) -> Tensor:
+    """Return the sum over every unit's columns, and over the rows that go with it, shape [units].
 
     :param per_column: shape [n]
     :param columns: shape [units, columns_per_unit], int64
+    :param producer_rows: what every unit's rows come to, one tensor of shape [units] per producing linear
     """
-    return per_column[columns].sum(1)
+    found = per_column[columns].sum(1)
+    return found + sum((rows.to(found.dtype) for rows in producer_rows), torch.zeros_like(found))

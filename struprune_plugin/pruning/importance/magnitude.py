@@ -39,5 +39,4 @@ def score_magnitude(weight: Tensor, unit_columns: Tensor, producer_rows: Sequenc
     :param producer_rows: l1 norm of every unit's rows, one tensor of shape [units] per producing linear
     :return: shape [units], float64
     """
-    columns = sum_columns(weight.double().abs().sum(0), unit_columns)
-    return columns + sum((rows.double() for rows in producer_rows), torch.zeros_like(columns))
+    return sum_columns(weight.double().abs().sum(0), unit_columns, producer_rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 
 from struprune_plugin.linalg.elimination import eliminate_units
 from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Order, Ranking
@@ -13,19 +12,10 @@ from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importanc
 
 @IMPORTANCES.register
 class OBS(Importance):
-    """The exact increase of the re-solved error (method.md section 3).
-
-    :param max_swaps: after the elimination, exchange at most this many kept units of a module for removed ones, while the
-        re-solved error falls; units of one column that were not rotated
-    """
+    """The exact increase of the re-solved error (method.md section 3)."""
 
     eliminates: ClassVar[bool] = True
     method: Literal["obs"] = "obs"
-    max_swaps: int = Field(default=100, ge=0)
-
-    @property
-    def swaps(self) -> int:
-        return self.max_swaps
 
     def rank(self, ranking: Ranking, num_remove: int) -> Order:
         """Return the order of elimination; units that stay get the score infinity."""

@@ -182,7 +182,7 @@ def test_search_temperature_measures_every_temperature():
     importance = [1.0, 2.0, 9.0]
     curves = [torch.linspace(s, 0, 11) for s in (1.0, 2.0, 50.0)]  # the third layer is dear: spare it
     all_ = search_temperature(
-        groups, importance, curves, [0.2, 1.0, 20.0], lambda i, sizes, t: allocate_softmax(i, sizes, 0.3, t)
+        groups, importance, curves, [0.2, 1.0, 20.0], lambda t, i, sizes: allocate_softmax(i, sizes, 0.3, t)
     )
     best = min(all_, key=lambda candidate: candidate.loss)
     assert [c.temperature for c in all_] == [0.2, 1.0, 20.0]

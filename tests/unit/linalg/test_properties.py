@@ -19,7 +19,6 @@ from struprune_plugin.linalg.second_moments import (
     with_bias_index,
 )
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights
-from struprune_plugin.linalg.swaps import swap_units
 from struprune_plugin.paper.softmax_rules import allocate_softmax
 from struprune_plugin.paper.threshold_rule import allocate_global_threshold
 from struprune_plugin.pruning.importance.fluctuation import score_fluctuation
@@ -156,19 +155,6 @@ def test_elimination_prices_what_the_solves_lose(units, width, d, dtype, seed):
     assert (curve.diff() <= 1e-9 * scale).all()
     deletion = measure_deletion_curve(damped, weight, elimination.order, width)
     assert (deletion >= curve - 1e-6 * scale).all()
-
-
-@many
-@given(st.integers(3, 12), st.integers(1, 4), st.integers(1, 10), DTYPES, SEEDS)
-def test_swaps_keep_the_count_and_never_raise_the_error(n, d, num_keep, dtype, seed):
-    moments, weight, _, _ = make_moments(n, d, seed, dtype)
-    damped = damp_moments(moments, weight, 0.01)
-    keep = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: min(num_keep, n)].sort().values
-    swapped, _ = swap_units(damped, keep, "here", max_swaps=20)
-    assert len(swapped) == len(keep)
-    assert len(set(swapped.tolist())) == len(keep)
-    error = [measure_error(damped, solve_kept_weights(damped, c, "here").weight, c) for c in (keep, swapped)]
-    assert error[1] <= error[0] + 1e-9 * float(damped.target_energy)
 
 
 # -- solve --------------------------------------------------------------------------------------------------------

@@ -8,13 +8,12 @@ from helpers.problems import gather, make_case, make_problem, naive_restored_err
 from hypothesis import given
 from hypothesis import strategies as st
 
-from struprune_plugin.linalg import elimination, solve, swaps
+from struprune_plugin.linalg import elimination, solve
 from struprune_plugin.linalg.elimination import eliminate_units, keep_last, order_units, unit_columns
 from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve
 from struprune_plugin.linalg.rotation import eliminate_directions
 from struprune_plugin.linalg.second_moments import append_bias, measure_error
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights, weigh_outputs
-from struprune_plugin.linalg.swaps import swap_units
 
 pytestmark = pytest.mark.portability
 
@@ -154,7 +153,6 @@ def test_nothing_changes_the_moments_that_it_reads():
     held = dataclasses.replace(moments, gram=moments.gram / 4, cross=moments.cross / 4)
     before = [part.clone() for part in (moments.gram, moments.cross, damped.gram, damped.cross, dense)]
     order = eliminate_units(damped, 1, "x").order
-    swap_units(damped, order[:6].sort().values, "x", max_swaps=3)
     for has_bias in (True, False):
         solve_kept_weights(damp_moments(moments, dense, 0.1, has_bias), torch.arange(5), "x")
         choose_damping(moments, held, dense, torch.arange(5), has_bias, "x")
@@ -176,51 +174,6 @@ def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
     ):
         with pytest.raises(ValueError, match=r"layers\.3\.fc2: .*condition number .* got inf"):
             run()
-
-
-@pytest.mark.parametrize("num_blocks", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
-def test_swap_units_never_raises_the_error_and_ends_where_no_swap_helps(seed, num_blocks):
-    _, _, damped = make_problem(n=8, d=2, seed=seed)
-    start = torch.tensor([0, 1, 4, 5])  # any start, two of each block
-    keep, count = swap_units(damped, start, "x", num_blocks, max_swaps=50)
-    error = naive_restored_error(damped, keep.tolist())
-    assert error <= naive_restored_error(damped, start.tolist()) * (1 + 1e-12)
-    assert (count == 0) == (keep.tolist() == start.tolist())
-    assert len(keep) == 4
-    if num_blocks == 2:
-        assert (keep < 4).sum() == 2
-    for u in set(range(8)) - set(keep.tolist()):
-        for v in keep.tolist():
-            if num_blocks == 1 or u // 4 == v // 4:
-                swapped = sorted({*keep.tolist(), u} - {v})
-                assert naive_restored_error(damped, swapped) >= error * (1 - 1e-6)
-
-
-def _find_worst(damped, num_keep):
-    choices = itertools.combinations(range(damped.gram.shape[0] - 1), num_keep)
-    return list(max(choices, key=lambda columns: naive_restored_error(damped, columns)))
-
-
-def test_swap_units_takes_the_best_swap_first_and_stops_when_told():
-    _, _, damped = make_problem(n=8, d=2, seed=1)
-    start = _find_worst(damped, 4)
-    keep, count = swap_units(damped, torch.tensor(start), "x", max_swaps=1)
-    options = [sorted({*start, u} - {v}) for u in set(range(8)) - set(start) for v in start]
-    assert count == 1
-    assert keep.tolist() == min(options, key=lambda option: naive_restored_error(damped, option))
-    assert swap_units(damped, torch.tensor(start), "x", max_swaps=0)[0].tolist() == start
-
-
-def test_sweep_pair_gives_the_table_of_the_swapped_columns():
-    _, _, damped = make_problem(n=8, d=2, seed=1)
-    kept = torch.tensor([True, True, False, True, False, False, True, False, True])  # the last is the bias
-    table, values = swaps._sweep_all(damped.gram, damped.cross, kept, "x")
-    for u, v in [(2, 0), (7, 6), (0, 2)]:
-        swaps._sweep_pair(table, values, u, v)
-        kept[u], kept[v] = True, False
-        for mine, fresh in zip((table, values), swaps._sweep_all(damped.gram, damped.cross, kept, "x"), strict=True):
-            torch.testing.assert_close(mine, fresh, rtol=1e-9, atol=1e-9)
 
 
 def test_weigh_outputs_counts_errors_by_the_root():

@@ -24,7 +24,7 @@ UNUSED = [  # fields, what their refusal says, and what makes them count
     ({"allocation": {"rule": "softmax", "gamma": 0.5}}, "take softmax_inverse", {"allocation": "softmax_inverse"}),
     ({"allocation": {"rule": "uniform", "trial_samples": 3}}, "take error_curve", {"allocation": "error_curve"}),
     ({"weight_update": {"method": "least_squares", "steps": 2}}, "take admm", {"weight_update": "admm"}),
-    ({"importance": {"method": "wanda", "max_swaps": 7}}, "take obs", {"importance": "obs"}),
+    ({"importance": {"method": "wanda", "steps": 7}}, "take closed_form", {"importance": "obs"}),
     ({"ffn_tuning": {"epochs": 1}, "prune_ffn": False}, "ffn_tuning has no effect", {"prune_ffn": True}),
     ({"width_multiple": 2, "prune_ffn": False}, "width_multiple=2 has no effect", {"prune_ffn": True}),
     (
@@ -55,10 +55,10 @@ def test_what_is_off_or_the_default_is_not_refused(off):
         ("allocation", {"temperature": 2.0}, "must be a name or a mapping with 'rule'"),
         (
             "importance",
-            {"method": "obs", "max_swap": 2},
-            "no use for max_swap with method: obs, got 2. Did you mean max_swaps",
+            {"method": "closed_form", "step": 2},
+            "no use for step with method: closed_form, got 2. Did you mean steps",
         ),
-        ("importance", {"method": "obs", "max_swaps": -1}, "importance.max_swaps"),
+        ("importance", {"method": "closed_form", "steps": -1}, "importance.steps"),
         ("weight_update", "adm", "Did you mean admm"),
     ],
 )
@@ -71,8 +71,8 @@ def test_a_name_is_short_for_a_method_s_defaults():
     short = StruPruneModifier(sparsity=0.3, allocation="softmax", importance="obs", weight_update="admm")
     spelled = StruPruneModifier(
         sparsity=0.3,
-        allocation={"rule": "softmax", "search": "moments"},
-        importance={"method": "obs", "max_swaps": 100},
+        allocation={"rule": "softmax", "as_printed": False},
+        importance={"method": "obs"},
         weight_update={"method": "admm", "steps": 4},
     )
     assert short.dump_fields() == spelled.dump_fields()

@@ -15,8 +15,8 @@ from eval.account import count_memory
 from eval.equivalence import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.paper.snip import measure_snip
-from struprune_plugin.pruning.gradients import check_gradient_memory
+from struprune_plugin.paper.snip import SNIP
+from struprune_plugin.pruning.importance.gradients import check_gradient_memory
 
 
 def weights_of(model):
@@ -213,7 +213,7 @@ def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
     model = make_opt()
     loader = [{"input_ids": torch.tensor(make_dataset(4, 16)["input_ids"])}]
     groups = find_groups(model, unit)
-    ours = measure_snip(model, loader, groups)
+    ours = SNIP().measure(model, loader, groups)
     model(input_ids=loader[0]["input_ids"], labels=loader[0]["input_ids"]).loss.backward()
     for group in groups:
         layer = model.get_submodule(group.layer_name)
@@ -303,76 +303,11 @@ def test_allocator_does_not_count_padding(opt, tmp_path):
         assert second[name] == pytest.approx(value, rel=1e-3)
 
 
-FULL_SEARCH = {"sparsity": 0.3, "importance": "wanda"}
-
-
-def _search(temperature, search="full"):
-    return {"allocation": {"rule": "softmax", "search": search, "temperature": temperature}}
-
-
-def _measure_total_error(folder):
-    return sum(group.error_after * group.target_energy for group in read_manifest(folder).groups)
-
-
-ADMM = {"weight_update": {"method": "admm", "steps": 2, "inner_steps": 4}}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"attention_unit": "head"},
-        {"attention_unit": "value_channels", "reconstruct": "block"} | ADMM,
-    ],
-)
-def test_full_search_takes_the_temperature_of_least_error_over_whole_prunings(opt, fields, tmp_path):
-    """R9, against as many runs of their own, each with one temperature: no rehearsal leaves anything behind in the model."""
-    grid = [0.3, 8.0]
-    found = run_oneshot(str(opt), **FULL_SEARCH, **fields, **_search(grid), output_dir=str(tmp_path / "full"))
-    alone = {}
-    for value in grid:
-        out = tmp_path / f"T{value}"
-        options = FULL_SEARCH | fields | _search(value, "moments")
-        model = run_oneshot(str(opt), **options, output_dir=str(out))
-        alone[value] = (_measure_total_error(out), model)
-    allocation = read_manifest(tmp_path / "full").allocation
-    errors = [alone[value][0] for value in grid]
-    assert allocation.search == "full"
-    assert [row["temperature"] for row in allocation.searched] == grid
-    assert [row["error"] for row in allocation.searched] == pytest.approx(errors, rel=1e-6)
-    assert len(set(errors)) > 1
-    assert allocation.temperature == min(grid, key=lambda value: alone[value][0])
-    assert_same_weights(found, alone[allocation.temperature][1])
-
-
-def test_full_search_reports_the_moments_curve_too(opt, tmp_path):
-    for search in ("full", "moments"):
-        run_oneshot(str(opt), **FULL_SEARCH, **_search([0.3, 8.0], search), output_dir=str(tmp_path / search))
-    full, moments = (read_manifest(tmp_path / name) for name in ("full", "moments"))
-    by_moments = [row["error_by_moments"] for row in full.allocation.searched]
-    assert by_moments == [row["error"] for row in moments.allocation.searched]
-    assert [stage.name for stage in full.stages][:2] == ["allocate", "search"]
-
-
-def test_a_rehearsal_that_fails_gives_the_layer_back(opt):
-    """The first time that the second layer runs with units gone is in the rehearsal of the first temperature."""
-    model = OPTForCausalLM.from_pretrained(opt)
-    before = weights_of(model)
-    width = model.model.decoder.layers[1].fc2.in_features
-
-    def fail(layer, _args):
-        if layer.fc2.in_features < width:
-            raise RuntimeError("broken")
-
-    model.model.decoder.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="broken"):
-        run_oneshot(model, **FULL_SEARCH, allocation={"rule": "softmax", "search": "full"}, tokenizer=str(opt))
-    after = weights_of(model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert model.model.decoder.layers[1].fc2.in_features == width
-
-
-def test_full_search_replays(opt, tmp_path):
-    first = run_oneshot(str(opt), output_dir=str(tmp_path / "out"), **FULL_SEARCH, **_search([0.3, 8.0]))
+def test_a_searched_temperature_replays(opt, tmp_path):
+    allocation = {"rule": "softmax", "temperature": [0.3, 8.0]}
+    fields = {"sparsity": 0.3, "importance": "wanda", "allocation": allocation}
+    first = run_oneshot(str(opt), output_dir=str(tmp_path / "out"), **fields)
+    assert [row["temperature"] for row in read_manifest(tmp_path / "out").allocation.searched] == [0.3, 8.0]
     assert_same_weights(first, run_oneshot(str(opt), replay=str(tmp_path / "out")))
 
 
@@ -384,14 +319,11 @@ def _empty_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("search", ["full", "moments"])
 @pytest.mark.usefixtures("_empty_is_nan")
-def test_an_allocation_pass_is_not_put_off_by_a_later_quantiser(opt, search, tmp_path):
+def test_an_allocation_pass_is_not_put_off_by_a_later_quantiser(opt, tmp_path):
     stages = {
         "prune_stage": {
-            "prune_modifiers": {
-                "StruPruneModifier": FULL_SEARCH | {"allocation": {"rule": "softmax", "search": search}}
-            }
+            "prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3, "importance": "wanda", "allocation": "softmax"}}
         },
         "quantise_stage": {"quantise_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "scheme": "W8A8"}}},
     }
@@ -399,25 +331,6 @@ def test_an_allocation_pass_is_not_put_off_by_a_later_quantiser(opt, search, tmp
     run_oneshot(str(opt), recipe=yaml.safe_dump(stages), output_dir=str(tmp_path / "quantised"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised")
     assert model(torch.arange(4, 30)[None]).logits.isfinite().all()
-
-
-def test_full_search_is_refused_where_it_means_nothing(opt):
-    with pytest.raises(ValueError, match="no use for search with rule: uniform"):
-        StruPruneModifier(sparsity=0.3, allocation={"rule": "uniform", "search": "full"})
-    with pytest.raises(ValueError, match="no use for search with rule: global_threshold"):
-        StruPruneModifier(
-            sparsity=0.3, allocation={"rule": "global_threshold", "search": "full"}, importance="closed_form"
-        )
-    with pytest.raises(ValueError, match="search must be moments in an allocator stage"):
-        SparsityAllocatorModifier(sparsity=0.3, allocation={"rule": "softmax", "search": "full"})
-    stages = [
-        SparsityAllocatorModifier(sparsity=0.3),
-        StruPruneModifier(allocation={"rule": "softmax", "search": "full"}),
-    ]
-    with pytest.raises(
-        ValueError, match=r"allocation\.search must be 'moments' as in the SparsityAllocatorModifier stage, got 'full'"
-    ):
-        run_oneshot(str(opt), recipe=stages)
 
 
 def test_an_allocator_stage_has_its_seconds_in_the_manifest(opt, tmp_path):

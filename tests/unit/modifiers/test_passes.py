@@ -11,13 +11,11 @@ from loguru import logger
 from eval.account import count_memory
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.allocation import measurements
-from struprune_plugin.linalg import swaps
 from struprune_plugin.linalg.error_curves import measure_block_influence
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments
-from struprune_plugin.linalg.swaps import swap_units
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.paper import snip
+from struprune_plugin.paper.snip import SNIP
 from struprune_plugin.pruning.importance.fluctuation import score_fluctuation
 from struprune_plugin.pruning.importance.wanda import score_wanda
 from struprune_plugin.runtime.offload_plan import Demands, find_least_budget
@@ -30,7 +28,7 @@ FEW = {"num_calibration_samples": 8}
 
 
 @pytest.mark.parametrize(
-    ("importance", "where", "measure"), [("obs", measurements, "measure_fisher"), ("snip", snip, "measure_snip")]
+    ("importance", "where", "measure"), [("obs", measurements, "measure_fisher"), ("snip", SNIP, "measure")]
 )
 def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, where, measure):
     times, inner = [], getattr(where, measure)
@@ -163,17 +161,6 @@ def test_a_budget_is_kept_where_a_later_layer_is_wider(tmp_path):
     with count_memory():
         run_oneshot(str(tmp_path / "pruned"), sparsity=0.1, output_dir=str(tmp_path / "again"), **fields, **data)
     assert max(stage.peak_bytes for stage in read_manifest(tmp_path / "again").stages) <= least
-
-
-# -- swaps --------------------------------------------------------------------------------------------------------
-
-
-def test_swap_units_solves_nothing_where_everything_stays(monkeypatch):
-    moments = make_moments(4, 2, "cpu", torch.float64)
-    accumulate_moments(moments, torch.randn(20, 4), torch.randn(20, 2))
-    monkeypatch.setattr(swaps, "_sweep_all", lambda *_: pytest.fail("a table was made"))
-    keep = torch.arange(4)
-    assert swap_units(moments, keep, "x", max_swaps=10) == (keep, 0)
 
 
 # -- one of each --------------------------------------------------------------------------------------------------

@@ -113,8 +113,8 @@ def test_load_recipe_sets_a_method_s_own_field():
     other = {"allocation.temperature": 2.0, "allocation.rule": "softmax_inverse"}  # in any order
     (alone,) = load_recipe("struprune_opt", other).modifiers
     assert (alone.allocation.rule, alone.allocation.temperature) == ("softmax_inverse", 2.0)
-    (alone,) = load_recipe("struprune_opt", {"importance.max_swaps": 3, "ffn_tuning.epochs": 2}).modifiers
-    assert (alone.importance.max_swaps, alone.ffn_tuning.epochs, alone.ffn_tuning.learning_rate) == (3, 2, 0.01)
+    (alone,) = load_recipe("struprune_opt", {"allocation.samples": 3, "ffn_tuning.epochs": 2}).modifiers
+    assert (alone.allocation.samples, alone.ffn_tuning.epochs, alone.ffn_tuning.learning_rate) == (3, 2, 0.01)
 
 
 @pytest.mark.parametrize("field", ["dampening_frac", "rotate_values"])

@@ -1,11 +1,11 @@
-"""Gradients of the whole dense model's loss at its linears, batch by batch, for importances that ask for them."""
+"""Importances read off gradients of the whole dense model's loss at its linears, batch by batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.model.layers import find_linear, freeze_weights
+from struprune_plugin.model.surgery import sum_rows
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.pruning.importance.criterion import Importance, Ranking, sum_columns
 from struprune_plugin.runtime.device_context import find_free_bytes
+from struprune_plugin.runtime.distributed import gather, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,79 @@ class LinearGradient:
     inputs: Tensor
     outputs: Tensor
     gradient: Tensor
+
+
+class GradientImportance(Importance):
+    """An importance that is measured before anything is pruned: every linear's sum over all batches, counted by units.
+
+    :cvar at_consumer_inputs: take the gradient at the consumers' inputs; at their outputs else
+    """
+
+    gradients: ClassVar[bool] = True
+    keeps_budget: ClassVar[bool] = False
+    at_consumer_inputs: ClassVar[bool] = False
+
+    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
+        return ranking.module.context.place(ranking.sensitivity.saliency[ranking.group.name], dense)
+
+    def measure(
+        self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup]
+    ) -> dict[str, Tensor]:
+        linears = {
+            (group.name, name): find_linear(model.get_submodule(group.layer_name), name)
+            for group in groups
+            for name in (group.consumer, *group.producers)
+        }
+        held = sum(map(self.count_held_bytes, linears.values()))
+        check_gradient_memory(model, next(iter(loader))["input_ids"].shape, self.method, held)
+        sums: dict[tuple[str, str], Tensor] = {}
+        counted = 0
+        bar = f"{self.method} gradients"
+        for num_tokens, parts in visit_gradients(model, loader, groups, bar, self.at_consumer_inputs):
+            counted += num_tokens
+            for part in parts:
+                key = part.group.name, part.name
+                for found in self.find_terms(part):
+                    sums[key] = sums[key].add_(found) if key in sums else found
+        num_tokens = max(sum(gather(counted)), 1)
+        scores = {}
+        for group in groups:
+            weighed = {
+                name: self.weigh(linears[group.name, name], sum_over_ranks(sums.pop((group.name, name)))) / num_tokens
+                for name in (group.consumer, *group.producers)
+            }
+            scores[group.name] = self.finish(_sum_units(group, weighed))
+        return scores
+
+    def count_held_bytes(self, linear: nn.Linear) -> int:
+        """Return the bytes of what is held of a linear from batch to batch, where they count."""
+        return 0
+
+    def find_terms(self, part: LinearGradient) -> Iterable[Tensor]:
+        """Return what one batch adds to the sum of a linear."""
+        raise NotImplementedError
+
+    def weigh(self, linear: nn.Linear, total: Tensor) -> Tensor:
+        """Return what the sum of a linear says of its weights, shape [rows, n]; or of a consumer's columns alone, [n], and
+        a producer's rows, [rows]."""
+        return total
+
+    def finish(self, scores: Tensor) -> Tensor:
+        """Return the scores, from sums over all of a unit's rows and columns."""
+        return scores
+
+
+def _sum_units(group: UnitGroup, weighed: dict[str, Tensor]) -> Tensor:
+    """Return the sum over all rows and columns of every unit, shape [units], float64.
+
+    :param weighed: of every linear of the group, by name, as :meth:`GradientImportance.weigh` returns it
+    """
+    consumer = weighed[group.consumer]
+    consumer = group.to_unit_order(consumer if consumer.dim() == 1 else consumer.sum(0)).double()
+    rows = {name: part if part.dim() == 1 else part.sum(1) for name, part in weighed.items() if name != group.consumer}
+    columns = unit_columns(torch.arange(group.num_units, device=consumer.device), group.columns_per_unit)
+    per_unit = [sum_rows(group, name, part) for name, part in rows.items()]
+    return sum_columns(consumer, columns.view(group.num_units, -1), per_unit)
 
 
 def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, method: str, extra_bytes: int = 0) -> None:

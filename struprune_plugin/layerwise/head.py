@@ -26,16 +26,12 @@ class Head:
     """The output embeddings of a model.
 
     :param pieces: gives them where they are applied, piece by piece
-    :param scale: what logits are divided by
-    :param cap: soft cap on the logits; None where there is none
-    :param factor: what logits are multiplied by
+    :param shape: makes the model's logits of what they give
     :param num_tokens: of the vocabulary
     """
 
     pieces: Callable[[], Iterator[Piece]]
-    scale: float = 1.0
-    cap: float | None = None
-    factor: float = 1.0
+    shape: LogitShape
     num_tokens: int = 0
 
     @classmethod
@@ -43,22 +39,13 @@ class Head:
         """Return a model's head, in one piece unless others are given; raises as :func:`measure_logits` does."""
         shape, linear = measure_logits(model), model.get_output_embeddings()
         own = pieces or (lambda: iter([(0, *read_weight(linear))]))
-        return cls(own, shape.scale, shape.cap, shape.factor, linear.out_features)
-
-    def shape(self, logits: Tensor) -> Tensor:
-        """Scale and cap what the linear gave, as the model's own forward pass does."""
-        return LogitShape(self.scale, self.factor, self.cap).apply(logits)
+        return cls(own, shape, linear.out_features)
 
     def compute_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Give (first row, logits [tokens, rows] in at least float32, weights) of every piece."""
         for start, weight, bias in self.pieces():
             logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
             yield start, self.shape(logits), weight
-
-    def compute_slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to what the linear gave."""
-        slope = self.factor / self.scale
-        return slope if self.cap is None else (1 - (logits / self.cap).square()) * slope
 
 
 @dataclass(frozen=True)
@@ -103,7 +90,7 @@ def measure_head(
         return HeadLosses(entropy, divergence, None)
     gradient = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
     for start, logits, weight in head.compute_logits(hidden):
-        above = found.compute_gradient(start, logits, *weights) * head.compute_slope(logits)
+        above = found.compute_gradient(start, logits, *weights) * head.shape.compute_slope(logits)
         gradient += (above.to(weight.dtype) @ weight).to(gradient.dtype)
     return HeadLosses(entropy, divergence, gradient)
 

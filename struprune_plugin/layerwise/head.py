@@ -32,7 +32,7 @@ class Head:
 
     pieces: Callable[[], Iterator[Piece]]
     shape: LogitShape
-    num_tokens: int = 0
+    num_tokens: int
 
     @classmethod
     def of(cls, model: PreTrainedModel, pieces: Callable[[], Iterator[Piece]] | None = None) -> Head:
@@ -186,21 +186,17 @@ def compress_head(hidden: Tensor, head: Head, top_k: int, temperature: float) ->
     :param top_k: outcomes to keep; all where it is the vocabulary or more
     :param temperature: T
     """
-    whole, best, where, rows = None, None, None, 0
+    whole = hidden.new_full((len(hidden), 1), -math.inf, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    best, where = whole[:, :0], torch.zeros_like(whole[:, :0], dtype=torch.int64)
     for start, logits, _ in head.compute_logits(hidden):
         logits = logits / temperature
-        total, rows = logits.logsumexp(-1, keepdim=True), start + logits.shape[-1]
+        whole = torch.logaddexp(whole, logits.logsumexp(-1, keepdim=True))
         values, at = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-        if whole is not None and best is not None and where is not None:
-            total, values = torch.logaddexp(whole, total), torch.cat([best, values], -1)
-            at = torch.cat([where, at + start], -1)
-            values, order = values.topk(min(top_k, values.shape[-1]), dim=-1)
-            at = at.gather(-1, order)
-        whole, best, where = total, values, at
-    assert whole is not None
-    assert best is not None
-    assert where is not None
-    if top_k >= rows:
+        best, where = torch.cat([best, values], -1), torch.cat([where, at + start], -1)
+        if start:
+            best, order = best.topk(min(top_k, best.shape[-1]), dim=-1)
+            where = where.gather(-1, order)
+    if top_k >= head.num_tokens:
         return TeacherTargets((best - whole).scatter(-1, where, best - whole), None)
     rest = torch.full_like(whole, -math.inf)
     for start, logits, _ in head.compute_logits(hidden):

@@ -79,7 +79,7 @@ def make_head(vocabulary, width, rows, **changes):
         for start in range(0, vocabulary, rows):
             yield start, weight[start : start + rows], bias[start : start + rows]
 
-    return Head(split, LogitShape(**changes)), weight, bias
+    return Head(split, LogitShape(**changes), vocabulary), weight, bias
 
 
 @pytest.mark.parametrize("rows", [1, 7, 23, 99])

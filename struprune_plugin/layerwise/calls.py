@@ -159,14 +159,14 @@ def list_parts(output: Any) -> list[Any]:
     return parts
 
 
-def split_call(args: tuple, kwargs: Mapping[str, Any]) -> tuple[str, Tensor, dict[Place, Any]]:
+def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[Place, Any]]:
     """Return the name of the argument that hidden states are given by, empty where it is the first positional one; the hidden
     states; all other arguments by their place.
 
     :raises ValueError: no argument can be it
     """
     if args:
-        return "", args[0], {**dict(enumerate(args[1:])), **kwargs}
+        return "", args[0], dict[Place, Any](enumerate(args[1:])) | dict[Place, Any](kwargs)
     named = [key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()]
     if not named:
         raise ValueError(

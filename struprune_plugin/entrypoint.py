@@ -29,7 +29,7 @@ from struprune_plugin.export.saved_recipe import tidy_recipe
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.modifiers import RecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
-from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.fields import StageModifier, StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.model_card import try_write_card
@@ -147,7 +147,7 @@ def _make_store(
             )
     store = ResumeStore(path)
     for modifier in modifiers:
-        if isinstance(modifier, (StructuredModifier, RecoveryModifier)):
+        if isinstance(modifier, StageModifier):
             modifier.set_store(store)
     return store
 
@@ -199,7 +199,7 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
     left = min([1.0, *(1 - modifier.sparsity for modifier in ours if modifier.sparsity)])
     if kwargs.get("precision") in ("bfloat16", "float16"):
         left /= 2
-    if any(not isinstance(modifier, (StructuredModifier, RecoveryModifier)) for modifier in modifiers):
+    if any(not isinstance(modifier, StageModifier) for modifier in modifiers):
         left /= 4
     folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
     return int(measure_weight_bytes(folder) * left) if folder else 0
@@ -230,7 +230,7 @@ def _keep_modules_whole(modifiers: list[Modifier]) -> Iterator[None]:
     For quantisers it takes experts apart, not for all classes in a way that can be saved, and replaces norms that scale by
     ``1 + weight``, which rounds their weights.
     """
-    if not all(isinstance(modifier, StructuredModifier | RecoveryModifier) for modifier in modifiers):
+    if not all(isinstance(modifier, StageModifier) for modifier in modifiers):
         yield
         return
     host = import_module("llmcompressor.entrypoints.oneshot")

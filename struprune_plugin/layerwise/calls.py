@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from struprune_plugin.runtime.device_context import DeviceContext
 
-Place = int | str  # of an argument: its index among the other positional ones, or its name
+Place = int | str  # of an argument: its index among the positional ones beside the hidden states, or its name
 Seen = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -58,19 +57,18 @@ class LayerCall:
     """One call of a decoder layer, kept on the host so that it can be repeated.
 
     :param hidden: hidden states, as in :class:`States`
-    :param args: the other positional arguments; equal tensors of successive layers and batches are held once
-    :param kwargs: the other named arguments, the same
+    :param arguments: the others by their place, positional ones first; equal tensors of successive layers and batches are held once
     :param tokens: flat indices of the tokens that are no padding, shape [kept], on the host; None where all are
     :param name: of the argument that hidden states are given by; empty where they come first
     :param others: what else has come to the layer, as in :class:`States`
     :param wires: arguments that are parts of the output of the layer before, which part by place
     :param keeps: parts of this layer's output that the next layer is given
     :param shape: of the batch: sequences, tokens; None where it is the hidden states'
+    :param dtype: of what is no integer, where the layer runs; as it comes where None
     """
 
     hidden: Tensor
-    args: tuple
-    kwargs: dict[str, Any]
+    arguments: dict[Place, Any]
     tokens: Tensor | None
     device: torch.device
     name: str = ""
@@ -78,6 +76,7 @@ class LayerCall:
     wires: dict[Place, int] = field(default_factory=dict)
     keeps: tuple[int, ...] = ()
     shape: tuple[int, int] | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -106,22 +105,14 @@ class LayerCall:
         kwargs: dict[str, Any],
         previous: LayerCall | None,
         context: DeviceContext,
-        held: Tensor | None = None,
-        seen: Seen | None = None,
     ) -> LayerCall:
         """Take down a call as a hook sees it, all tokens as counting.
 
         :param previous: an earlier call, whose equal tensors are shared
-        :param held: hidden states of that shape that are on the host already, in place of the call's own
-        :param seen: as in :func:`hold`
         """
-        name = find_hidden(args, kwargs)
-        hidden: Tensor = kwargs[name] if name else args[0]
-        known = previous or cls(hidden, (), {}, None, hidden.device)
-        rest = args if name else args[1:]
-        named = {key: hold(value, known.kwargs.get(key), context, seen) for key, value in kwargs.items() if key != name}
-        parked = context.park(hidden) if held is None else held
-        return cls(parked, hold(rest, known.args, context, seen), named, None, hidden.device, name)
+        name, hidden, arguments = split_call(args, kwargs)
+        held = hold(arguments, previous.arguments if previous else {}, context)
+        return cls(context.park(hidden), held, None, hidden.device, name)
 
     def repeat(self, layer: Callable[..., Any], context: DeviceContext, hidden: Tensor | None = None) -> Tensor:
         """Run the layer again, on other hidden states where given; return its hidden states on the device."""
@@ -132,26 +123,24 @@ class LayerCall:
 
         Entries of shared mappings that the layer leaves alone come back as they were given.
         """
-        states, send = states or self.states, partial(context.to_device, device=self.device)
-        args = dict[Place, Any](enumerate(self.args)) | dict[Place, Any](self.kwargs)
-        args = {place: map_tensors(send, value) for place, value in args.items()}
-        for place, part in self.wires.items():
-            args[place] = map_tensors(send, states.others[part])
-        given = {key: value for key, value in states.others.items() if isinstance(key, tuple)}
-        sent = {key: map_tensors(send, value) for key, value in given.items()}
-        for (place, key), value in sent.items():
-            if isinstance(args.get(place), MutableMapping):
-                args[place][key] = value
-        before = {place: dict(value) for place, value in args.items() if isinstance(value, MutableMapping)}
+
+        def send(part: Tensor) -> Tensor:
+            return context.to_device(part, self.device, self.dtype if part.is_floating_point() else None)
+
+        states = states or self.states
+        wired = {place: states.others[part] for place, part in self.wires.items()}
+        arguments = map_tensors(send, self.arguments | wired)
+        others = {key: value for key, value in states.others.items() if isinstance(key, tuple)}
+        for (place, key), value in others.items():
+            if isinstance(arguments.get(place), MutableMapping):
+                arguments[place][key] = map_tensors(send, value)
+        before = {place: dict(value) for place, value in arguments.items() if isinstance(value, MutableMapping)}
+        positional = [value for place, value in arguments.items() if isinstance(place, int)]
+        named = {place: value for place, value in arguments.items() if isinstance(place, str)}
         hidden = send(states.hidden)
-        positional = [args.pop(place) for place in range(len(self.args))]
-        shared = {place: value for place, value in [*enumerate(positional), *args.items()] if place in before}
-        named: dict[str, Any] = args  # type: ignore[assignment]
-        output = layer(**{self.name: hidden}, **named) if self.name else layer(hidden, *positional, **named)
-        parts = list_parts(output)
-        others: dict[Any, Any] = dict(given)
-        for place, mapping in shared.items():
-            changed = {key: value for key, value in mapping.items() if before[place].get(key) is not value}
+        parts = list_parts(layer(**{self.name: hidden}, **named) if self.name else layer(hidden, *positional, **named))
+        for place, entries in before.items():
+            changed = {key: value for key, value in arguments[place].items() if entries.get(key) is not value}
             others |= {(place, key): value for key, value in changed.items()}
         return States(parts[0], others | {part: parts[part] for part in self.keeps})
 
@@ -170,19 +159,21 @@ def list_parts(output: Any) -> list[Any]:
     return parts
 
 
-def find_hidden(args: tuple, kwargs: Mapping[str, Any]) -> str:
-    """Return the name of the argument that hidden states are given by; empty where it is the first positional one.
+def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[Place, Any]]:
+    """Return the name of the argument that hidden states are given by, empty where it is the first positional one; the hidden
+    states; all other arguments by their place.
 
     :raises ValueError: no argument can be it
     """
     if args:
-        return ""
+        return "", args[0], dict[Place, Any](enumerate(args[1:])) | dict[Place, Any](kwargs)
     named = [key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()]
     if not named:
         raise ValueError(
             f"model: a decoder layer must be called with hidden states, got {sorted(kwargs)}. Choose another model."
         )
-    return "hidden_states" if "hidden_states" in named else named[0]
+    name = "hidden_states" if "hidden_states" in named else named[0]
+    return name, kwargs[name], {key: value for key, value in kwargs.items() if key != name}
 
 
 def hold(value: Any, known: Any, context: DeviceContext, seen: Seen | None = None) -> Any:

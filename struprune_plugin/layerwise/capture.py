@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.utils import patch_attr
 from torch import Tensor, nn
 
-from struprune_plugin.layerwise.calls import LayerCall, find_hidden
+from struprune_plugin.layerwise.calls import LayerCall, split_call
 from struprune_plugin.model.layers import find_linear, lay_rows_out, pick_columns
 from struprune_plugin.model.units.group import UnitGroup
 
@@ -49,8 +49,7 @@ def capture_streams(
 
     def see_input(module: nn.Module, key: tuple[str, str]) -> None:
         def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            name = find_hidden(args, kwargs)
-            given = kwargs[name] if name else args[0]
+            given = split_call(args, kwargs)[1]
             seen[key] = _flatten(pick_columns(module, given) if key[1] == "inputs" else given)
             if stop and key[1] == "inputs":
                 raise Stopped

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.calls import (
     LayerCall,
-    Place,
     States,
-    find_hidden,
     find_tokens,
+    hold,
     list_parts,
     list_tensors,
+    split_call,
 )
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -51,7 +51,7 @@ class BatchFlow:
     def forget(self, index: int) -> None:
         """Let go of what a layer was called with."""
         call = self.calls[index]
-        self.calls[index] = replace(call, hidden=call.hidden[:0], args=(), kwargs={}, others={})
+        self.calls[index] = replace(call, hidden=call.hidden.new_empty(0), arguments={}, others={})
 
     def leave(self, states: States, context: DeviceContext) -> None:
         """Keep what a layer has left."""
@@ -110,8 +110,7 @@ class _Recorder:
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            place = find_hidden(args, kwargs)
-            hidden: Tensor = kwargs[place] if place else args[0]
+            hidden = split_call(args, kwargs)[1]
             if len(self.calls) != index:
                 raise ValueError(
                     f"{name}: decoder layers must run on text one after the other, each once, got this one as number "
@@ -130,30 +129,23 @@ class _Recorder:
 
     def _record(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         before = self.calls[-1] if self.calls else None
-        by_name = find_hidden(args, kwargs)
-        places = dict[Place, Any](enumerate(args if by_name else args[1:])) | dict[Place, Any](kwargs)
+        argument, hidden, arguments = split_call(args, kwargs)
         marks = {id(mark): part for part, mark in enumerate(self._marks)}
-        wires = {place: marks[id(value)] for place, value in places.items() if place != by_name and id(value) in marks}
-        if any(
-            id(leaf) in marks
-            for place, value in places.items()
-            if place not in wires and place != by_name
-            for leaf in list_tensors(value)
-        ):
+        wires = {place: marks[id(value)] for place, value in arguments.items() if id(value) in marks}
+        arguments |= dict.fromkeys(wires)
+        if any(id(leaf) in marks for leaf in list_tensors(arguments)):
             raise ValueError(
                 f"{name}: what the layer before returned must be given to a decoder layer as it is, got it inside "
                 "of another argument. Choose another model."
             )
-        args = tuple(None if place - (not by_name) in wires else value for place, value in enumerate(args))
-        kwargs = {key: None if key in wires else value for key, value in kwargs.items()}
         known = self._known[len(self.calls)] if self._known else before
-        call = LayerCall.record(
-            args, kwargs, known, self._context, None if before is None else before.hidden, self._seen
-        )
-        call.tokens, call.shape, call.wires = self._tokens, self._shape, wires
+        held = hold(arguments, known.arguments if known else {}, self._context, self._seen)
+        parked = self._context.park(hidden) if before is None else before.hidden
         if before is not None:
             before.keeps = tuple(sorted(set(wires.values())))
-        self.calls.append(call)
+        self.calls.append(
+            LayerCall(parked, held, self._tokens, hidden.device, argument, wires=wires, shape=self._shape)
+        )
 
 
 def _is_same(value: Tensor, mark: Tensor) -> bool:
@@ -227,8 +219,7 @@ def bypass_layers(layers: Sequence[nn.Module], give: Callable[[torch.device], Te
 
     def make_forward(is_last: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            name = find_hidden(args, kwargs)
-            hidden: Tensor = kwargs[name] if name else args[0]
+            hidden = split_call(args, kwargs)[1]
             hidden = give(hidden.device) if is_last and give is not None else hidden
             return (hidden, *(None for _ in range(num_parts - 1))) if num_parts else hidden
 

@@ -26,39 +26,26 @@ class Head:
     """The output embeddings of a model.
 
     :param pieces: gives them where they are applied, piece by piece
-    :param scale: what logits are divided by
-    :param cap: soft cap on the logits; None where there is none
-    :param factor: what logits are multiplied by
+    :param shape: makes the model's logits of what they give
     :param num_tokens: of the vocabulary
     """
 
     pieces: Callable[[], Iterator[Piece]]
-    scale: float = 1.0
-    cap: float | None = None
-    factor: float = 1.0
-    num_tokens: int = 0
+    shape: LogitShape
+    num_tokens: int
 
     @classmethod
     def of(cls, model: PreTrainedModel, pieces: Callable[[], Iterator[Piece]] | None = None) -> Head:
         """Return a model's head, in one piece unless others are given; raises as :func:`measure_logits` does."""
         shape, linear = measure_logits(model), model.get_output_embeddings()
         own = pieces or (lambda: iter([(0, *read_weight(linear))]))
-        return cls(own, shape.scale, shape.cap, shape.factor, linear.out_features)
-
-    def shape(self, logits: Tensor) -> Tensor:
-        """Scale and cap what the linear gave, as the model's own forward pass does."""
-        return LogitShape(self.scale, self.factor, self.cap).apply(logits)
+        return cls(own, shape, linear.out_features)
 
     def compute_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Give (first row, logits [tokens, rows] in at least float32, weights) of every piece."""
         for start, weight, bias in self.pieces():
             logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
             yield start, self.shape(logits), weight
-
-    def compute_slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to what the linear gave."""
-        slope = self.factor / self.scale
-        return slope if self.cap is None else (1 - (logits / self.cap).square()) * slope
 
 
 @dataclass(frozen=True)
@@ -103,7 +90,7 @@ def measure_head(
         return HeadLosses(entropy, divergence, None)
     gradient = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
     for start, logits, weight in head.compute_logits(hidden):
-        above = found.compute_gradient(start, logits, *weights) * head.compute_slope(logits)
+        above = found.compute_gradient(start, logits, *weights) * head.shape.compute_slope(logits)
         gradient += (above.to(weight.dtype) @ weight).to(gradient.dtype)
     return HeadLosses(entropy, divergence, gradient)
 
@@ -199,21 +186,17 @@ def compress_head(hidden: Tensor, head: Head, top_k: int, temperature: float) ->
     :param top_k: outcomes to keep; all where it is the vocabulary or more
     :param temperature: T
     """
-    whole, best, where, rows = None, None, None, 0
+    whole = hidden.new_full((len(hidden), 1), -math.inf, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    best, where = whole[:, :0], torch.zeros_like(whole[:, :0], dtype=torch.int64)
     for start, logits, _ in head.compute_logits(hidden):
         logits = logits / temperature
-        total, rows = logits.logsumexp(-1, keepdim=True), start + logits.shape[-1]
+        whole = torch.logaddexp(whole, logits.logsumexp(-1, keepdim=True))
         values, at = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-        if whole is not None and best is not None and where is not None:
-            total, values = torch.logaddexp(whole, total), torch.cat([best, values], -1)
-            at = torch.cat([where, at + start], -1)
-            values, order = values.topk(min(top_k, values.shape[-1]), dim=-1)
-            at = at.gather(-1, order)
-        whole, best, where = total, values, at
-    assert whole is not None
-    assert best is not None
-    assert where is not None
-    if top_k >= rows:
+        best, where = torch.cat([best, values], -1), torch.cat([where, at + start], -1)
+        if start:
+            best, order = best.topk(min(top_k, best.shape[-1]), dim=-1)
+            where = where.gather(-1, order)
+    if top_k >= head.num_tokens:
         return TeacherTargets((best - whole).scatter(-1, where, best - whole), None)
     rest = torch.full_like(whole, -math.inf)
     for start, logits, _ in head.compute_logits(hidden):

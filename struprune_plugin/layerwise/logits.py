@@ -34,11 +34,16 @@ class LogitShape:
     factor: float = 1.0
     cap: float | None = None
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor) -> Tensor:
         """Return the model's logits of what the linear gave."""
         logits = logits if self.scale == 1 else logits / self.scale
         logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def compute_slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of the model's logits with respect to what the linear gave."""
+        slope = self.factor / self.scale
+        return slope if self.cap is None else (1 - (logits / self.cap).square()) * slope
 
 
 @torch.no_grad()
@@ -84,9 +89,7 @@ def _show(model: PreTrainedModel, head: nn.Module, shown: Tensor) -> Tensor:
 def _agrees(shape: LogitShape, shown: Tensor, found: Tensor) -> bool:
     """Tell whether a shape explains the logits found; first on a few of them."""
     few = slice(None, None, max(1, len(shown) // _SHOWN))
-    return all(
-        torch.allclose(shape.apply(shown[part]), found[part], rtol=1e-6, atol=1e-6) for part in (few, slice(None))
-    )
+    return all(torch.allclose(shape(shown[part]), found[part], rtol=1e-6, atol=1e-6) for part in (few, slice(None)))
 
 
 def _list_shapes(model: PreTrainedModel) -> Iterator[LogitShape]:

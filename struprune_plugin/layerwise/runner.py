@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.calls import LayerCall, States, list_tensors, map_tensors
+from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.ends import bypass_layers, enter_layers, run_to_head
 from struprune_plugin.layerwise.head import Head, Piece
 from struprune_plugin.layerwise.samples import Sample
@@ -77,7 +77,7 @@ class LayerwiseRunner:
         self._vocabulary, self._ahead = vocabulary, ahead
         self._embeddings = [module for module in self._base.modules() if isinstance(module, nn.Embedding)]
         self.rest = list_rest(model)
-        self._calls: dict[torch.Size, tuple[list[LayerCall], list[LayerCall]]] = {}  # last of a shape: as made, as run
+        self._calls: dict[torch.Size, list[LayerCall]] = {}  # the last of a shape, whose equal tensors are shared
         self._head: Head | None = None
         self._side = torch.cuda.Stream(device) if ahead and device.type == "cuda" else None
 
@@ -143,20 +143,11 @@ class LayerwiseRunner:
         """Look a micro-batch up where the embeddings are; what layers are called with is mostly that of the last of its shape."""
         tokens = torch.stack([sample.tokens for sample in samples]).to(next(self.model.parameters()).device)
         with self.context.on_host():
-            made, adapted = self._calls.get(tokens.shape, (None, None))
-            flow = enter_layers(self.model, {"input_ids": tokens}, self.context, made)
+            flow = enter_layers(self.model, {"input_ids": tokens}, self.context, self._calls.get(tokens.shape))
             states = flow.states.map(self._cast)
-            if made is None or adapted is None or not all(map(_is_alike, flow.calls, made)):
-                adapted = [self._adapt(call) for call in flow.calls]
-                for call in flow.calls:
-                    call.hidden = call.hidden[:0]
-                self._calls[tokens.shape] = flow.calls, adapted
-        return MicroBatch(samples, adapted, [states])
-
-    def _adapt(self, call: LayerCall) -> LayerCall:
-        """Return a call for the device and the dtype that layers run with, without its hidden states."""
-        args, kwargs = map_tensors(self._cast, (call.args, call.kwargs))
-        return replace(call, hidden=torch.empty(0), args=args, kwargs=kwargs, device=self.device)
+        calls = [replace(call, hidden=torch.empty(0), device=self.device, dtype=self.dtype) for call in flow.calls]
+        self._calls[tokens.shape] = calls
+        return MicroBatch(samples, calls, [states])
 
     def run(self, index: int, weights: Weights, micro_batch: MicroBatch, states: States) -> States:
         """Run a layer on a micro-batch, with the weights given."""
@@ -217,12 +208,6 @@ class LayerwiseRunner:
             named = {self._prefix + name: tensor for name, tensor in weights.items()}
             run = partial(functional_call, self.model, named, ())
             return run_to_head(lambda **inputs: run(inputs), batch, self.model.get_output_embeddings())
-
-
-def _is_alike(call: LayerCall, known: LayerCall) -> bool:
-    """Tell whether a call holds no tensor that the known one does not."""
-    held = {id(leaf) for leaf in list_tensors((known.args, known.kwargs))}
-    return all(id(leaf) in held for leaf in list_tensors((call.args, call.kwargs)))
 
 
 def compute_dtype_of(model: PreTrainedModel, compute: str) -> torch.dtype:

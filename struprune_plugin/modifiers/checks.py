@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from compressed_tensors.utils import is_match
@@ -35,10 +34,11 @@ def list_modifiers() -> list[Modifier]:
     return active_session().lifecycle.recipe.modifiers
 
 
-def list_later_modifiers(modifier: Modifier) -> list[Modifier]:
-    """Return the modifiers that follow one of ours in the recipe."""
+def split_modifiers(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
+    """Return the modifiers that come before one of ours in the recipe, and those that follow."""
     modifiers = list_modifiers()
-    return modifiers[next(i for i, other in enumerate(modifiers) if other is modifier) + 1 :]
+    place = next(i for i, other in enumerate(modifiers) if other is modifier)
+    return modifiers[:place], modifiers[place + 1 :]
 
 
 def check_order(modifier: Modifier) -> None:
@@ -46,9 +46,7 @@ def check_order(modifier: Modifier) -> None:
 
     :raises ValueError: a quantiser, a smoothing before one, or a sparsity modifier (its zeros would not stay) comes first
     """
-    for other in list_modifiers():
-        if other is modifier:
-            return
+    for other in split_modifiers(modifier)[0]:
         for kind, name in _FINAL.items():
             if isinstance(other, kind):
                 raise ValueError(
@@ -146,27 +144,12 @@ def check_weights(model: nn.Module) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class CalibrationCounts:
-    """What calibration data hold, of all processes.
-
-    :param num_tokens: padding left out
-    :param largest_token: the largest token index, padding included
-    """
-
-    num_sequences: int
-    num_tokens: int
-    largest_token: int
-
-
-def check_calibration(
-    loader: Iterable | None, num_needed: int, where: str, max_length: int | None
-) -> CalibrationCounts:
-    """Count calibration data; refuse too little, and warn where it is much of the same.
+def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_needed: int, where: str) -> tuple[int, int]:
+    """Return the sequences and tokens of calibration data, of all processes, padding left out; warn where they are much of the
+    same.
 
     :param num_needed: tokens that the largest solve, of ``where``, needs, in sequences that differ
-    :param max_length: positions that the model has
-    :raises ValueError: no data, too few tokens, sequences that are too long, or the same data in several processes
+    :raises ValueError: no data, too few tokens, the same data in several processes, or as :func:`check_sequences`
     """
     if loader is None:
         raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
@@ -194,11 +177,7 @@ def check_calibration(
             f"dataset: each of the {count_ranks()} processes must have samples of its own, got the same in several. Use "
             "struprune_plugin.oneshot, which splits them, or give every process its part as a loader."
         )
-    if max_length is not None and longest > max_length:
-        raise ValueError(
-            f"dataset: sequences must have at most the model's {max_length} positions, got {longest} tokens. "
-            "Lower the sequence length."
-        )
+    check_sequences(model, longest, largest)
     if distinct_tokens < num_needed:
         among = "" if num_distinct == num_sequences else f", of which {num_distinct} differ, with {distinct_tokens}"
         raise ValueError(
@@ -207,7 +186,7 @@ def check_calibration(
             f"{', and let them differ' if among else ''}."
         )
     _warn_of_sameness(num_sequences, num_distinct, num_tokens, max(row[5] for row in counts))
-    return CalibrationCounts(num_sequences, num_tokens, largest)
+    return num_sequences, num_tokens
 
 
 def _warn_of_sameness(num_sequences: int, num_distinct: int, num_tokens: int, num_words: int) -> None:
@@ -224,11 +203,18 @@ def _warn_of_sameness(num_sequences: int, num_distinct: int, num_tokens: int, nu
         )
 
 
-def check_vocabulary(model: PreTrainedModel, largest_token: int) -> None:
-    """Refuse tokens that the model has no embedding for.
+def check_sequences(model: PreTrainedModel, longest: int, largest_token: int) -> None:
+    """Refuse sequences that are longer than the model has positions, and tokens that it has no embedding for.
 
+    :param largest_token: the largest token index, padding included
     :raises ValueError: the same
     """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"dataset: sequences must have at most the model's {positions} positions, got {longest} tokens. "
+            "Lower the sequence length."
+        )
     size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if size is not None and largest_token >= size:
         raise ValueError(

@@ -74,7 +74,36 @@ def _read_short_forms(value: Any) -> Any:
     return {"fisher": {}, "channels": {}, "none": None}.get(value, value) if isinstance(value, str) else value
 
 
-class StructuredModifier(Modifier):
+class StageModifier(Modifier):
+    """A modifier of ours, which works once, in a stage of its own."""
+
+    requires_calibration_data: bool = False  # our own loops take it through the layers
+
+    _store: ResumeStore | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_span(self) -> StageModifier:
+        if self.start is not None or self.end is not None:
+            raise ValueError(
+                f"start and end must be left out: {type(self).__name__} works once, in a stage of its own."
+            )
+        return self
+
+    def set_store(self, store: ResumeStore) -> None:
+        """Set where finished parts are kept, so that a killed run goes on there."""
+        self._store = store
+
+    @property
+    def store(self) -> ResumeStore | None:
+        """Where finished parts are kept; None where they are not."""
+        return self._store
+
+    def dump_fields(self) -> dict[str, Any]:
+        """Return the recipe fields, without llm-compressor's bookkeeping."""
+        return self.model_dump(exclude=set(Modifier.model_fields))
+
+
+class StructuredModifier(StageModifier):
     """Fields that choose the units, rank them and spread a budget over layers.
 
     :param sparsity: fraction of the parameters of all linears in the modules that hold units to remove, in [0, 1)
@@ -98,7 +127,6 @@ class StructuredModifier(Modifier):
         they do not fit. None takes what an accelerator has free
     """
 
-    requires_calibration_data: bool = False  # our own loop takes it through the layers
     only_plans: ClassVar[bool] = False  # an allocator stage, which prunes nothing itself
 
     sparsity: float | None = None
@@ -118,7 +146,6 @@ class StructuredModifier(Modifier):
     rotate_values: bool = True
     memory_budget: int | None = Field(default=None, ge=1)
 
-    _store: ResumeStore | None = PrivateAttr(default=None)
     _cache: MeasurementCache | None = PrivateAttr(default=None)
 
     @field_validator("targets", "ignore")
@@ -143,10 +170,6 @@ class StructuredModifier(Modifier):
 
     @model_validator(mode="after")
     def _check_fields(self) -> StructuredModifier:
-        if self.start is not None or self.end is not None:
-            raise ValueError(
-                "start and end must be left out: structured pruning happens once, in one calibration pass."
-            )
         if self.width_multiple > 1 and not self.prune_ffn:
             raise ValueError(
                 f"width_multiple={self.width_multiple} has no effect with prune_ffn: false. Remove it, or set prune_ffn: true."
@@ -157,15 +180,6 @@ class StructuredModifier(Modifier):
                 f"{self.allocation.rule}, got {self.sensitivity.samples}. Remove it, or set importance: obs."  # type: ignore[union-attr]
             )
         return self
-
-    def set_store(self, store: ResumeStore) -> None:
-        """Set where finished parts are kept, so that a killed run goes on there."""
-        self._store = store
-
-    @property
-    def store(self) -> ResumeStore | None:
-        """Where finished parts are kept; None where they are not."""
-        return self._store
 
     def set_cache(self, cache: MeasurementCache) -> None:
         """Set where runs of other sparsities keep what they measure of the dense model."""
@@ -216,8 +230,3 @@ class StructuredModifier(Modifier):
         """Sequences for the Fisher information; None where nothing would be weighed by it."""
         weighs = self.importance.eliminates or self.allocation.weighs_errors
         return self.sensitivity.samples if self.sensitivity is not None and weighs else None
-
-    def dump_fields(self) -> dict[str, Any]:
-        """Return the recipe fields, without llm-compressor's bookkeeping."""
-        hosts = set(Modifier.model_fields)
-        return {name: value for name, value in self.model_dump().items() if name not in hosts}

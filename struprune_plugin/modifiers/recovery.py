@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.offload.cache import DiskCache
 from llmcompressor.core import Event, State
-from llmcompressor.modifiers import Modifier
 from llmcompressor.utils.dev import get_main_device
 from llmcompressor.utils.helpers import DisableQuantization
 from pydantic import PrivateAttr, model_validator
@@ -21,12 +20,13 @@ from struprune_plugin.layerwise.samples import Sample, read_samples, split_sampl
 from struprune_plugin.modifiers.checks import (
     check_alone,
     check_order,
+    check_sequences,
     check_targets,
-    check_vocabulary,
     check_weights,
-    list_later_modifiers,
     list_modifiers,
+    split_modifiers,
 )
+from struprune_plugin.modifiers.fields import StageModifier
 from struprune_plugin.modifiers.patterns import check_patterns
 from struprune_plugin.modifiers.setup import open_store
 from struprune_plugin.recovery.adapters import lift_dispatch, match_linears, seed_random
@@ -39,10 +39,9 @@ from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.checkpoint import check_whole, read_config
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
 from struprune_plugin.storage.records import EvaluationRecord
-from struprune_plugin.storage.resume_store import ResumeStore
 
 
-class RecoveryModifier(Modifier, RecoveryConfig):
+class RecoveryModifier(StageModifier, RecoveryConfig):
     """
     Trains a pruned model towards the text, or towards the dense model, with one decoder layer on the device at a time.
 
@@ -67,18 +66,13 @@ class RecoveryModifier(Modifier, RecoveryConfig):
             RecoveryModifier: {weights: all, loss: {kl: 1.0}, data: {files: [train.jsonl], tokens: 4000000}}
     """
 
-    requires_calibration_data: bool = False  # no pass over the layers: it trains between two of them
-
     _recovery: Recovery | None = PrivateAttr(default=None)
-    _store: ResumeStore | None = PrivateAttr(default=None)
     _tokenizer: Any = PrivateAttr(default=None)
     _watched: dict[str, list[Sample]] = PrivateAttr(default_factory=dict)
     _record: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _check_stage(self) -> RecoveryModifier:
-        if self.start is not None or self.end is not None:
-            raise ValueError("start and end must be left out: recovery happens once, in a stage of its own.")
+    def _check_adapter_targets(self) -> RecoveryModifier:
         if self.adapters:
             check_patterns("adapters.targets", self.adapters.targets or [])
         return self
@@ -93,10 +87,6 @@ class RecoveryModifier(Modifier, RecoveryConfig):
         named = [self.loss.teacher, self.optimizer.state_folder, *(self.data.files if self.data else [])]
         return [path for path in named if path is not None]
 
-    def set_store(self, store: ResumeStore) -> None:
-        """Take in where steps are kept, so that a killed run goes on there."""
-        self._store = store
-
     def take_tokenizer(self, tokenizer: Any) -> None:
         """Take in the tokenizer of the run, or where it lies; the model's folder is asked where nobody gives one."""
         self._tokenizer = tokenizer
@@ -109,7 +99,7 @@ class RecoveryModifier(Modifier, RecoveryConfig):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         check_order(self)
-        check_targets(state.model, list_later_modifiers(self))
+        check_targets(state.model, split_modifiers(self)[1])
         if any(isinstance(module._parameters, DiskCache) for module in state.model.modules()):
             raise ValueError(
                 f"model: must be held in memory for {type(self).__name__}, got weights offloaded to disk. Load it without disk "
@@ -130,7 +120,8 @@ class RecoveryModifier(Modifier, RecoveryConfig):
     def _prepare(self, state: State) -> Recovery:
         """Read what the recipe asks of the model and of its text; refuse what cannot succeed."""
         samples, largest = self._read_samples(state)
-        longest = _check_lengths(samples, state.model)
+        longest = max(len(sample.tokens) for sample in samples)
+        check_sequences(state.model, longest, max(int(sample.tokens.max()) for sample in samples))
         folder = self.optimizer.state_folder
         if folder is not None and Path(folder).is_file():
             raise ValueError(f"optimizer.state_folder: must be a folder, {folder} is a file. Choose another path.")
@@ -167,7 +158,7 @@ class RecoveryModifier(Modifier, RecoveryConfig):
         with seed_random(self.seed, device), lift_dispatch(model, device), DisableQuantization(model):
             told = self._recovery.run(model, device)
         self._recovery = None
-        self._record = {"settings": self.model_dump(include=set(RecoveryConfig.model_fields)), **told}
+        self._record = {"settings": self.dump_fields(), **told}
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if not self._record:
@@ -236,16 +227,3 @@ class LoRARecoveryModifier(RecoveryModifier):
     def _fill_in(cls, fields: dict[str, Any]) -> dict[str, Any]:
         parts = {name: {**_LORA[name], **fields[name]} for name in _PARTS if isinstance(fields.get(name), dict)}
         return {**_LORA, "memory": "layer" if fields.get("memory_budget") else "model", **fields, **parts}
-
-
-def _check_lengths(samples: Sequence[Sample], model: PreTrainedModel) -> int:
-    """Return the tokens of the longest sample; refuse more than the model has positions, and tokens that it does not know."""
-    longest = max(len(sample.tokens) for sample in samples)
-    positions = getattr(model.config, "max_position_embeddings", longest)
-    check_vocabulary(model, max(int(sample.tokens.max()) for sample in samples))
-    if longest > positions:
-        raise ValueError(
-            f"dataset: samples must have at most the model's {positions} positions, got {longest} tokens. "
-            "Lower the length of the samples."
-        )
-    return longest

@@ -22,10 +22,9 @@ from struprune_plugin.modifiers.checks import (
     check_calibration,
     check_order,
     check_targets,
-    check_vocabulary,
     check_weights,
-    list_later_modifiers,
     list_modifiers,
+    split_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
@@ -73,7 +72,7 @@ def prepare_run(
     assert modifier.sparsity is not None
     check_order(modifier)
     check_weights(model)
-    later = list_later_modifiers(modifier)
+    later = split_modifiers(modifier)[1]
     check_targets(model, later)
     _check_methods(modifier, model, later)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
@@ -87,7 +86,10 @@ def prepare_run(
             f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={modifier.sparsity}, "
             f"got {most}. Lower sparsity, raise max_sparsity or prune more kinds of units."
         )
-    sequences, tokens = _count_calibration(modifier, model, loader, groups)
+    widest = max(groups, key=lambda group: group.num_columns)
+    solves = modifier.importance.eliminates or modifier.weight_update.solves
+    needed = widest.num_columns + 1 if solves else 1
+    sequences, tokens = check_calibration(model, loader, needed, widest.name)
     placement = place_run(modifier, model, groups, loader, together=modifier.only_plans)
     if modifier.store is not None:
         open_store(modifier.store, model, loader)
@@ -121,21 +123,6 @@ def _check_groups(model: nn.Module, groups: Sequence[UnitGroup], roundings: dict
             )
 
 
-def _count_calibration(
-    modifier: StructuredModifier, model: PreTrainedModel, loader: Iterable | None, groups: Sequence[UnitGroup]
-) -> tuple[int, int]:
-    """Return (sequences, tokens) of the calibration data, checked against the largest solve.
-
-    :raises ValueError: as :func:`~struprune_plugin.modifiers.checks.check_calibration`
-    """
-    widest = max(groups, key=lambda group: group.num_columns)
-    solves = modifier.importance.eliminates or modifier.weight_update.solves
-    needed = widest.num_columns + 1 if solves else 1
-    counts = check_calibration(loader, needed, widest.name, getattr(model.config, "max_position_embeddings", None))
-    check_vocabulary(model, counts.largest_token)
-    return counts.num_sequences, counts.num_tokens
-
-
 def open_store(store: ResumeStore, model: PreTrainedModel, loader: Any) -> None:
     """Begin, or go on with, the run that a recipe describes.
 
@@ -147,11 +134,7 @@ def open_store(store: ResumeStore, model: PreTrainedModel, loader: Any) -> None:
             "checkpoint_dir: calibration samples must come in the same order every time, got a sampler that shuffles them. Pass "
             "shuffle_calibration_samples=False."
         )
-    hosts = set(Modifier.model_fields)
-    recipe = [
-        {type(m).__name__: {name: value for name, value in m.model_dump().items() if name not in hosts}}
-        for m in list_modifiers()
-    ]
+    recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
     store.open(describe_run(recipe, describe_versions(), model, loader))
 
 

@@ -9,20 +9,15 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
-from struprune_plugin.modifiers.checks import list_modifiers
+from struprune_plugin.modifiers.checks import list_modifiers, split_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, PLAN_FIELDS, StructuredModifier
 from struprune_plugin.storage.registry import find_difference, show_value
 
 
 def find_allocator(modifier: StructuredModifier) -> SparsityAllocatorModifier | None:
     """Return the allocator stage that comes before a modifier in the recipe."""
-    found = None
-    for other in list_modifiers():
-        if other is modifier:
-            return found
-        if isinstance(other, SparsityAllocatorModifier):
-            found = other
-    return found
+    before = split_modifiers(modifier)[0]
+    return next((other for other in reversed(before) if isinstance(other, SparsityAllocatorModifier)), None)
 
 
 def check_single_stage() -> None:

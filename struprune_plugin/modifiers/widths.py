@@ -22,20 +22,6 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
 @dataclass(frozen=True)
-class WidthDemand:
-    """What one modifier asks of the inputs and outputs of a linear.
-
-    :param inputs: the number of input columns must be a multiple of this
-    :param outputs: the same for output rows
-    :param because: for messages and the manifest
-    """
-
-    inputs: int
-    outputs: int
-    because: str
-
-
-@dataclass(frozen=True)
 class Rounding:
     """What the kept units of one group are rounded to.
 
@@ -115,25 +101,28 @@ def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Roun
 
 
 def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], width_multiple: int) -> Rounding:
-    wanted = [(group.num_blocks, 1, "")]  # multiple of a width, width of a unit, who asks
+    wanted = [
+        (group.num_blocks, 1, "")
+    ]  # multiple of a width, width of a unit, who asks, for messages and the manifest
     if group.unit.is_ffn and width_multiple > 1:
         wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
     if group.experts:
         wanted.append((math.gcd(_GROUPED_STEP, group.num_units), 1, "grouped kernels: 16 bytes of bfloat16"))
     for modifier in later:
-        for demand in list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
-            wanted.append((demand.inputs, group.columns_per_unit, demand.because))
+        for inputs, _, why in _list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
+            wanted.append((inputs, group.columns_per_unit, why))
         for name in group.producers:
             rows = int((group.find_row_owners(name) == 0).sum())
-            for demand in list_demands(modifier, model, f"{group.layer_name}.{name}"):
-                wanted.append((demand.outputs, rows, demand.because))
+            for _, outputs, why in _list_demands(modifier, model, f"{group.layer_name}.{name}"):
+                wanted.append((outputs, rows, why))
     step = math.lcm(*(multiple // math.gcd(multiple, width) for multiple, width, _ in wanted))
     because = tuple(dict.fromkeys(why for multiple, _, why in wanted if why and multiple > 1))
     return Rounding(step, step * group.columns_per_unit, because)
 
 
-def list_demands(modifier: Modifier, model: nn.Module, name: str) -> Iterator[WidthDemand]:
-    """Give what a modifier of llm-compressor asks of the shape of one linear, by its full name."""
+def _list_demands(modifier: Modifier, model: nn.Module, name: str) -> Iterator[tuple[int, int, str]]:
+    """Give what a modifier of llm-compressor asks of the shape of one linear, by its full name: what its input columns and its
+    output rows must be multiples of, and why."""
     linear = model.get_submodule(name)
     who = type(modifier).__name__
     if isinstance(modifier, QuantizationMixin):
@@ -143,20 +132,20 @@ def list_demands(modifier: Modifier, model: nn.Module, name: str) -> Iterator[Wi
     elif isinstance(modifier, SparsityModifierBase):
         multiple = modifier._prune_m or 1
         if multiple > 1 and _is_sparsified(modifier, model, name):
-            yield WidthDemand(multiple, 1, f"{who}: {modifier.mask_structure} sparsity")
+            yield multiple, 1, f"{who}: {modifier.mask_structure} sparsity"
 
 
-def _list_scheme_demands(scheme: QuantizationScheme, who: str) -> Iterator[WidthDemand]:
+def _list_scheme_demands(scheme: QuantizationScheme, who: str) -> Iterator[tuple[int, int, str]]:
     weights = scheme.weights
     if weights is not None and weights.strategy == QuantizationStrategy.BLOCK and weights.block_structure:
         rows, columns = weights.block_structure
-        yield WidthDemand(columns, rows, f"{who}: weights in blocks of {rows} x {columns}")
+        yield columns, rows, f"{who}: weights in blocks of {rows} x {columns}"
     parts = {"weights": weights, "input activations": scheme.input_activations}
     for what, args in parts.items():
         if size := _read_group_size(args):
-            yield WidthDemand(size, 1, f"{who}: {what} in groups of {size}")
+            yield size, 1, f"{who}: {what} in groups of {size}"
     if size := _read_group_size(scheme.output_activations):
-        yield WidthDemand(1, size, f"{who}: output activations in groups of {size}")
+        yield 1, size, f"{who}: output activations in groups of {size}"
 
 
 def _read_group_size(args: QuantizationArgs | None) -> int | None:

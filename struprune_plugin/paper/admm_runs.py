@@ -65,7 +65,7 @@ class AttentionRun(ADMMRun[AttentionSample]):
         batch, length = visit.call.batch_shape
         source = self.context.to_host(visit.source.float()).view(batch, length, -1)
         target = self.context.to_host(visit.target).view(batch, length, -1)
-        mask = visit.call.kwargs.get("attention_mask")
+        mask = visit.call.arguments.get("attention_mask")
         valid = torch.ones(batch * length, dtype=torch.bool)
         if visit.call.tokens is not None:
             valid = torch.zeros_like(valid).index_fill(0, visit.call.tokens.cpu(), True)

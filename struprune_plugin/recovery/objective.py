@@ -12,6 +12,7 @@ from struprune_plugin.layerwise.head import measure_head
 from struprune_plugin.layerwise.runner import LayerwiseRunner, MicroBatch
 from struprune_plugin.layerwise.samples import stack_teacher
 from struprune_plugin.recovery.recovery_config import Loss
+from struprune_plugin.runtime.distributed import sum_over_ranks
 
 
 class Objective:
@@ -39,6 +40,14 @@ class Objective:
     def weigh(self, losses: Mapping[str, float]) -> float:
         """Return the weighted sum of losses by name."""
         return sum(self.weights.get(name, 0.0) * value for name, value in losses.items())
+
+    def average(self, losses: Mapping[str, float], num_targets: int) -> dict[str, float]:
+        """Return losses a predicted token, of sums of this process' part; the same in all processes.
+
+        :param num_targets: of all processes
+        """
+        total = sum_over_ranks(torch.tensor(list(losses.values()), dtype=torch.float64))
+        return {name: value / num_targets for name, value in zip(losses, total.tolist(), strict=True)}
 
     @torch.no_grad()
     def measure(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:

@@ -120,10 +120,7 @@ class Stepper:
             del weights
             if trained:
                 sink(str(index), sums)
-        if count_ranks() > 1:
-            total = sum_over_ranks(torch.tensor(list(losses.values()), dtype=torch.float64))
-            losses = dict(zip(losses, total.tolist(), strict=True))
-        return {name: value / num_targets for name, value in losses.items()}
+        return self.objective.average(losses, num_targets)
 
     def _run_head(self, micro_batches: Sequence[MicroBatch], num_targets: int, sink: Sink) -> dict[str, float]:
         """Measure the losses at the head, and the gradient at every micro_batch's last hidden states."""

@@ -20,7 +20,7 @@ from struprune_plugin.recovery.objective import Objective
 from struprune_plugin.recovery.recovery_config import Loss, RecoveryConfig, Schedule
 from struprune_plugin.recovery.step import Stepper
 from struprune_plugin.recovery.teacher import LayerwiseTeacher
-from struprune_plugin.runtime.distributed import split_range, sum_over_ranks
+from struprune_plugin.runtime.distributed import split_range
 from struprune_plugin.storage.resume_store import ResumeStore
 
 _STATE = "recovery-"  # of the parts of a store that a run goes on from
@@ -203,10 +203,7 @@ class RecoveryRun:
         :param micro_batches: this process' share of them
         """
         switch_dropout(self._stepper.runner.model, False)
-        sums = objective.measure(micro_batches)
-        total = sum_over_ranks(torch.tensor(list(sums.values()), dtype=torch.float64))
-        num_targets = sum(sample.num_targets for sample in samples)
-        return {name: value / num_targets for name, value in zip(sums, total.tolist(), strict=True)}
+        return objective.average(objective.measure(micro_batches), sum(sample.num_targets for sample in samples))
 
     def _measure(self, step: int) -> bool:
         """Take down the held-out losses, and the values where they are the best so far; tell whether it is time to stop."""

@@ -10,8 +10,7 @@ from llmcompressor.modifiers import Modifier
 from torch import nn
 
 from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
-from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.recovery import RecoveryModifier
+from struprune_plugin.modifiers.fields import StageModifier
 from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.records import RoundingRecord
@@ -94,8 +93,7 @@ def can_probe(shapes: Shapes) -> bool:
 def list_engines(modifiers: Sequence[Modifier]) -> dict[str, str]:
     """Return, by engine, whether and how it runs what a recipe leaves."""
     _, pruning = find_pruning(modifiers)
-    own = (StructuredModifier, RecoveryModifier)
-    packed = any(not isinstance(modifier, own) for modifier in modifiers)
+    packed = any(not isinstance(modifier, StageModifier) for modifier in modifiers)
     needs = " with compressed-tensors" if packed else ""
     if pruning.output == "uniform":
         stock = f"yes{needs}, as its stock class"

@@ -48,4 +48,4 @@ def test_what_cannot_be_taken_in_pieces_is_refused():
 def test_a_shape_is_a_scale_and_a_cap():
     logits = torch.tensor([-30.0, 0.0, 3.0])
     wanted = 5 * torch.tanh(logits * 3 / 2 / 5)
-    torch.testing.assert_close(LogitShape(2.0, 3.0, 5.0).apply(logits), wanted)
+    torch.testing.assert_close(LogitShape(2.0, 3.0, 5.0)(logits), wanted)

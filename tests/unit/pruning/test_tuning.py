@@ -127,7 +127,7 @@ def test_what_an_error_counts_may_be_of_any_size():
 def _make_visits(layer, group, tokens=None):
     generator = torch.Generator().manual_seed(0)
     hidden = [torch.randn(3, 8, 32, generator=generator) for _ in range(4)]
-    calls = [LayerCall(x, (), {}, tokens, x.device) for x in hidden]
+    calls = [LayerCall(x, {}, tokens, x.device) for x in hidden]
     return [Visit(2 * call.hidden.flatten(0, 1), None, None, call) for call in calls]
 
 
@@ -157,7 +157,7 @@ def test_batches_do_not_change_what_an_ffn_learns():
         visits = _make_visits(layer, group)
         if parts == 1:
             hidden = torch.cat([visit.call.hidden for visit in visits])
-            call = LayerCall(hidden, (), {}, None, hidden.device)
+            call = LayerCall(hidden, {}, None, hidden.device)
             visits = [Visit(2 * hidden.flatten(0, 1), None, None, call)]
         data = gather_inputs(group, dense, visits, DeviceContext())
         tune_ffn(layer, _halve(layer, group), Teacher(dense, data, None, DeviceContext()), SETTINGS)

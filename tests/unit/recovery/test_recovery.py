@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from eval.account import CountedContext, count_memory
 from struprune_plugin import RecoveryModifier, StruPruneModifier, read_manifest
 from struprune_plugin.layerwise.head import Head, compress_head, measure_head
+from struprune_plugin.layerwise.logits import LogitShape
 from struprune_plugin.layerwise.runner import LayerwiseRunner
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
@@ -78,7 +79,7 @@ def make_head(vocabulary, width, rows, **changes):
         for start in range(0, vocabulary, rows):
             yield start, weight[start : start + rows], bias[start : start + rows]
 
-    return Head(split, **changes), weight, bias
+    return Head(split, LogitShape(**changes), vocabulary), weight, bias
 
 
 @pytest.mark.parametrize("rows", [1, 7, 23, 99])
@@ -521,7 +522,7 @@ def test_two_stages_keep_no_checkpoint(opt, tmp_path):
         ({"memory": "model", "memory_budget": 10}, "memory_budget=10 has no effect with memory: model"),
         ({"memory": "model", "optimizer": {"state_folder": "x"}}, "optimizer.state_folder=x has no effect with"),
         ({"holdout": {"fraction": 0, "patience": 2}}, "holdout.fraction must be greater than 0, got 0"),
-        ({"start": 0.0}, "start and end must be left out: recovery happens once"),
+        ({"start": 0.0}, "start and end must be left out: RecoveryModifier works once"),
         ({"optimizer": {"state_dtype": "float16"}}, "optimizer.state_dtype must .*'float32' or 'bfloat16'"),
     ],
 )

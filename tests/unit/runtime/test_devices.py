@@ -99,7 +99,7 @@ def test_moments_that_grow_on_the_host_are_where_systems_are_solved(save_short, 
     layer, group = find_decoder_layers(model)[0][1], find_groups(model, "value_channels")[-1]
     inputs, target = torch.randn(8, group.num_columns), torch.randn(8, 16)
     with play_device():
-        call = LayerCall(torch.zeros(2, 4, 16), (), {}, None, DEVICE)
+        call = LayerCall(torch.zeros(2, 4, 16), {}, None, DEVICE)
         placement = OffloadPlan(gather_on_host=True, hold_on_host=True, solve_on_host=solve_on_host, rows=8)
         gatherer = MomentGatherer(DeviceContext(placement), hold_out=True, num_before=3)
         gatherer.add(layer, group, Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))

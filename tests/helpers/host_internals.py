@@ -80,7 +80,7 @@ INTERNALS = [
     ),
     Internal(f"{_TRANSFORM}:AWQModifier", "modifiers/checks.py", "works on the final weights", _LC),
     Internal(f"{_TRANSFORM}:SmoothQuantModifier", "modifiers/checks.py", "the same", _LC),
-    Internal("llmcompressor.utils.dev:get_main_device", "runtime/residence.py", "where layers run", _LC),
+    Internal("llmcompressor.utils.dev:get_main_device", "runtime/device_context.py", "where layers run", _LC),
     Internal(
         "llmcompressor.utils.helpers:DisableQuantization",
         "allocation/measurements.py",
@@ -150,7 +150,7 @@ INTERNALS = [
     ),
     Internal(
         f"{_OFFLOAD}.cache:OffloadCache.__init__",
-        "runtime/residence.py",
+        "runtime/device_context.py",
         "embeddings stay on the host",
         _CT,
         ("onload_device",),
@@ -179,7 +179,7 @@ INTERNALS = [
     Internal("compressed_tensors.utils:is_match", "modifiers/widths.py", "targets as llm-compressor reads them", _CT),
     Internal("compressed_tensors.utils:match_targets", "modifiers/widths.py", "the same", _CT),
     Internal("compressed_tensors.utils:match_name", "model/units/__init__.py", "the same", _CT),
-    Internal("compressed_tensors.utils:patch_attr", "runtime/residence.py", "to change what is put back", _CT),
+    Internal("compressed_tensors.utils:patch_attr", "runtime/device_context.py", "to change what is put back", _CT),
     # -- transformers ---------------------------------------------------------------------------------------------
     Internal("transformers.activations:ACT2FN", "model/ffn_weights.py", "an FFN apart from its layer", _TF),
     Internal(

@@ -259,6 +259,13 @@ INTERNALS = [
         _TF,
     ),
     Internal("transformers.pytorch_utils:Conv1D", "export/modeling_struprune.py", "linears stored transposed", _TF),
+    Internal(
+        "transformers.models.llama.modeling_llama:LlamaMLP",
+        "export/modeling_block_configs.py",
+        "an FFN of a layer's own width",
+        _TF,
+        ("config",),
+    ),
     Internal("transformers.utils:cached_file", "storage/checkpoint.py", "files of a hub name", _TF),
     Internal("transformers.utils:logging", "storage/checkpoint.py", "to load without its log", _TF),
     Internal(

@@ -21,7 +21,6 @@ from llmcompressor.pipelines.cache import IntermediatesCache, IntermediateValue,
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from struprune_plugin.runtime import device_context
 from struprune_plugin.runtime.device_context import DeviceContext, DevicePeaks
 from struprune_plugin.runtime.offload_plan import WHOLE, OffloadPlan
 from struprune_plugin.runtime.residence import WeightsAhead, load_weights
@@ -169,7 +168,7 @@ def count_memory() -> Iterator[None]:
     if torch.accelerator.is_available():
         yield
         return
-    with patch_attr(device_context, "context_type", CountedContext):
+    with patch_attr(DeviceContext, "open", CountedContext.open):
         yield
 
 

@@ -41,7 +41,7 @@ from struprune_plugin.recovery.recovery_config import Holdout, Loss, Optimizer, 
 from struprune_plugin.recovery.states import TrainedStates, list_trained
 from struprune_plugin.recovery.step import Stepper
 from struprune_plugin.reporting.tables import format_table
-from struprune_plugin.runtime.device_context import DeviceContext, open_device_context
+from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.storage.files import format_bytes
 
 TEXTS = {"wikitext2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
@@ -186,7 +186,7 @@ def measure_steps(work: Work, repeats: int) -> dict[str, Any]:
     peaks: dict[str, int] = {}
     for name, resident in (("under one layer", False), ("RecoveryModifier, memory: model", True)):
         runs[name] = _make_step(model, samples, DeviceContext(), resident)
-    with count_memory(), open_device_context() as context, context.watch() as peak:
+    with count_memory(), DeviceContext.open() as context, context.watch() as peak:
         _make_step(model, samples, context, resident=False)()
     peaks["under one layer"] = peak[0]
     weights = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -52,16 +52,11 @@ def _find_models(stock: type[PreTrainedConfig]) -> dict[Any, Any]:
     found = {auto: model for auto, model in found.items() if getattr(model, "config_class", None) is stock}
     if AutoModelForImageTextToText in found:
         found.setdefault(AutoModelForCausalLM, found[AutoModelForImageTextToText])
-    for (
-        model_type,
-        name,
-    ) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():  # Emu 3's language model has no type of its own there
-        if (
-            AutoModelForCausalLM not in found
-            and model_type_to_module_name(model_type) == stock.__module__.split(".")[-2]
-        ):
-            model = getattr(transformers, name)
-            found |= {AutoModelForCausalLM: model} if model.config_class is stock else {}
+    if AutoModelForCausalLM not in found:  # Emu 3's language model has no type of its own there
+        module = stock.__module__.split(".")[-2]
+        for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+            if model_type_to_module_name(kind) == module and getattr(transformers, name).config_class is stock:
+                found.setdefault(AutoModelForCausalLM, getattr(transformers, name))
     return found
 
 

@@ -128,56 +128,42 @@ def adopt_config(model: PreTrainedModel) -> None:
     :raises ValueError: another thing than linears of decoder layers differs from the dense class
     """
     pack_experts(model)
-    if can_narrow(model):
-        _adopt_layers(model)
-    else:
-        _adopt_linears(model, describe_linears(model, find_structure(model).layers))
-    model.config.architectures = [type(model).__name__]
-
-
-def _adopt_linears(model: PreTrainedModel, layout: dict[str, Any]) -> None:
-    old = model.config
+    old, structure, auto_map = model.config, find_structure(model), None
+    narrows = can_narrow(model)
+    layout = describe_layout(structure, _find_width_key(old)) if narrows else describe_linears(model, structure.layers)
+    if narrows and structure.has_experts:
+        dense = build_dense(find_stock(type(model)), make_dense_config(old))
+        layout |= describe_parameters(model, dense, structure.layers)
     if is_custom(model):
         config_class, model_class, auto_map = derive_beside(model)
     else:
         config_class = register_type(find_stock(type(old)))
         model_class = modeling.derive_class(modeling.PREFIX + find_stock(type(model)).__name__)
-        auto_map = None
     config: Any = copy.copy(old)  # text and vision configurations stay those of the modules inside
-    config.__class__ = config_class
-    config.layout = layout
+    config.__class__, config.layout = config_class, layout
+    if narrows:
+        _set_sizes(config, model)
     config.auto_map = auto_map or name_auto_classes(config)
     modeling.share_config(model, old, config)
     with keep_offload(model):
         model.__class__ = model_class
+    config.architectures = [model_class.__name__]
 
 
-def _adopt_layers(model: PreTrainedModel) -> None:
-    old, width_key = model.config, _find_width_key(model.config)
-    structure = find_structure(model)
-    layout = describe_layout(structure, width_key)
-    if structure.has_experts:
-        dense = build_dense(find_stock(type(model)), make_dense_config(old))
-        layout |= describe_parameters(model, dense, structure.layers)
-    config: Any = _make_pruned_config(old, layout)
+def _set_sizes(config: Any, model: PreTrainedModel) -> None:
+    """Let a configuration say the sizes of every layer of a model whose attention narrows."""
     sizes = [(layout, measure_layer(layout, layer)) for layer, layout in find_layouts(model)]
     config.value_head_dim = config.layout["head_dim"] = sizes[0][1].head_dim
-    has_groups = hasattr(config, "num_key_value_heads")  # asked before layers differ, after which no one value is left
+    config.per_layer_config = None  # of an earlier run, after which no one value is to be asked for
+    has_groups = hasattr(config, "num_key_value_heads")
     per_layer: dict[int, dict[str, int]] = {}
     for index, (layout, size) in enumerate(sizes):
         per_layer[index] = {"num_attention_heads": size.num_heads, "value_head_dim": size.value_head_dim}
         if has_groups:
             per_layer[index]["num_key_value_heads"] = size.num_key_value_heads
         if layout.ffns:
-            per_layer[index][width_key] = size.width
+            per_layer[index][config.layout["width_key"]] = size.width
     config.per_layer_config = per_layer
-    modeling.share_config(model, old, config)
-    name = type(model).__name__
-    if not name.startswith(modeling.PREFIX):
-        with keep_offload(model):
-            model.__class__ = modeling.derive_class(modeling.PREFIX + name)
-    register_type(find_stock(type(old)))
-    config.auto_map = name_auto_classes(config)
 
 
 def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
@@ -205,18 +191,6 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     if is_custom(model):  # saved with its code, as it came
         type(config).register_for_auto_class("AutoConfig")
         type(model).register_for_auto_class("AutoModelForCausalLM")
-
-
-def _make_pruned_config(old: PreTrainedConfig, layout: dict[str, Any]) -> PreTrainedConfig:
-    """Return a pruned model's configuration without its layers' sizes."""
-    values = old.to_dict()
-    for name in ("model_type", "architectures", "auto_map", "transformers_version", "per_layer_config"):
-        values.pop(name, None)
-    stock = type(old).__name__.removeprefix(modeling.PREFIX)
-    config = modeling.derive_class(modeling.PREFIX + stock)(**values)
-    config.layout = layout
-    modeling.copy_settings(old, config)
-    return config
 
 
 def _copy_processor(source: str, output: Path) -> None:

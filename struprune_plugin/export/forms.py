@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,14 @@ from struprune_plugin.export.any_class import (
 from struprune_plugin.export.convert import adopt_stock
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.export.modeling_block_configs import DeciLMConfig, DeciLMForCausalLM
-from struprune_plugin.export.stock_config import build_stock, can_hold_heads, change_heads, find_stock_config
-from struprune_plugin.model.layers import LayerSizes, find_decoder_layers, find_layouts, measure_layer
+from struprune_plugin.export.stock_config import (
+    build_stock,
+    can_hold_heads,
+    change_heads,
+    find_stock_config,
+    list_sizes,
+)
+from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.units import find_groups
@@ -88,13 +95,18 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
         AutoTokenizer.from_pretrained(source).save_pretrained(output)
 
 
-def _grow(model: PreTrainedModel, group: UnitGroup, num_units: int, keep: torch.Tensor | None = None) -> None:
-    """Grow a group in place; the units present come first in every block where ``keep`` does not say which they are."""
-    larger = group.resize(num_units)
-    if keep is None:
-        per_block, present = num_units // group.num_blocks, group.num_units // group.num_blocks
-        keep = torch.arange(num_units).view(group.num_blocks, per_block)[:, :present].flatten()
-    grow_group(model.get_submodule(group.layer_name), larger, keep)
+def _grow(model: PreTrainedModel, group: UnitGroup, num_units: int, keep: torch.Tensor) -> None:
+    """Grow a group in place; the units present become those of ``keep``, the others are zeros."""
+    grow_group(model.get_submodule(group.layer_name), group.resize(num_units), keep)
+
+
+def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:
+    """Grow groups in place to at least as many units each; those present come first in every block."""
+    for group, num_units in zip(groups, wanted, strict=True):
+        if group.num_units < num_units:
+            per_block, present = num_units // group.num_blocks, group.num_units // group.num_blocks
+            keep = torch.arange(num_units).view(group.num_blocks, per_block)[:, :present].flatten()
+            _grow(model, group, num_units, keep)
 
 
 def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
@@ -102,7 +114,7 @@ def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
     unit: Any = next((kind for kind in kinds if kind != "ffn"), "none")
     groups = {group.name: group for group in find_groups(model, unit, "ffn" in kinds)}
     config = make_dense_config(model.config)
-    dense = [measure_layer(layout, layer) for layer, layout in find_layouts(build_stock(model, {})[0])]
+    dense = list_sizes(build_stock(model, {})[0])
     largest = max(max(size.width, size.num_key_value_heads * size.head_dim) for size in dense)
     for record in manifest.groups:
         group = groups.get(record.name)
@@ -121,60 +133,42 @@ def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
     adopt_stock(model, config)
 
 
-def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
-    """Return the sizes of all layers."""
-    return [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
-
-
 def _pad_values(model: PreTrainedModel) -> None:
-    if all(size.value_head_dim == size.head_dim for size in list_sizes(model)) or list_padded(model):
+    sizes = list_sizes(model)
+    if all(size.value_head_dim == size.head_dim for size in sizes) or list_padded(model):
         return  # padded linears grow as the model becomes the stock class
-    for group in find_groups(model, "value_channels", prune_ffn=False):
-        wide = group.num_blocks * list_sizes(model)[group.layer_index].head_dim
-        if group.num_units < wide:
-            _grow(model, group, wide)
+    groups = find_groups(model, "value_channels", prune_ffn=False)
+    _pad(model, groups, [group.num_blocks * sizes[group.layer_index].head_dim for group in groups])
 
 
 def _pad_heads(model: PreTrainedModel, num_units: int) -> None:
-    for group in find_groups(model, "head", prune_ffn=False):
-        if group.num_units < num_units:
-            _grow(model, group, num_units)
-
-
-def _pad_widths(model: PreTrainedModel, dense: PreTrainedModel, to_dense: bool) -> None:
-    """Pad FFNs that are alike in the dense model to one width.
-
-    :param to_dense: to that which they had
-    """
-    before = {group.name: group.num_units for group in find_groups(dense, "none")}
-    groups = find_groups(model, "none")
-    widths: dict[int, int] = {}
-    for group in groups:
-        wide = before[group.name]
-        widths[wide] = wide if to_dense else max(widths.get(wide, 0), group.num_units)
-    for group in groups:
-        if group.num_units < widths[before[group.name]]:
-            _grow(model, group, widths[before[group.name]])
+    groups = find_groups(model, "head", prune_ffn=False)
+    _pad(model, groups, [num_units] * len(groups))
 
 
 def _pad_layers(model: PreTrainedModel) -> None:
+    """Pad values to the width of keys, heads to the most of any layer, FFNs that are alike in the dense model to one width."""
     dense, changes = build_stock(model, {})[0], dict[str, int]()
     replace_conv1d(dense)
-    most, every = (max(size.num_key_value_heads for size in list_sizes(each)) for each in (model, dense))
+    now, before = list_sizes(model), list_sizes(dense)
     _pad_values(model)
-    if any(now.num_heads < before.num_heads for now, before in zip(list_sizes(model), list_sizes(dense), strict=True)):
+    if any(size.num_heads < dense_size.num_heads for size, dense_size in zip(now, before, strict=True)):
+        most, every = (max(size.num_key_value_heads for size in sizes) for sizes in (now, before))
         heads = next(count for count in range(most, every + 1) if can_hold_heads(model, count))
         changes = change_heads(model, heads)
         _pad_heads(model, heads)
-    has_ffns = any(layout.ffns for _, layout in find_layouts(model))
-    if has_ffns:
-        _pad_widths(model, dense, to_dense=False)
+    whole = [group.num_units for group in find_groups(dense, "none")] if any(size.width for size in now) else []
+    if whole:
+        groups, widths = find_groups(model, "none"), dict[int, int]()
+        for group, wide in zip(groups, whole, strict=True):
+            widths[wide] = max(widths.get(wide, 0), group.num_units)
+        _pad(model, groups, [widths[wide] for wide in whole])
     try:
         config = find_stock_config(model, changes)
     except ValueError:  # no number of the configuration says the width
-        if not has_ffns:
+        if not whole:
             raise
-        _pad_widths(model, dense, to_dense=True)
+        _pad(model, find_groups(model, "none"), whole)
         config = find_stock_config(model, changes)
     adopt_stock(model, config)
 

@@ -10,21 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from struprune_plugin.model.layers import LayerSizes, find_layouts, measure_layer
+from struprune_plugin.export.stock_config import list_sizes
+from struprune_plugin.model.layers import LayerSizes
 
 FILE_NAME = "model.gguf"
 _ARCHITECTURE = "deci"  # LLaMA's computation with sizes a layer; keys and values are of one width there
-_LINEARS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 _LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # how its expression begins
 
 
@@ -65,29 +55,18 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     """
     import gguf
 
-    writer = gguf.GGUFWriter(output, _ARCHITECTURE)
-    layers = [layer for layer, _ in find_layouts(model)]
-    sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
+    writer, sizes = gguf.GGUFWriter(output, _ARCHITECTURE), list_sizes(model)
     _write_sizes(writer, config, sizes)
     _write_tokenizer(writer, config, source)
     kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[model.dtype]
     writer.add_file_type({"F32": 0, "F16": 1, "BF16": 32}[kind])
-
-    def add(name: str, tensor: torch.Tensor) -> None:
-        form = gguf.GGMLQuantizationType[kind if tensor.dim() > 1 else "F32"]
-        values = tensor.detach().float().contiguous().numpy()
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, form), raw_dtype=form)
-
-    body: Any = model.get_decoder()
-    add("token_embd", body.embed_tokens.weight)
-    add("output_norm", body.norm.weight)
-    if not config.tie_word_embeddings:
-        add("output", model.get_output_embeddings().weight)  # type: ignore[union-attr]
-    for index, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
-        heads = {"attn_q": size.num_heads, "attn_k": size.num_key_value_heads}
-        for ours, theirs in _LINEARS.items():
-            weight: Any = layer.get_submodule(ours).weight
-            add(f"blk.{index}.{theirs}", _pair_channels(weight, heads[theirs]) if theirs in heads else weight)
+    names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(sizes))
+    for name, weight in model.named_parameters():  # a tied head is not there twice
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = _pair_channels(weight, len(weight) // sizes[0].head_dim)
+        form = gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
+        values = gguf.quants.quantize(weight.detach().float().contiguous().numpy(), form)
+        writer.add_tensor(names.get_name(name, (".weight",)), values, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=False)

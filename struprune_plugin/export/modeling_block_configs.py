@@ -6,11 +6,12 @@ them for transformers, and gives vLLM the configuration. It needs transformers a
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 
 class Block(dict):
@@ -44,13 +45,6 @@ class DeciLMForCausalLM(LlamaForCausalLM):
     def __init__(self, config: DeciLMConfig):
         super().__init__(config)
         for layer, block in zip(self.model.layers, config.block_configs, strict=True):
-            width, mlp = block.ffn.intermediate_size, layer.mlp
-            for linear, rows, columns in (
-                (mlp.gate_proj, width, config.hidden_size),
-                (mlp.up_proj, width, config.hidden_size),
-                (mlp.down_proj, config.hidden_size, width),
-            ):
-                linear.out_features, linear.in_features = rows, columns
-                linear.weight = nn.Parameter(linear.weight.new_empty(rows, columns).normal_(std=0.02))
-                if linear.bias is not None:
-                    linear.bias = nn.Parameter(linear.bias.new_zeros(rows))
+            sized = copy(config)
+            sized.intermediate_size = block.ffn.intermediate_size
+            layer.mlp = LlamaMLP(sized)

@@ -108,17 +108,12 @@ class _HeadSize:
 
 def make_dense_config(config: Any) -> Any:
     """Return the stock configuration of the dense model that a pruned one was made from."""
-    stock = next(c for c in type(config).__mro__ if not c.__name__.startswith(PREFIX))
-    if "linears" in config.layout:
-        dense = copy.deepcopy(config)  # parts of it are configurations themselves
-        dense.__class__ = stock
-        for name in ("layout", "value_head_dim", "auto_map"):
-            dense.__dict__.pop(name, None)
-        return dense
-    values = config.to_dict()
-    dropped = ("per_layer_config", "layout", "value_head_dim", "model_type", "auto_map", "architectures")
-    dense = stock(**{name: value for name, value in values.items() if name not in dropped})
-    copy_settings(config, dense)
+    dense = copy.deepcopy(config)  # parts of it are configurations themselves
+    if "linears" not in dense.layout:  # else it is the dense model's own
+        dense.per_layer_config = None
+    dense.__class__ = next(c for c in type(config).__mro__ if not c.__name__.startswith(PREFIX))
+    for name in ("layout", "value_head_dim", "model_type", "auto_map", "architectures"):
+        dense.__dict__.pop(name, None)
     return dense
 
 
@@ -218,7 +213,7 @@ def adopt_padded(linear: Any, spread: dict[str, Any] | None = None, gather: dict
     :param gather: of its columns: the rest of the input goes unread
     """
     if not hasattr(linear, "spread"):  # as in adopt_attention
-        linear.__class__ = _derive_padded(type(linear))
+        linear.__class__ = _derive_module(StruPruneLinear, type(linear))
     linear.spread, linear.gather = spread, gather
     return linear
 
@@ -230,8 +225,8 @@ def release_padded(linear: Any) -> None:
 
 
 @cache
-def _derive_padded(stock: type) -> type:
-    return type(PREFIX + stock.__name__, (StruPruneLinear, stock), {"__module__": __name__})
+def _derive_module(mixin: type, stock: type) -> type:
+    return type(PREFIX + stock.__name__, (mixin, stock), {"__module__": __name__})
 
 
 class StruPruneLinear:
@@ -329,10 +324,10 @@ def fuse_layers(model: Any, layout: dict[str, Any]) -> None:
             if owner_name == layout["attention"]:
                 adopt_attention(owner, layout).rows = {own_name: tuple(layout["rows"][part][0] for part in parts)}
             else:
-                owner.__class__ = _derive_gated(type(owner))
+                owner.__class__ = _derive_module(StruPruneGated, type(owner))
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.__class__ = _derive_norm(type(module))
+            module.__class__ = _derive_module(StruPruneNorm, type(module))
 
 
 def _join(linears: list[Any]) -> nn.Linear:
@@ -344,21 +339,19 @@ def _join(linears: list[Any]) -> nn.Linear:
     return made
 
 
-@cache
-def _derive_gated(stock: type) -> type:
+class StruPruneGated:
+    """A gated FFN whose gates and what they gate are made by one linear."""
+
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
         return self.down_proj(self.act_fn(gate) * up)
 
-    return type(PREFIX + stock.__name__, (stock,), {"forward": forward, "__module__": __name__})
 
+class StruPruneNorm:
+    """An RMS norm that is one call of torch's."""
 
-@cache
-def _derive_norm(stock: type) -> type:
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-
-    return type(PREFIX + stock.__name__, (stock,), {"forward": forward, "__module__": __name__})
 
 
 def share_config(model: Any, old: Any, new: Any) -> None:
@@ -385,7 +378,7 @@ def adopt_attention(attention: Any, layout: dict[str, Any]) -> Any:
     if not hasattr(attention, "wide"):  # a class of this file may have come twice, by the plugin and with a checkpoint
         attention.wide = _read_width(attention)
         attention.value_head_dim = attention.wide
-        attention.__class__ = _derive_attention(type(attention))
+        attention.__class__ = _derive_module(StruPruneAttention, type(attention))
         prefix = f"{layout['attention']}."
         attention.rows = {n.removeprefix(prefix): p for n, p in layout["rows"].items() if n.startswith(prefix)}
         attention.output = next(n for n, part in layout["columns"].items() if part == "attention").removeprefix(prefix)
@@ -411,11 +404,6 @@ def release_attention(attention: Any) -> None:
     attention.__class__ = type(attention).__mro__[2]
     for name in ("wide", "value_head_dim", "rows", "output", "interleaved", "norms"):
         delattr(attention, name)
-
-
-@cache
-def _derive_attention(stock: type) -> type:
-    return type(PREFIX + stock.__name__, (StruPruneAttention, stock), {"__module__": __name__})
 
 
 class StruPruneAttention:

@@ -20,10 +20,15 @@ from struprune_plugin.export.any_class import (
     make_dense_config,
 )
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.layers import find_layouts, has_uniform_layers, measure_layer
+from struprune_plugin.model.layers import LayerSizes, find_layouts, has_uniform_layers, measure_layer
 from struprune_plugin.model.units.group import UnitGroup
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 makes the width of another number, unless told not to
+
+
+def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
+    """Return the sizes of all decoder layers."""
+    return [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
 
 
 def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -31,7 +36,7 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
 
     :raises ValueError: the stock class cannot have the sizes
     """
-    heads = {measure_layer(layout, layer).num_key_value_heads for layer, layout in find_layouts(model)} - {0}
+    heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
     return find_stock_config(
         model, change_heads(model, heads.pop()) if len(heads) == 1 else None
     )  # else they are as they were
@@ -87,8 +92,7 @@ def _find_obstacle(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> str:
 def change_heads(model: PreTrainedModel, num_key_value_heads: int) -> dict[str, int]:
     """Return what a configuration says of so many value heads; nothing where all are there."""
     dense = make_dense_config(model.config).get_text_config(decoder=True)
-    every = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
-    sizes = next((size for size in every if size.num_heads), None)
+    sizes = next((size for size in list_sizes(model) if size.num_heads), None)
     if sizes is None:
         return {}
     num_heads = num_key_value_heads * sizes.num_heads // sizes.num_key_value_heads
@@ -110,9 +114,9 @@ def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
         built = build_stock(model, changes)[0]
     except ValueError:
         return False
-    sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(built)]
     wanted = tuple(changes.values())
-    return all((size.num_heads, size.num_key_value_heads, size.head_dim) == wanted for size in sizes if size.num_heads)
+    sizes = (size for size in list_sizes(built) if size.num_heads)
+    return all((size.num_heads, size.num_key_value_heads, size.head_dim) == wanted for size in sizes)
 
 
 def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedConfig]:

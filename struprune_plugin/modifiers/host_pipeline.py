@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.layers import can_fuse_attention, list_attention_configs
-from struprune_plugin.runtime.device_context import DeviceContext, open_device_context
+from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.offload_plan import OffloadPlan
 from struprune_plugin.runtime.residence import hold_one_layer
 
@@ -31,7 +31,7 @@ def enter_device_context(model: PreTrainedModel, placement: OffloadPlan) -> Iter
     with ExitStack() as stack:
         stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", False))  # each sees its own tokens
         stack.enter_context(hold_one_layer(layers, can_fuse_attention(model), placement.release_weights))
-        context = stack.enter_context(open_device_context(placement))
+        context = stack.enter_context(DeviceContext.open(placement))
         if placement.embed_on_host:
             embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
             head = model.get_output_embeddings()

@@ -51,7 +51,7 @@ from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
 from struprune_plugin.storage.records import BudgetRecord, CalibrationRecord, ModelRecord, StageEntry
-from struprune_plugin.storage.registry import find_difference
+from struprune_plugin.storage.registry import list_differences
 
 
 class StruPruneModifier(StructuredModifier):
@@ -117,7 +117,7 @@ class StruPruneModifier(StructuredModifier):
         given = cls(**own).dump_fields()  # short forms spelled out
         for name in settings.keys() & own.keys():
             if given[name] != settings[name]:
-                place, mine, theirs = find_difference(name, given[name], settings[name])
+                place, mine, theirs = next(list_differences(given[name], settings[name], name))
                 raise ValueError(
                     f"replay: {place} must be {theirs!r} as in {values['replay']}, got {mine!r}. Leave it out."
                 )

@@ -11,7 +11,8 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import list_modifiers, split_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, PLAN_FIELDS, StructuredModifier
-from struprune_plugin.storage.registry import find_difference, show_value
+from struprune_plugin.storage.files import shorten_value
+from struprune_plugin.storage.registry import list_differences
 
 
 def find_allocator(modifier: StructuredModifier) -> SparsityAllocatorModifier | None:
@@ -63,8 +64,8 @@ def check_curves(
 
 def _check_same(ours: StructuredModifier, stage: SparsityAllocatorModifier, name: str, remedy: str) -> None:
     if getattr(ours, name) != getattr(stage, name):
-        place, mine, theirs = find_difference(name, ours.dump_fields()[name], stage.dump_fields()[name])
+        place, mine, theirs = next(list_differences(ours.dump_fields()[name], stage.dump_fields()[name], name))
         raise ValueError(
-            f"StruPruneModifier: {place} must be {show_value(theirs)} as in the SparsityAllocatorModifier stage, got "
-            f"{show_value(mine)}. {remedy}"
+            f"StruPruneModifier: {place} must be {shorten_value(theirs)} as in the SparsityAllocatorModifier stage, got "
+            f"{shorten_value(mine)}. {remedy}"
         )

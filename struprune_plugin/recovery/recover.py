@@ -25,7 +25,7 @@ from struprune_plugin.recovery.states import TrainedStates, list_trained
 from struprune_plugin.recovery.step import Stepper
 from struprune_plugin.recovery.teacher import LayerwiseTeacher
 from struprune_plugin.recovery.training import RecoveryRun, RunCurve, Texts
-from struprune_plugin.runtime.device_context import DeviceContext, open_device_context
+from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks
 from struprune_plugin.storage.resume_store import ResumeStore
 
@@ -49,7 +49,7 @@ class Recovery:
     def run(self, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
         """Train a model whose weights are plain tensors on the host; return what the manifest tells of it."""
         began = time.perf_counter()
-        with open_device_context() as context, self._open_store() as store:
+        with DeviceContext.open() as context, self._open_store() as store:
             teacher = self._load_teacher(model, context, device)
             with ExitStack() as stack:
                 if self.config.adapters:

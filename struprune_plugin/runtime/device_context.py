@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import psutil
 import torch
 from compressed_tensors.offload import disable_offloading
+from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.utils import patch_attr
+from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
 from struprune_plugin.runtime.offload_plan import WHOLE, OffloadPlan
-from struprune_plugin.runtime.residence import WeightsAhead, keep_on_host, release_weights
+from struprune_plugin.runtime.residence import WeightsAhead, release_weights
 
 _UNPINNED = 0.25  # of the host's memory stays free when copies are pinned
 
@@ -74,7 +77,7 @@ class DeviceContext:
     @classmethod
     @contextmanager
     def open(cls, placement: OffloadPlan = WHOLE) -> Iterator[DeviceContext]:
-        """Give the context of a run, which ends with the block."""
+        """Give the context of a run, which ends with the block; eval.account puts one here that counts on a CPU."""
         yield cls(placement)
 
     def replace(self, placement: OffloadPlan) -> DeviceContext:
@@ -127,9 +130,19 @@ class DeviceContext:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: self.to_device(*held)):
             yield
 
-    def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
         """Look input embeddings up where their weights are, and let the output ones be applied there."""
-        return keep_on_host(embeddings, head, self.to_device)
+        device = get_main_device()
+        with ExitStack() as stack:
+            for module in (*embeddings, head):
+                for cache in (module._parameters, module._buffers):
+                    if isinstance(cache, OffloadCache):
+                        stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
+            for module in embeddings:
+                handle = module.register_forward_hook(lambda _module, _args, output: self.to_device(output, device))
+                stack.callback(handle.remove)
+            yield
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
@@ -191,14 +204,6 @@ class DeviceContext:
                 torch.cuda.synchronize()
         record.seconds += time.perf_counter() - start
         record.peak_bytes = max(*peaks, record.peak_bytes or 0) if peaks else None
-
-
-context_type = DeviceContext  # the context of every run; eval.account puts one here that counts on a CPU
-
-
-def open_device_context(placement: OffloadPlan = WHOLE) -> AbstractContextManager[DeviceContext]:
-    """Give the context of a run, which ends with the block."""
-    return context_type.open(placement)
 
 
 def _may_pin(size: int) -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.offload.cache import OffloadCache
-from compressed_tensors.utils import patch_attr
-from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
 
@@ -50,28 +48,6 @@ def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool, release
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def keep_on_host(
-    embeddings: Sequence[nn.Module],
-    head: nn.Module,
-    to_device: Callable[[Tensor, torch.device], Tensor],
-) -> Iterator[None]:
-    """Look input embeddings up where their weights are, and let the output ones be applied there.
-
-    :param to_device: brings what was looked up to the device
-    """
-    device = get_main_device()
-    with ExitStack() as stack:
-        for module in (*embeddings, head):
-            for cache in (module._parameters, module._buffers):
-                if isinstance(cache, OffloadCache):
-                    stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
-        for module in embeddings:
-            handle = module.register_forward_hook(lambda _module, _args, output: to_device(output, device))
-            stack.callback(handle.remove)
-        yield
 
 
 def _drop_others(layer: nn.Module) -> None:

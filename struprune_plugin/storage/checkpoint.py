@@ -15,6 +15,7 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import cached_file
@@ -22,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.tiny import find_auto_class, find_class
-from struprune_plugin.storage.files import read_header, shorten_error
+from struprune_plugin.storage.files import shorten_error
 
 _FORMS = (
     "model.safetensors",
@@ -115,7 +116,7 @@ def read_headers(model: str, revision: str = "main") -> dict[Path, Header]:
     files = _list_files(folder)
     if not Path(model).is_dir() and not all(file.is_file() for file in files):
         return {}  # the rest will be downloaded
-    return {file: (read_header if file.suffix == ".safetensors" else _read_pickled)(file) for file in files}
+    return {file: (_read_header if file.suffix == ".safetensors" else _read_pickled)(file) for file in files}
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -136,6 +137,16 @@ def _read_index(index: Path) -> list[Path]:
         raise ValueError(
             f"model: {index} must be an index with a weight_map, got {error!r:.200}. Copy or download it again."
         ) from None
+
+
+def _read_header(file: Path) -> Header:
+    """Read the shapes in a safetensors file from its header, which must say as many bytes as there are."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # no mapping
+    except (OSError, SafetensorError) as error:
+        size = f"{file.stat().st_size} bytes, {error}" if file.is_file() else "no file"
+        raise ValueError(f"{file}: must be a whole safetensors file, got {size}. Copy or download it again.") from None
 
 
 def _read_pickled(file: Path) -> Header:

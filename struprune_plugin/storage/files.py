@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-_MAX_HEADER = 1 << 28  # bytes; the format allows 100 MB
 _BLOCK, _NUM_BLOCKS = 1 << 16, 16  # of a large file, what its digest reads
 
 
@@ -83,33 +81,16 @@ def format_bytes(count: float) -> str:
     return f"{count:.4g} TB"
 
 
+def shorten_value(value: object, limit: int = 100) -> str:
+    """Return a value for a message of one line: at most ``limit`` characters, however long it is."""
+    text = repr(value)
+    if len(text) <= limit:
+        return text
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else f"{text[: limit - 1]}…"
+
+
 def shorten_error(error: BaseException) -> str:
     """Return the first line of what a reader of others has to say, with its kind where that is all there is to it."""
     lines = str(error).strip().splitlines()
     told = lines[0] if lines else ""
     return told[:300] if isinstance(error, (OSError, ValueError)) and told else f"{type(error).__name__}: {told[:300]}"
-
-
-def read_header(file: Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors in a safetensors file, from its header.
-
-    :raises ValueError: cut off, longer than it says, or none
-    """
-    if not file.is_file():
-        raise ValueError(f"{file}: must be a whole safetensors file, got no file. Copy or download it again.")
-    size, problem = file.stat().st_size, "no header"
-    try:
-        with file.open("rb") as data:
-            length = int.from_bytes(data.read(8), "little")
-            if 2 <= length <= min(size - 8, _MAX_HEADER):
-                header = json.loads(data.read(length))
-                tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-                told = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-                if told == size:
-                    return {name: list(map(int, entry["shape"])) for name, entry in tensors.items()}
-                problem = f"{told} told by its header"
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        problem = f"{error!r:.100}"
-    raise ValueError(
-        f"{file}: must be a whole safetensors file, got {size} bytes, {problem}. Copy or download it again."
-    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from struprune_plugin.storage.files import write_whole
+from struprune_plugin.storage.files import shorten_value, write_whole
 from struprune_plugin.storage.records import (
     CLOSED,
     AllocationRecord,
@@ -25,7 +25,6 @@ from struprune_plugin.storage.records import (
     ModelRecord,
     StageEntry,
     TuningRecord,
-    shorten_value,
 )
 
 MANIFEST_NAME = "struprune.json"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from compressed_tensors.distributed import is_source_process
 from loguru import logger
 
@@ -91,12 +91,8 @@ def _check_replaceable(folder: Path) -> None:
 
 def _is_mount_point(folder: Path) -> bool:
     """Tell whether a folder is one; of a folder mounted from the same disk only the kernel's list knows."""
-    if os.path.ismount(folder):
-        return True
-    mounts = Path("/proc/self/mountinfo")
-    lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if mounts.is_file() else []
-    points = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in lines)
-    return str(folder) in points
+    partitions = psutil.disk_partitions(all=True)
+    return os.path.ismount(folder) or str(folder) in {partition.mountpoint for partition in partitions}
 
 
 def _check_place(folder: Path, num_bytes: int) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, model_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
+from struprune_plugin.storage.files import shorten_value
+
 CLOSED = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -252,14 +254,3 @@ class EvaluationRecord:
 
     perplexity: list[PerplexityRecord] = Field(default_factory=list)
     tasks: list[TaskRecord] = Field(default_factory=list)
-
-
-def shorten_value(value: object) -> str:
-    """Return a value for a message: at most 80 characters, however long or deep it is."""
-    if isinstance(value, (list, dict)):  # whose text may be as long as the file, and as deep
-        return f"a {type(value).__name__} of {len(value)}"
-    try:
-        text = repr(value)
-    except ValueError:  # a number too long to write
-        return f"a long {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from struprune_plugin.storage.files import shorten_value
 
 
 class Config(BaseModel):
@@ -58,7 +60,9 @@ class Registry(dict[str, type[C]]):
             return value
         given = {self.key: value} if isinstance(value, str) else value
         if not isinstance(given, dict) or not isinstance(given.get(self.key), str):
-            raise ValueError(f"must be a name or a mapping with {self.key!r}, got {show_value(value)}. {self._list()}")
+            raise ValueError(
+                f"must be a name or a mapping with {self.key!r}, got {shorten_value(value)}. {self._list()}"
+            )
         name = given[self.key]
         if name not in self:
             raise ValueError(f"must be a known {self.key}, got {name!r}. {suggest(name, self) or self._list()}")
@@ -68,7 +72,7 @@ class Registry(dict[str, type[C]]):
             known = suggest(str(field), method.model_fields) or f"Its fields are {', '.join(method.model_fields)}."
             remedy = f"Remove it, or take {' or '.join(others)}." if others else known
             raise ValueError(
-                f"has no use for {show_name(field)} with {self.key}: {name}, got {show_value(given[field])}. {remedy}"
+                f"has no use for {show_name(field)} with {self.key}: {name}, got {shorten_value(given[field])}. {remedy}"
             )
         return method.model_validate(given)
 
@@ -82,25 +86,23 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {near[0]}?" if near else ""
 
 
-def show_value(value: object) -> str:
-    """Return a value for a message of one line."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}…"
+def list_differences(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the places where two values as JSON has them differ, and both values there; methods differ as their names.
 
-
-def find_difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """Return the place where two values of a recipe's field differ, and both there; methods differ as their names.
-
-    :param name: of the field
-    :param mine: as dumped
+    :param name: of the place where the values are, such as a recipe's field
     """
-    if not isinstance(mine, dict) or not isinstance(theirs, dict):
-        return name, mine, theirs
-    for key in ("rule", "method"):
-        if mine.get(key) != theirs.get(key):
-            return name, mine.get(key), theirs.get(key)
-    inner = next(key for key in (*mine, *theirs) if mine.get(key) != theirs.get(key))
-    return find_difference(f"{name}.{inner}", mine.get(inner), theirs.get(inner))
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in ("rule", "method"):
+            if mine.get(key) != theirs.get(key):
+                yield name, mine.get(key), theirs.get(key)
+                return
+        for key in {**mine, **theirs}:
+            yield from list_differences(mine.get(key), theirs.get(key), f"{name}.{key}" if name else str(key))
+    elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        for index, pair in enumerate(zip(mine, theirs, strict=True)):
+            yield from list_differences(*pair, f"{name}[{index}]")
+    elif mine != theirs:
+        yield name, mine, theirs
 
 
 def show_name(name: object) -> str:
@@ -128,5 +130,5 @@ def describe_error(error: ValidationError, kinds: Mapping[str, type[BaseModel]])
         else:
             wanted = re.sub(r"^(Input|Field) should", "must", e["msg"])
             told = wanted if wanted != e["msg"] else f"must be valid ({e['msg']})"
-            problems.append(f"{place} {told}, got {show_value(e['input'])}")
+            problems.append(f"{place} {told}, got {shorten_value(e['input'])}")
     return "; ".join(problems)

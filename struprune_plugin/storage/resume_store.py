@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from struprune_plugin.storage.files import check_place, replace_file
+from struprune_plugin.storage.files import check_place, replace_file, shorten_value
+from struprune_plugin.storage.registry import list_differences
 
 _RUN = "struprune_run.json"
 _PACKAGE = Path(__file__).parents[1]
@@ -59,7 +60,10 @@ class ResumeStore:
                 raise ValueError(
                     f"checkpoint_dir: {file} must be as it was written, got {error!r}. Remove the folder and start afresh."
                 ) from None
-            changes = list(_list_changes(before, identity))
+            changes = [
+                f"{place} ({shorten_value(theirs, 40)}, now {shorten_value(ours, 40)})"
+                for place, theirs, ours in list_differences(before, identity)
+            ]
             if changes:
                 raise ValueError(
                     f"checkpoint_dir: {self.folder} must hold the checkpoint of this very run, got one with another "
@@ -148,20 +152,3 @@ def _digest(record: str, tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _list_changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Give what differs between two values of JSON, by place."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in {**before, **now}:
-            yield from _list_changes(before.get(name), now.get(name), f"{where}.{name}" if where else str(name))
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for index, pair in enumerate(zip(before, now, strict=True)):
-            yield from _list_changes(*pair, f"{where}[{index}]")
-    elif before != now:
-        yield f"{where} ({_shorten(before)}, now {_shorten(now)})"
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}…"

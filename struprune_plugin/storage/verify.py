@@ -3,12 +3,12 @@ until weights have to be read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from struprune_plugin.storage.files import digest_whole_file, read_header
+from struprune_plugin.storage.files import digest_whole_file
 from struprune_plugin.storage.listing import Entry, list_entries, read_listing
 from struprune_plugin.storage.manifest import MANIFEST_NAME
 
@@ -50,13 +50,12 @@ def verify_folder(folder: Path) -> Verdict:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Return what is damaged in an output folder, a line each; of a large one by samples of its files, without loading anything.
+    """Return what is damaged in an output folder, a line each; of a large one by samples of its files.
 
     :raises ValueError: as :func:`verify_folder`
     """
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    headers = (_list_refusals(read_header, file) for file in sorted(folder.glob("*.safetensors")))
-    return sum(headers, _list_changes(list_entries(folder, whole=size <= _QUICK)))
+    return verify_folder(folder).problems if size <= _QUICK else _list_changes(list_entries(folder, whole=False))
 
 
 def check_undamaged(folder: Path) -> None:
@@ -77,15 +76,6 @@ def _list_changes(entries: list[Entry]) -> list[str]:
     return [f"{entry.name} {_DAMAGED[entry.state]}" for entry in entries if entry.state in _DAMAGED]
 
 
-def _list_refusals(check: Callable[[Path], object], path: Path) -> list[str]:
-    """Return why a check refuses a path; empty where it does not."""
-    try:
-        check(path)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
 def _describe_code(folder: Path, entries: list[Entry]) -> Iterator[str]:
     """Say of every Python file whether it is this package's own: a list beside it proves nothing to whom it was not sent by us."""
     for entry in entries:
@@ -103,8 +93,12 @@ def _check_weights(folder: Path) -> list[str]:
 
     from struprune_plugin.storage.checkpoint import check_whole
 
-    found = _list_refusals(lambda path: check_whole(str(path)), folder)
-    for file in () if found else sorted(folder.glob("*.safetensors")):
+    try:
+        check_whole(str(folder))
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # no mapping
                 tensor = tensors.get_tensor(name)

@@ -80,7 +80,7 @@ INTERNALS = [
     ),
     Internal(f"{_TRANSFORM}:AWQModifier", "modifiers/checks.py", "works on the final weights", _LC),
     Internal(f"{_TRANSFORM}:SmoothQuantModifier", "modifiers/checks.py", "the same", _LC),
-    Internal("llmcompressor.utils.dev:get_main_device", "runtime/residence.py", "where layers run", _LC),
+    Internal("llmcompressor.utils.dev:get_main_device", "runtime/device_context.py", "where layers run", _LC),
     Internal(
         "llmcompressor.utils.helpers:DisableQuantization",
         "allocation/measurements.py",
@@ -150,7 +150,7 @@ INTERNALS = [
     ),
     Internal(
         f"{_OFFLOAD}.cache:OffloadCache.__init__",
-        "runtime/residence.py",
+        "runtime/device_context.py",
         "embeddings stay on the host",
         _CT,
         ("onload_device",),
@@ -179,7 +179,7 @@ INTERNALS = [
     Internal("compressed_tensors.utils:is_match", "modifiers/widths.py", "targets as llm-compressor reads them", _CT),
     Internal("compressed_tensors.utils:match_targets", "modifiers/widths.py", "the same", _CT),
     Internal("compressed_tensors.utils:match_name", "model/units/__init__.py", "the same", _CT),
-    Internal("compressed_tensors.utils:patch_attr", "runtime/residence.py", "to change what is put back", _CT),
+    Internal("compressed_tensors.utils:patch_attr", "runtime/device_context.py", "to change what is put back", _CT),
     # -- transformers ---------------------------------------------------------------------------------------------
     Internal("transformers.activations:ACT2FN", "model/ffn_weights.py", "an FFN apart from its layer", _TF),
     Internal(
@@ -259,6 +259,13 @@ INTERNALS = [
         _TF,
     ),
     Internal("transformers.pytorch_utils:Conv1D", "export/modeling_struprune.py", "linears stored transposed", _TF),
+    Internal(
+        "transformers.models.llama.modeling_llama:LlamaMLP",
+        "export/modeling_block_configs.py",
+        "an FFN of a layer's own width",
+        _TF,
+        ("config",),
+    ),
     Internal("transformers.utils:cached_file", "storage/checkpoint.py", "files of a hub name", _TF),
     Internal("transformers.utils:logging", "storage/checkpoint.py", "to load without its log", _TF),
     Internal(

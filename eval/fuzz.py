@@ -31,7 +31,8 @@ from pydantic import BaseModel
 from transformers.utils import logging as transformers_logging
 
 from struprune_plugin import LoRARecoveryModifier, RecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
-from struprune_plugin.recipes.load import list_recipes, load_recipe
+from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.recipes.shipped import list_recipes
 from struprune_plugin.reporting.tables import format_table, summarize_layers, summarize_manifest
 from struprune_plugin.storage.checkpoint import check_checkpoint
 from struprune_plugin.storage.manifest import digest_manifest, read_manifest

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llmcompressor.modifiers import Modifier
@@ -166,20 +168,22 @@ def find_fits(
     :param recipes: by quantiser: name and modifiers
     :param context: tokens in the cache
     """
-    fits = []
+    fits, steps = [], range(int(_MOST * _STEPS) + 1)
     for quantiser, (name, modifiers) in recipes.items():
-        fit = Fit(quantiser, None, 0, name)
-        for step in range(int(_MOST * _STEPS) + 1):
-            try:
-                after = outline_run(shapes, modifiers, step / _STEPS).after
-            except ValueError:  # the units hold no more than that
-                break
-            total = after.bytes + context * after.cache
-            if total <= limit:
-                fit = Fit(quantiser, step / _STEPS, total, name)
-                break
-        fits.append(fit)
+        measure = partial(_measure_total, shapes, modifiers, context)
+        step = bisect_left(steps, -limit, key=lambda step: -measure(step / _STEPS))
+        total = measure(step / _STEPS) if step in steps else 0
+        fits.append(Fit(quantiser, step / _STEPS if total else None, total, name))
     return fits
+
+
+def _measure_total(shapes: Shapes, modifiers: Sequence[Modifier], context: int, sparsity: float) -> int:
+    """Return the bytes of weights and cache at a sparsity; 0 where the units hold no more than that."""
+    try:
+        after = outline_run(shapes, modifiers, sparsity).after
+    except ValueError:
+        return 0
+    return after.bytes + context * after.cache
 
 
 def choose_fit(fits: Sequence[Fit]) -> Fit | None:

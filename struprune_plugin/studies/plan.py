@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +16,8 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.recovery import RecoveryModifier
 from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.records import RoundingRecord
 from struprune_plugin.studies.probe import Costs
-from struprune_plugin.studies.sizes import Footprint, Shapes, find_pruning, outline_run
+from struprune_plugin.studies.sizes import Outline, Shapes, find_pruning, outline_run
 
 _MOST = 0.9  # sparsity that is looked at for a fit
 _STEPS = 100  # of sparsity
@@ -37,26 +36,6 @@ class LayerUnits:
     layers: list[int]
     units: dict[str, str]
     whole: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will do.
-
-    :param recipe: its name
-    :param costs: None without a probe
-    :param engines: whether and how each runs the result
-    """
-
-    model: str
-    recipe: str
-    sparsity: float
-    before: Footprint
-    after: Footprint
-    rounding: list[RoundingRecord]
-    costs: Costs | None
-    engines: dict[str, str]
-    layers: list[LayerUnits]
 
 
 def list_layer_units(model: nn.Module) -> list[LayerUnits]:
@@ -109,13 +88,20 @@ def list_engines(modifiers: Sequence[Modifier]) -> dict[str, str]:
     return {"transformers": own_code, "lm-eval": "yes, trust_remote_code=True", "vLLM": vllm}
 
 
-def format_plan(plan: Plan) -> list[Any]:
-    """Return a plan as its name, a table of before and after, and facts."""
-    rows, facts, costs = [], [], plan.costs
-    for name, attribute in (("parameters", "parameters"), ("weights on disk", "bytes"), ("cache per token", "cache")):
-        before, after = getattr(plan.before, attribute), getattr(plan.after, attribute)
+def format_plan(
+    name: str, outline: Outline, costs: Costs | None, engines: Mapping[str, str], layers: Sequence[LayerUnits]
+) -> list[Any]:
+    """Return what a run will do as its name, a table of before and after, and facts.
+
+    :param name: of the model and the recipe
+    :param costs: None without a probe
+    :param engines: as :func:`list_engines` gives them
+    """
+    rows, facts = [], []
+    for what, attribute in (("parameters", "parameters"), ("weights on disk", "bytes"), ("cache per token", "cache")):
+        before, after = getattr(outline.before, attribute), getattr(outline.after, attribute)
         show = "{:,}".format if attribute == "parameters" else format_bytes
-        rows.append([name, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
+        rows.append([what, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
     if costs is None:
         facts.append(("time and memory", "not probed"))
     else:
@@ -124,15 +110,14 @@ def format_plan(plan: Plan) -> list[Any]:
         facts.append(("the run takes", f"about {_format_seconds(costs.seconds)} here (probe: {costs.probe})"))
         device = f", {format_bytes(costs.device_bytes)} on the device" if costs.device_bytes else ""
         facts.append(("and needs", f"about {format_bytes(costs.peak_bytes)} of memory{device}"))
-    for kind in plan.layers:
+    for kind in layers:
         where = _format_positions(kind.layers)
-        facts += [(where, f"{name}: {what}") for name, what in kind.units.items()]
-        facts += [(where, f"{name} stays whole: {reason}") for name, reason in kind.whole.items()]
+        facts += [(where, f"{linear}: {what}") for linear, what in kind.units.items()]
+        facts += [(where, f"{linear} stays whole: {reason}") for linear, reason in kind.whole.items()]
         facts += [] if kind.units or kind.whole else [(where, "nothing can go")]
-    facts += [("widths", describe_rounding(entry)) for entry in plan.rounding]
-    facts += [(f"runs on {engine}", how) for engine, how in plan.engines.items()]
-    heading = f"{plan.model} by {plan.recipe}, sparsity {plan.sparsity:g}"
-    return [heading, Table(["", "now", "after", "change"], rows), format_facts(facts)]
+    facts += [("widths", describe_rounding(entry)) for entry in outline.rounding]
+    facts += [(f"runs on {engine}", how) for engine, how in engines.items()]
+    return [f"{name}, sparsity {outline.sparsity:g}", Table(["", "now", "after", "change"], rows), format_facts(facts)]
 
 
 def _format_seconds(seconds: float) -> str:

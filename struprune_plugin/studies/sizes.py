@@ -73,14 +73,12 @@ class Footprint:
 class Outline:
     """What a recipe leaves of a model, all modules of a kind cut alike.
 
-    :param groups: to prune
     :param rounding: as the manifest has it
     """
 
     sparsity: float
     before: Footprint
     after: Footprint
-    groups: Sequence[UnitGroup]
     rounding: list[RoundingRecord]
 
 
@@ -133,7 +131,6 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
         sparsity=sparsity,
         before=_measure(shapes, model, ()),
         after=_measure(shapes, cut, later),
-        groups=groups,
         rounding=describe_roundings(groups, roundings),
     )
 

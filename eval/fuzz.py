@@ -210,7 +210,7 @@ def fuzz_manifests(num_examples: int, work: Path, start: int) -> Tally:
             "no change is silent"
         )
         summarize_layers(manifest)
-        summarize_manifest(manifest)
+        summarize_manifest(manifest, work)
         load_recipe(yaml.safe_dump({"s_stage": {"s_modifiers": {"StruPruneModifier": {"replay": str(file)}}}}))
 
     return _run(read, examples, num_examples, start)

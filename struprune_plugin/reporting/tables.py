@@ -122,21 +122,19 @@ def summarize_layers(manifest: Manifest) -> Table:
     return Table(["module", "kept", "unit", "left", "sparsity", "error deleted", "re-solved"], rows)
 
 
-def list_facts(manifest: Manifest, folder: str | Path | None = None) -> list[tuple[str, str]]:
+def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
     """Return (what, how much) of a pruned folder, as its summary, its card and its report tell it."""
     budget, model, calibration = manifest.budget, manifest.model, manifest.calibration
     before, after, allocation = model.parameters_before, model.parameters_after, manifest.allocation
     removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
     temperature = "" if allocation.temperature is None else f", T = {allocation.temperature:g}"
-    facts = [
+    return [
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
+        ("weights on disk", format_bytes(measure_weight_bytes(folder))),
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}, asked {budget.asked_sparsity:.3%})"),
         ("allocation", allocation.method + temperature),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
     ]
-    if folder is not None:
-        facts.insert(1, ("weights on disk", format_bytes(measure_weight_bytes(folder))))
-    return facts
 
 
 def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:
@@ -147,7 +145,7 @@ def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:
     ]
 
 
-def summarize_manifest(manifest: Manifest, folder: str | Path | None = None) -> str:
+def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
     """Return what a pruned folder is: its model, budget, allocation and stages."""
     settings = manifest.settings
     chosen = [settings.get(name) for name in ("importance", "weight_update")]
@@ -171,13 +169,10 @@ def summarize_manifest(manifest: Manifest, folder: str | Path | None = None) -> 
         how = lora or str(weights or "all").replace("_", " ")
         told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.2f} s"
         facts.append(("recovery", f"{how}, {told}"))
-    if folder is not None:
-        if cache := measure_cache_bytes(folder, manifest):
-            told = f"{cache[0]:,} → {cache[1]:,} bytes per token ({cache[1] / cache[0] - 1:+.1%})"
-            facts.append(("cache of keys and values", told))
-        if {"quantization_config", "layout"} <= read_saved_config(
-            folder
-        ).keys():  # its layers have inputs of odd widths
-            why = "not with its kernels for CPUs, which take quantised models in stock classes alone: output: uniform"
-            facts.append(("vLLM", why))
+    if cache := measure_cache_bytes(folder, manifest):
+        told = f"{cache[0]:,} → {cache[1]:,} bytes per token ({cache[1] / cache[0] - 1:+.1%})"
+        facts.append(("cache of keys and values", told))
+    if {"quantization_config", "layout"} <= {*read_saved_config(folder)}:  # its layers have inputs of odd widths
+        why = "not with its kernels for CPUs, which take quantised models in stock classes alone: output: uniform"
+        facts.append(("vLLM", why))
     return format_facts(facts)

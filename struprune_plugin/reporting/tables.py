@@ -81,18 +81,14 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
         own = {int(index): sizes for index, sizes in (config.get("per_layer_config") or {}).items()}
         padded = "linears" in config.get("layout", ())  # narrowed values reach the cache padded
         kinds = ("head",) if padded else ("head", "value_channels")
-        left = {
-            (group.layer, group.kind): group.kept / group.num_units for group in manifest.groups if group.kind in kinds
-        }
+        whole = {(g.layer, g.kind): g.num_units // g.num_blocks for g in manifest.groups if g.kind in kinds}
         dense = pruned = 0
         for layer in range(config["num_hidden_layers"]):
             sizes = own.get(layer, {})
             count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", heads))
             values = sizes.get("value_head_dim", width)
             pruned += count * (width + values)
-            dense += round(count / left.get((layer, "head"), 1)) * (
-                width + round(values / left.get((layer, "value_channels"), 1))
-            )
+            dense += whole.get((layer, "head"), count) * (width + whole.get((layer, "value_channels"), values))
         item = _ITEM_BYTES[config["dtype"]]
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return None

@@ -96,13 +96,14 @@ class _RecipeLoader(yaml.SafeLoader):
         self._anchors: list[str | None] = []  # of the collections that are open
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event: Any = self.peek_event()
+        line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) and event.anchor in self._anchors:
-            raise yaml.YAMLError(f"*{event.anchor} inside itself, line {event.start_mark.line + 1}")
+            raise yaml.YAMLError(f"*{event.anchor} inside itself, line {line}")
         if not isinstance(event, yaml.CollectionStartEvent):
             return super().compose_node(parent, index)
         if len(self._anchors) == _MAX_DEPTH:
-            raise yaml.YAMLError(f"more than {_MAX_DEPTH} levels, line {event.start_mark.line + 1}")
+            raise yaml.YAMLError(f"more than {_MAX_DEPTH} levels, line {line}")
         self._anchors.append(event.anchor)
         node = super().compose_node(parent, index)
         self._anchors.pop()

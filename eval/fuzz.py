@@ -31,7 +31,8 @@ from pydantic import BaseModel
 from transformers.utils import logging as transformers_logging
 
 from struprune_plugin import LoRARecoveryModifier, RecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
-from struprune_plugin.recipes.load import list_recipes, load_recipe
+from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.recipes.shipped import list_recipes
 from struprune_plugin.reporting.tables import format_table, summarize_layers, summarize_manifest
 from struprune_plugin.storage.checkpoint import check_checkpoint
 from struprune_plugin.storage.manifest import digest_manifest, read_manifest
@@ -209,7 +210,7 @@ def fuzz_manifests(num_examples: int, work: Path, start: int) -> Tally:
             "no change is silent"
         )
         summarize_layers(manifest)
-        summarize_manifest(manifest)
+        summarize_manifest(manifest, work)
         load_recipe(yaml.safe_dump({"s_stage": {"s_modifiers": {"StruPruneModifier": {"replay": str(file)}}}}))
 
     return _run(read, examples, num_examples, start)

@@ -17,10 +17,7 @@ from llmcompressor.entrypoints import Oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.calibration import prepare_dataset
 from struprune_plugin.evaluation.text import load_tokenizer
@@ -99,32 +96,47 @@ def oneshot(
             kwargs["tokenizer"] = load_tokenizer(model)  # of a wrapper, too, whose other files are copied
         kwargs = prepare_dataset(model, kwargs)
         if isinstance(model, str):
-            stack.enter_context(_accept_unpacked(config))
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)
-        with _tell_of_mappings(config), _pin_no_memory_without_an_accelerator(), _keep_modules_whole(loaded.modifiers):
+        with _adapt_host(config, model, loaded.modifiers):
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
-            if folder is not None and is_source_process():
-                tidy_recipe(folder)
-                _carry_manifest(source, folder)
-                try_write_card(folder, source)
+        if folder is not None and is_source_process():
+            tidy_recipe(folder)
+            _carry_manifest(source, folder)
+            try_write_card(folder, source)
     if store is not None:
         store.clear()
     return compressed
 
 
 @contextmanager
-def _tell_of_mappings(config: PretrainedConfig) -> Iterator[None]:
-    """Tell what to do where llm-compressor has no mappings for SmoothQuant."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "resolving mappings" in str(error):  # before any calibration
-            raise ValueError(
-                f"recipe: SmoothQuantModifier must have mappings that fit the model, got none for {config.model_type!r} that the "
-                "host knows or finds. Spell its mappings, or leave it out."
-            ) from error
-        raise
+def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: list[Modifier]) -> Iterator[None]:
+    """Let llm-compressor take models that it would refuse, or change without need; tell what to do where it has no mappings.
+
+    :param config: as the model's folder has it
+    """
+    host = import_module("llmcompressor.entrypoints.oneshot")
+    with ExitStack() as stack:
+        if is_packed(config) and not is_packed(model.config):  # weights that were unpacked as they were loaded
+            stack.enter_context(patch_attr(Oneshot, "validate_model", lambda self, model: None))
+        if (
+            not torch.accelerator.is_available()
+        ):  # AWQ pins its inputs, for faster copies to a device, and fails where none is
+            stack.enter_context(patch_attr(IntermediatesCache, "pin_memory", lambda *args: None))
+        if all(isinstance(modifier, StructuredModifier | RecoveryModifier) for modifier in modifiers):
+            # Quantisers need experts apart, not for all classes in a way that can be saved, and norms that scale by
+            # ``1 + weight`` replaced, which rounds their weights; our modifiers need neither.
+            stack.enter_context(patch_attr(host, "get_non_linearized_moes", lambda model: []))
+            stack.enter_context(patch_attr(host, "norm_calibration_context", nullcontext))
+        try:
+            yield
+        except RuntimeError as error:
+            if "resolving mappings" in str(error):  # before any calibration
+                raise ValueError(
+                    f"recipe: SmoothQuantModifier must have mappings that fit the model, got none for {config.model_type!r} that "
+                    "the host knows or finds. Spell its mappings, or leave it out."
+                ) from error
+            raise
 
 
 def _make_store(
@@ -211,44 +223,6 @@ def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
         return False
     stated = vars(config).get("num_attention_heads")
     return any(layer.num_attention_heads != stated for layer in config.per_layer_config)
-
-
-@contextmanager
-def _pin_no_memory_without_an_accelerator() -> Iterator[None]:
-    """Let AWQ run on a CPU alone: the host pins its inputs, for faster copies to a device, and fails where none is."""
-    if torch.accelerator.is_available():
-        yield
-        return
-    with patch_attr(IntermediatesCache, "pin_memory", lambda *args: None):
-        yield
-
-
-@contextmanager
-def _keep_modules_whole(modifiers: list[Modifier]) -> Iterator[None]:
-    """Let llm-compressor leave modules as their class holds them, where nothing but our modifiers runs, which need no others.
-
-    For quantisers it takes experts apart, not for all classes in a way that can be saved, and replaces norms that scale by
-    ``1 + weight``, which rounds their weights.
-    """
-    if not all(isinstance(modifier, StageModifier) for modifier in modifiers):
-        yield
-        return
-    host = import_module("llmcompressor.entrypoints.oneshot")
-    with (
-        patch_attr(host, "get_non_linearized_moes", lambda model: []),
-        patch_attr(host, "norm_calibration_context", nullcontext),
-    ):
-        yield
-
-
-@contextmanager
-def _accept_unpacked(config: PretrainedConfig) -> Iterator[None]:
-    """Let llm-compressor take a model whose weights are packed in its folder, and were unpacked as it was loaded."""
-    if not is_packed(config):
-        yield
-        return
-    with patch_attr(Oneshot, "validate_model", lambda self, model: None):
-        yield
 
 
 def _carry_manifest(source: str, folder: Path) -> None:

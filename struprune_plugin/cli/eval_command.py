@@ -110,16 +110,21 @@ def _score_model(
     return found
 
 
+def _find_base(path: str) -> str | None:
+    """Return the model that one of our outputs was made from; None for other models."""
+    return read_manifest(path).model.base if (Path(path) / MANIFEST_NAME).is_file() else None
+
+
 def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
     """Let what was measured of our outputs go with them, into manifest and card."""
     from struprune_plugin.reporting.model_card import keep_results
     from struprune_plugin.reporting.results import list_results
 
+    by_place = {Path(path).resolve(): found for path, found in scores.items()}
     for path, found in scores.items():
-        if (Path(path) / MANIFEST_NAME).is_file():
-            base = Path(read_manifest(path).model.base).resolve()
-            dense = next((other for name, other in scores.items() if Path(name).resolve() == base), {})
-            if problem := keep_results(Path(path), list_results(found, dense, settings)):
+        if (base := _find_base(path)) is not None:
+            results = list_results(found, by_place.get(Path(base).resolve(), {}), settings)
+            if problem := keep_results(Path(path), results):
                 show_error(f"results are not kept with the output: {problem}")
 
 
@@ -142,11 +147,9 @@ def _add_dense(paths: list[str]) -> list[str]:
     """Put the model that a pruned folder was made from before it, where it can be found: the number to compare with."""
     models: list[str] = []
     for path in paths:
-        if (Path(path) / MANIFEST_NAME).is_file():
-            base = read_manifest(path).model.base
-            others = {Path(other).resolve() for other in paths + models}
-            if Path(base).is_dir() and Path(base).resolve() not in others:
-                models.append(base)
+        base, others = _find_base(path), {Path(other).resolve() for other in paths + models}
+        if base is not None and Path(base).is_dir() and Path(base).resolve() not in others:
+            models.append(base)
         models.append(path)
     return models
 

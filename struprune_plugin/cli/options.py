@@ -17,7 +17,7 @@ import typer
 from huggingface_hub import constants
 
 from struprune_plugin.cli.console import Screen, run_command
-from struprune_plugin.recipes.shipped import check_recipe_name, list_recipes
+from struprune_plugin.recipes.shipped import find_recipe, list_recipes
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -194,8 +194,8 @@ class Scores:
 def check_names(device: str, recipe: str | None, models: Sequence[str], texts: Sequence[str | Path | None]) -> None:
     """Refuse a device, a recipe, a model or a text that is none by its name alone, before anything heavy is imported."""
     check_device(device)
-    if recipe is not None:
-        check_recipe_name(recipe)
+    if recipe is not None and "\n" not in recipe:  # a text otherwise
+        find_recipe(recipe)
     for text in texts:
         if text is not None and Path(text).suffix in (".json", ".jsonl") and not Path(text).is_file():
             raise ValueError(f"text: must be an existing JSON-lines file, got {os.fspath(text)!r}. Correct the path.")

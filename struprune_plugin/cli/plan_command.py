@@ -61,9 +61,8 @@ def plan(model: Model, question: Question, amount: Amount, changes: Changes, scr
     modifiers = load_recipe(name, changes=changed).modifiers
     outline, costs = outline_run(shapes, modifiers), None
     if not question.no_probe and planning.can_probe(shapes):
-        costs = probe_costs(shapes, outline, load_recipe(name, changes=changed), Workload(**vars(amount)))
-    sizes = (outline.sparsity, outline.before, outline.after, outline.rounding)
-    planned = planning.Plan(
-        model, name, *sizes, costs, planning.list_engines(modifiers), planning.list_layer_units(shapes.model)
-    )
-    screen.show(asdict(planned), *planning.format_plan(planned))
+        costs = probe_costs(shapes, outline.sparsity, load_recipe(name, changes=changed), Workload(**vars(amount)))
+    engines, layers = planning.list_engines(modifiers), planning.list_layer_units(shapes.model)
+    record = {"model": model, "recipe": name, **asdict(outline), "costs": costs and vars(costs), "engines": engines}
+    record["layers"] = [vars(kind) for kind in layers]
+    screen.show(record, *planning.format_plan(f"{model} by {name}", outline, costs, engines, layers))

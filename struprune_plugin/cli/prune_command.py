@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,11 +85,9 @@ def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, sc
         calibration.seq_length,
         calibration.text_column,
     )
-    with ExitStack() as stack:
-        scratch = None
-        if run.offload is not None:
-            run.offload.mkdir(parents=True, exist_ok=True)
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=run.offload))
+    if run.offload is not None:
+        run.offload.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if run.offload is None else tempfile.TemporaryDirectory(dir=run.offload) as scratch:
         oneshot(
             model=model,
             recipe=recipe,

@@ -62,6 +62,7 @@ def sweep(
     prepare(points.device, screen)
     from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
     from struprune_plugin.storage.checkpoint import read_config
+    from struprune_plugin.storage.output_folder import check_output
     from struprune_plugin.studies import sweep as sweeping
     from struprune_plugin.studies import sweep_results as results
 
@@ -76,16 +77,16 @@ def sweep(
         seed=points.seed,
         dtype=points.dtype,
     )
-    picked = points.picked or points.output / "picked"
+    picked, folder = points.picked or points.output / "picked", points.output
     if wanted is not None:
-        sweeping.check_picked(picked, points.output)
-    run = sweeping.SweepRun(asked, points.output)
+        check_output(picked, picked.exists(), [folder] if folder.exists() and picked.parent != folder else [])
+    run = sweeping.SweepRun(asked, folder)
     record = run.finish()
     for name, drawn in results.draw_sweep(record).items():
-        write_whole(points.output / name, drawn + "\n")
-    told = [*results.format_sweep(record), f"wrote {points.output}"]
+        write_whole(folder / name, drawn + "\n")
+    told = [*results.format_sweep(record), f"wrote {folder}"]
     table = "\n\n".join(map(str, told[:-1]))
-    write_whole(points.output / "sweep.md", f"# {Path(model).name}\n\n```\n{table}\n```\n")
+    write_whole(folder / "sweep.md", f"# {Path(model).name}\n\n```\n{table}\n```\n")
     if wanted is not None:
         name = results.pick_point(record, wanted)
         run.prune(asked.load(*asked.points[name]), picked)

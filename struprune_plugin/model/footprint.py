@@ -49,14 +49,6 @@ def count_bytes(*modules: nn.Module) -> int:
         return sum(p.nbytes for p in parameters.values())
 
 
-def count_cache_channels(group: UnitGroup, num_units: int) -> int:
-    """Return the channels that a token's keys and values take in a layer's cache once a group has so many units; 0 for the FFN."""
-    if group.unit.is_ffn:
-        return 0
-    smaller = group.resize(num_units)
-    return smaller.unit.count_heads(smaller, num_units) * (smaller.part_rows["key"] + smaller.part_rows["value"])
-
-
 def _count_activations(model: PreTrainedModel, layout: LayerLayout, layer: nn.Module, batch: torch.Size) -> int:
     """Return the bytes of one layer's forward pass on a micro-batch."""
     config, length, attention = model.config.get_text_config(decoder=True), batch[-1], layout.attention

@@ -16,10 +16,8 @@ from struprune_plugin.modifiers import (
     SparsityAllocatorModifier,
     StruPruneModifier,
 )
-from struprune_plugin.recipes.shipped import describe_recipe, find_recipe, list_recipes
+from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.registry import describe_error, show_name, suggest
-
-__all__ = ["describe_recipe", "list_recipes", "load_recipe"]
 
 _METHOD_KEYS = ("rule", "method")
 _MAX_DEPTH = 50  # levels of YAML; a recipe has five
@@ -79,8 +77,7 @@ def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Is it a recipe?") from None
     try:
-        _check_depth(text)
-        return where, yaml.load(text, Loader=_UniqueKeyLoader)
+        return where, yaml.load(text, Loader=_RecipeLoader)
     except (
         yaml.YAMLError,
         ValueError,
@@ -91,37 +88,33 @@ def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
         raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())[:500]}") from None
 
 
-def _check_depth(text: str) -> None:
-    """Refuse YAML that is nested deeper than any recipe, or that holds itself, before anybody follows it down."""
-    depth, open_anchors = 0, list[tuple[int, str]]()
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if event.anchor is not None:
-                open_anchors.append((depth, event.anchor))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            if open_anchors and open_anchors[-1][0] == depth:
-                open_anchors.pop()
-            depth -= 1
-        elif isinstance(event, yaml.AliasEvent) and any(event.anchor == anchor for _, anchor in open_anchors):
-            raise yaml.YAMLError(
-                f"*{event.anchor} inside itself, line {event.start_mark.line + 1 if event.start_mark else 1}"
-            )
-        if depth > _MAX_DEPTH:
-            raise yaml.YAMLError(
-                f"more than {_MAX_DEPTH} levels, line {event.start_mark.line + 1 if event.start_mark else 1}"
-            )
+class _RecipeLoader(yaml.SafeLoader):
+    """Refuses the same key twice, of which YAML would keep the last, more levels than any recipe has, and what holds itself."""
 
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._anchors: list[str | None] = []  # of the collections that are open
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses the same key twice, of which YAML would keep the last."""
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._anchors:
+            raise yaml.YAMLError(f"*{event.anchor} inside itself, line {line}")
+        if not isinstance(event, yaml.CollectionStartEvent):
+            return super().compose_node(parent, index)
+        if len(self._anchors) == _MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {_MAX_DEPTH} levels, line {line}")
+        self._anchors.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self._anchors.pop()
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         named = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # `<<: *other` is merged below
         keys = [self.construct_object(key, deep=True) for key in named]
         twice = {str(key) for key in keys if keys.count(key) > 1}
         if twice:
-            raise yaml.YAMLError(f"{sorted(map(str, twice))} twice in one mapping, line {node.start_mark.line + 1}")
+            raise yaml.YAMLError(f"{sorted(twice)} twice in one mapping, line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
 
 
@@ -153,10 +146,7 @@ def _check_recipe_form(where: str, content: Any) -> None:
 
 
 def _check_modifiers(where: str, content: dict[str, Any]) -> None:
-    """Refuse modifiers that neither we nor the host know.
-
-    :raises ValueError: the same
-    """
+    """Refuse modifiers that neither we nor the host know."""
     if not ModifierFactory._loaded:
         ModifierFactory.refresh()
     known = {*ModifierFactory._main_registry, *ModifierFactory._experimental_registry, *_OURS}

@@ -48,12 +48,3 @@ def find_recipe(name: str) -> Path:
         f"recipe: must be an existing file, a YAML text or the name of a recipe that ships with the package, got {name!r}. "
         + remedy
     )
-
-
-def check_recipe_name(name: str) -> None:
-    """Refuse a recipe that is neither a file nor a name that ships with the package.
-
-    :raises ValueError: the same
-    """
-    if "\n" not in name:
-        find_recipe(name)

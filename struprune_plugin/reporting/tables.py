@@ -81,18 +81,14 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
         own = {int(index): sizes for index, sizes in (config.get("per_layer_config") or {}).items()}
         padded = "linears" in config.get("layout", ())  # narrowed values reach the cache padded
         kinds = ("head",) if padded else ("head", "value_channels")
-        left = {
-            (group.layer, group.kind): group.kept / group.num_units for group in manifest.groups if group.kind in kinds
-        }
+        whole = {(g.layer, g.kind): g.num_units // g.num_blocks for g in manifest.groups if g.kind in kinds}
         dense = pruned = 0
         for layer in range(config["num_hidden_layers"]):
             sizes = own.get(layer, {})
             count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", heads))
             values = sizes.get("value_head_dim", width)
             pruned += count * (width + values)
-            dense += round(count / left.get((layer, "head"), 1)) * (
-                width + round(values / left.get((layer, "value_channels"), 1))
-            )
+            dense += whole.get((layer, "head"), count) * (width + whole.get((layer, "value_channels"), values))
         item = _ITEM_BYTES[config["dtype"]]
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return None
@@ -122,21 +118,19 @@ def summarize_layers(manifest: Manifest) -> Table:
     return Table(["module", "kept", "unit", "left", "sparsity", "error deleted", "re-solved"], rows)
 
 
-def list_facts(manifest: Manifest, folder: str | Path | None = None) -> list[tuple[str, str]]:
+def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
     """Return (what, how much) of a pruned folder, as its summary, its card and its report tell it."""
     budget, model, calibration = manifest.budget, manifest.model, manifest.calibration
     before, after, allocation = model.parameters_before, model.parameters_after, manifest.allocation
     removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
     temperature = "" if allocation.temperature is None else f", T = {allocation.temperature:g}"
-    facts = [
+    return [
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
+        ("weights on disk", format_bytes(measure_weight_bytes(folder))),
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}, asked {budget.asked_sparsity:.3%})"),
         ("allocation", allocation.method + temperature),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
     ]
-    if folder is not None:
-        facts.insert(1, ("weights on disk", format_bytes(measure_weight_bytes(folder))))
-    return facts
 
 
 def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:
@@ -147,7 +141,7 @@ def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:
     ]
 
 
-def summarize_manifest(manifest: Manifest, folder: str | Path | None = None) -> str:
+def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
     """Return what a pruned folder is: its model, budget, allocation and stages."""
     settings = manifest.settings
     chosen = [settings.get(name) for name in ("importance", "weight_update")]
@@ -171,13 +165,10 @@ def summarize_manifest(manifest: Manifest, folder: str | Path | None = None) -> 
         how = lora or str(weights or "all").replace("_", " ")
         told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.2f} s"
         facts.append(("recovery", f"{how}, {told}"))
-    if folder is not None:
-        if cache := measure_cache_bytes(folder, manifest):
-            told = f"{cache[0]:,} → {cache[1]:,} bytes per token ({cache[1] / cache[0] - 1:+.1%})"
-            facts.append(("cache of keys and values", told))
-        if {"quantization_config", "layout"} <= read_saved_config(
-            folder
-        ).keys():  # its layers have inputs of odd widths
-            why = "not with its kernels for CPUs, which take quantised models in stock classes alone: output: uniform"
-            facts.append(("vLLM", why))
+    if cache := measure_cache_bytes(folder, manifest):
+        told = f"{cache[0]:,} → {cache[1]:,} bytes per token ({cache[1] / cache[0] - 1:+.1%})"
+        facts.append(("cache of keys and values", told))
+    if {"quantization_config", "layout"} <= {*read_saved_config(folder)}:  # its layers have inputs of odd widths
+        why = "not with its kernels for CPUs, which take quantised models in stock classes alone: output: uniform"
+        facts.append(("vLLM", why))
     return format_facts(facts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llmcompressor.modifiers import Modifier
@@ -13,9 +15,8 @@ from struprune_plugin.model.layers import find_layouts, find_linear, measure_lay
 from struprune_plugin.modifiers.fields import StageModifier
 from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.records import RoundingRecord
 from struprune_plugin.studies.probe import Costs
-from struprune_plugin.studies.sizes import Footprint, Shapes, find_pruning, outline_run
+from struprune_plugin.studies.sizes import Outline, Shapes, find_pruning, outline_run
 
 _MOST = 0.9  # sparsity that is looked at for a fit
 _STEPS = 100  # of sparsity
@@ -34,26 +35,6 @@ class LayerUnits:
     layers: list[int]
     units: dict[str, str]
     whole: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will do.
-
-    :param recipe: its name
-    :param costs: None without a probe
-    :param engines: whether and how each runs the result
-    """
-
-    model: str
-    recipe: str
-    sparsity: float
-    before: Footprint
-    after: Footprint
-    rounding: list[RoundingRecord]
-    costs: Costs | None
-    engines: dict[str, str]
-    layers: list[LayerUnits]
 
 
 def list_layer_units(model: nn.Module) -> list[LayerUnits]:
@@ -105,13 +86,20 @@ def list_engines(modifiers: Sequence[Modifier]) -> dict[str, str]:
     return {"transformers": own_code, "lm-eval": "yes, trust_remote_code=True", "vLLM": vllm}
 
 
-def format_plan(plan: Plan) -> list[Any]:
-    """Return a plan as its name, a table of before and after, and facts."""
-    rows, facts, costs = [], [], plan.costs
-    for name, attribute in (("parameters", "parameters"), ("weights on disk", "bytes"), ("cache per token", "cache")):
-        before, after = getattr(plan.before, attribute), getattr(plan.after, attribute)
+def format_plan(
+    name: str, outline: Outline, costs: Costs | None, engines: Mapping[str, str], layers: Sequence[LayerUnits]
+) -> list[Any]:
+    """Return what a run will do as its name, a table of before and after, and facts.
+
+    :param name: of the model and the recipe
+    :param costs: None without a probe
+    :param engines: as :func:`list_engines` gives them
+    """
+    rows, facts = [], []
+    for what, attribute in (("parameters", "parameters"), ("weights on disk", "bytes"), ("cache per token", "cache")):
+        before, after = getattr(outline.before, attribute), getattr(outline.after, attribute)
         show = "{:,}".format if attribute == "parameters" else format_bytes
-        rows.append([name, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
+        rows.append([what, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
     if costs is None:
         facts.append(("time and memory", "not probed"))
     else:
@@ -120,15 +108,14 @@ def format_plan(plan: Plan) -> list[Any]:
         facts.append(("the run takes", f"about {_format_seconds(costs.seconds)} here (probe: {costs.probe})"))
         device = f", {format_bytes(costs.device_bytes)} on the device" if costs.device_bytes else ""
         facts.append(("and needs", f"about {format_bytes(costs.peak_bytes)} of memory{device}"))
-    for kind in plan.layers:
+    for kind in layers:
         where = _format_positions(kind.layers)
-        facts += [(where, f"{name}: {what}") for name, what in kind.units.items()]
-        facts += [(where, f"{name} stays whole: {reason}") for name, reason in kind.whole.items()]
+        facts += [(where, f"{linear}: {what}") for linear, what in kind.units.items()]
+        facts += [(where, f"{linear} stays whole: {reason}") for linear, reason in kind.whole.items()]
         facts += [] if kind.units or kind.whole else [(where, "nothing can go")]
-    facts += [("widths", describe_rounding(entry)) for entry in plan.rounding]
-    facts += [(f"runs on {engine}", how) for engine, how in plan.engines.items()]
-    heading = f"{plan.model} by {plan.recipe}, sparsity {plan.sparsity:g}"
-    return [heading, Table(["", "now", "after", "change"], rows), format_facts(facts)]
+    facts += [("widths", describe_rounding(entry)) for entry in outline.rounding]
+    facts += [(f"runs on {engine}", how) for engine, how in engines.items()]
+    return [f"{name}, sparsity {outline.sparsity:g}", Table(["", "now", "after", "change"], rows), format_facts(facts)]
 
 
 def _format_seconds(seconds: float) -> str:
@@ -164,20 +151,22 @@ def find_fits(
     :param recipes: by quantiser: name and modifiers
     :param context: tokens in the cache
     """
-    fits = []
+    fits, steps = [], range(int(_MOST * _STEPS) + 1)
     for quantiser, (name, modifiers) in recipes.items():
-        fit = Fit(quantiser, None, 0, name)
-        for step in range(int(_MOST * _STEPS) + 1):
-            try:
-                after = outline_run(shapes, modifiers, step / _STEPS).after
-            except ValueError:  # the units hold no more than that
-                break
-            total = after.bytes + context * after.cache
-            if total <= limit:
-                fit = Fit(quantiser, step / _STEPS, total, name)
-                break
-        fits.append(fit)
+        measure = partial(_measure_total, shapes, modifiers, context)
+        step = bisect_left(steps, -limit, key=lambda step: -measure(step / _STEPS))
+        total = measure(step / _STEPS) if step in steps else 0
+        fits.append(Fit(quantiser, step / _STEPS if total else None, total, name))
     return fits
+
+
+def _measure_total(shapes: Shapes, modifiers: Sequence[Modifier], context: int, sparsity: float) -> int:
+    """Return the bytes of weights and cache at a sparsity; 0 where the units hold no more than that."""
+    try:
+        after = outline_run(shapes, modifiers, sparsity).after
+    except ValueError:
+        return 0
+    return after.bytes + context * after.cache
 
 
 def choose_fit(fits: Sequence[Fit]) -> Fit | None:

@@ -32,8 +32,9 @@ from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.model.footprint import count_bytes
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.storage.manifest import read_manifest
-from struprune_plugin.studies.sizes import Outline, Shapes, find_pruning
+from struprune_plugin.studies.sizes import Shapes, find_pruning
 from struprune_plugin.studies.stopwatch import measure_rate, time_runs, watch_memory
 
 _LAYERS, _SECONDS, _FEWEST = 2, 20.0, 8  # of a probe: decoder layers, seconds it should take, sequences
@@ -72,25 +73,29 @@ class Costs:
     probe: str
 
 
-def probe_costs(shapes: Shapes, outline: Outline, recipe: Recipe, work: Workload) -> Costs:
+def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload) -> Costs:
     """Run a recipe on few layers of a model's shapes, and tell what the whole run takes.
 
+    :param sparsity: of its pruning stage
     :param recipe: a fresh one: modifiers run once
     """
     started = time.time() - psutil.Process().create_time()  # what any command takes before it does something
-    small = _choose_probe(shapes, outline, work)
     _, modifier = find_pruning(recipe.modifiers)
-    modifier.sparsity = outline.sparsity
+    modifier.sparsity = sparsity
+    groups = modifier.find_groups(shapes.model)
+    widest = max(group.num_columns for group in groups)
+    small = _choose_probe(shapes, widest, work)
     with tempfile.TemporaryDirectory() as scratch, watch_memory() as peaks:
         before = psutil.Process().memory_info().rss
         dense = _make_model(small, Path(scratch))
         held = count_bytes(dense)
+        tokens = draw_tokens(small.config, small.work.num_samples, work.seq_length).tolist()
         start = time.perf_counter()
         with redirect_stdout(StringIO()):
             oneshot(
                 model=copy.deepcopy(dense),
                 recipe=recipe,
-                dataset=_make_tokens(small),
+                dataset=Dataset.from_dict({"input_ids": tokens, "attention_mask": [[1] * len(row) for row in tokens]}),
                 output_dir=f"{scratch}/out",
                 batch_size=work.batch_size,
                 num_calibration_samples=small.work.num_samples,
@@ -105,10 +110,10 @@ def probe_costs(shapes: Shapes, outline: Outline, recipe: Recipe, work: Workload
     here = _count_work(dense, shapes.config, small.work, _LAYERS)
     there = _count_work(shapes.model, shapes.config, work, layers)
     parts = _split_seconds({stage.name: stage.seconds for stage in stages}, seconds)
-    memory = _count_memory(hidden, outline, work)
-    memory /= _count_memory(dense.config.hidden_size, outline, small.work, small.divisor)
+    memory = _count_memory(hidden, widest, work)
+    memory /= _count_memory(dense.config.hidden_size, widest / small.divisor, small.work)
     tries = getattr(modifier.allocation, "trial_samples", 0) > 0
-    kept = count_moment_bytes(outline.groups, hidden) if tries and can_keep_moments(outline.groups, hidden) else 0
+    kept = count_moment_bytes(groups, hidden) if tries and can_keep_moments(groups, hidden) else 0
     kept_here = kept * _LAYERS / layers / small.divisor**2
     weights = count_parameters(shapes.model) * shapes.dtype.itemsize
     return Costs(
@@ -138,10 +143,12 @@ class _Probe:
         return told if self.divisor == 1 else f"{told}, widths over {self.divisor}"
 
 
-def _choose_probe(shapes: Shapes, outline: Outline, work: Workload) -> _Probe:
-    """Choose how much of the run fits the time, by the rate of this machine: all sequences and widths where they do."""
+def _choose_probe(shapes: Shapes, widest: int, work: Workload) -> _Probe:
+    """Choose how much of the run fits the time, by the rate of this machine: all sequences and widths where they do.
+
+    :param widest: columns of the widest solve
+    """
     rate = measure_rate(shapes.dtype)
-    widest = max(group.num_columns for group in outline.groups)
     chosen = _Probe(_shrink(shapes.config, 1), work, 1, shapes.dtype)
     while True:
         with torch.device("meta"):
@@ -188,13 +195,6 @@ def _make_model(probe: _Probe, folder: Path) -> PreTrainedModel:
     return model
 
 
-def _make_tokens(probe: _Probe) -> Dataset:
-    generator = torch.Generator().manual_seed(0)
-    size = (probe.work.num_samples, probe.work.seq_length)
-    tokens = torch.randint(4, probe.config.vocab_size, size, generator=generator)
-    return Dataset.from_dict({"input_ids": tokens.tolist(), "attention_mask": torch.ones_like(tokens).tolist()})
-
-
 @torch.no_grad()
 def _measure_speed(dense: PreTrainedModel, pruned: PreTrainedModel, layers: int) -> tuple[float, float]:
     """Return how much faster a prompt and a token are in a pruned model of so many layers.
@@ -204,7 +204,7 @@ def _measure_speed(dense: PreTrainedModel, pruned: PreTrainedModel, layers: int)
     place, count = locate_layers(dense), len(find_decoder_layers(dense))
     every, found = dense.get_submodule(place), []
     for length in (min(_PROMPT, getattr(dense.config, "max_position_embeddings", _PROMPT)), 1):
-        tokens = torch.randint(4, dense.config.vocab_size, (1, length), device=dense.device)
+        tokens = draw_tokens(dense.config, 1, length).to(dense.device)
 
         def run_empty(tokens: torch.Tensor = tokens) -> None:
             """Run all but the decoder layers."""
@@ -262,7 +262,6 @@ def _count_work(model: nn.Module, config: Any, work: Workload, layers: int) -> d
     }
 
 
-def _count_memory(hidden: int, outline: Outline, work: Workload, divisor: int = 1) -> float:
+def _count_memory(hidden: int, widest: float, work: Workload) -> float:
     """Return values that a run holds beside its weights: hidden states on three paths, and the widest solve."""
-    widest = max(group.num_columns for group in outline.groups) / divisor
     return 3.0 * work.num_samples * work.seq_length * hidden + 12 * widest * (widest + hidden)

@@ -18,10 +18,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.export.convert import can_narrow
 from struprune_plugin.linalg.rounding import find_group_sparsity
-from struprune_plugin.model.footprint import count_cache_channels
-from struprune_plugin.model.layers import count_parameters, count_prunable_parameters, find_layouts, sum_outputs
+from struprune_plugin.model.layers import (
+    count_parameters,
+    count_prunable_parameters,
+    find_layouts,
+    find_linear,
+    read_head_widths,
+    sum_outputs,
+)
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.tiny import find_class
+from struprune_plugin.model.surgery import slice_group
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import VALUE
 from struprune_plugin.modifiers import StruPruneModifier
@@ -66,14 +73,12 @@ class Footprint:
 class Outline:
     """What a recipe leaves of a model, all modules of a kind cut alike.
 
-    :param groups: to prune
     :param rounding: as the manifest has it
     """
 
     sparsity: float
     before: Footprint
     after: Footprint
-    groups: Sequence[UnitGroup]
     rounding: list[RoundingRecord]
 
 
@@ -116,18 +121,17 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
         if not told:
             raise ValueError("recipe: must give a sparsity to be planned, got none. Pass --sparsity.")
         sparsity = told[-1]
-    groups, later = modifier.find_groups(shapes.model), list(modifiers[position + 1 :])
-    roundings = find_roundings(shapes.model, groups, later, modifier.width_multiple)
+    model, later = shapes.model, list(modifiers[position + 1 :])
+    groups = modifier.find_groups(model)
+    roundings = find_roundings(model, groups, later, modifier.width_multiple)
     sizes = measure_groups(groups, roundings)
-    prunable = count_prunable_parameters(shapes.model, modifier.experts is not None)
+    prunable = count_prunable_parameters(model, modifier.experts is not None)
     share = find_group_sparsity(sizes, prunable, sparsity)
-    every = {group.name: group.num_units for group in groups}
-    kept = allocate_uniformly(sizes, share).kept if sparsity else every
+    cut = _cut(model, groups, allocate_uniformly(sizes, share).kept) if sparsity else model
     return Outline(
         sparsity=sparsity,
-        before=_measure(shapes, groups, every, ()),
-        after=_measure(shapes, groups, kept, later),
-        groups=groups,
+        before=_measure(shapes, model, ()),
+        after=_measure(shapes, cut, later),
         rounding=describe_roundings(groups, roundings),
     )
 
@@ -145,44 +149,32 @@ def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]
     )
 
 
-def _measure(
-    shapes: Shapes, groups: Sequence[UnitGroup], kept: Mapping[str, int], later: Sequence[Modifier]
-) -> Footprint:
-    removed = sum((group.num_units - kept[group.name]) * group.unit_cost for group in groups)
-    parameters = count_parameters(shapes.model) - removed
-    item = shapes.dtype.itemsize
-    saved = sum(
-        rows * columns * item - _count_quantised(args, rows, columns)
-        for name, (rows, columns) in _measure_linears(shapes.model, groups, kept).items()
-        if (args := _find_weight_scheme(shapes.model, name, later)) is not None
-    )
-    full = parameters * item
-    if shapes.weight_bytes and not later and not removed:
-        full = shapes.weight_bytes
-    return Footprint(parameters, round(full - saved), _measure_cache(shapes, groups, kept, later))
-
-
-def _measure_linears(
-    model: nn.Module, groups: Sequence[UnitGroup], kept: Mapping[str, int]
-) -> dict[str, tuple[int, int]]:
-    """Return rows and columns of every linear once groups have so many units."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    sizes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+def _cut(model: PreTrainedModel, groups: Sequence[UnitGroup], kept: Mapping[str, int]) -> PreTrainedModel:
+    """Return a copy, without values too, in which every group has so many units: the first ones of each block."""
+    cut = copy.deepcopy(model)
     for group in groups:
-        rows, _ = sizes[group.name]
-        sizes[group.name] = (rows, kept[group.name] * group.columns_per_unit)
-        per_block = group.num_units // group.num_blocks
-        first = torch.arange(group.num_units).view(group.num_blocks, per_block)
-        keep = first[:, : kept[group.name] // group.num_blocks].flatten()
-        for producer in group.producers:
-            name = f"{group.layer_name}.{producer}"
-            sizes[name] = (len(group.find_kept_rows(producer, keep)), sizes[name][1])
-    return sizes
+        layer = cut.get_submodule(group.layer_name)
+        units = torch.arange(group.num_units).view(group.num_blocks, -1)
+        keep = units[:, : kept[group.name] // group.num_blocks].flatten()
+        rows = find_linear(layer, group.consumer).out_features
+        slice_group(layer, group, keep, torch.empty(rows, len(keep) * group.columns_per_unit + 1, device="meta"))
+    return cut
 
 
-def _find_weight_scheme(model: nn.Module, name: str, later: Sequence[Modifier]) -> QuantizationArgs | None:
+def _measure(shapes: Shapes, model: PreTrainedModel, later: Sequence[Modifier]) -> Footprint:
+    """Return what a model, cut or not, takes once later modifiers have quantised it."""
+    parameters, item, saved = count_parameters(model), shapes.dtype.itemsize, 0.0
+    for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear) and (args := _find_weight_scheme(name, linear, later)) is not None:
+            saved += linear.weight.numel() * item - _count_quantised(args, *linear.weight.shape)
+    full = parameters * item
+    if model is shapes.model and shapes.weight_bytes and not later:
+        full = shapes.weight_bytes
+    return Footprint(parameters, round(full - saved), _measure_cache(shapes, model, later))
+
+
+def _find_weight_scheme(name: str, linear: nn.Linear, later: Sequence[Modifier]) -> QuantizationArgs | None:
     """Return how the quantisers of a recipe write a linear's weights; None where they leave it alone."""
-    linear = model.get_submodule(name)
     for modifier in later:
         if isinstance(modifier, QuantizationMixin):
             for scheme in modifier.resolved_config.config_groups.values():
@@ -202,23 +194,17 @@ def _count_quantised(args: QuantizationArgs, rows: int, columns: int) -> float:
     return rows * columns * args.num_bits / 8 + scales * _SCALE_BYTES + zeros
 
 
-def _measure_cache(
-    shapes: Shapes, groups: Sequence[UnitGroup], kept: Mapping[str, int], later: Sequence[Modifier]
-) -> int:
+def _measure_cache(shapes: Shapes, model: PreTrainedModel, later: Sequence[Modifier]) -> int:
     """Return the bytes of keys and values a token, of all layers."""
-    padded = not can_narrow(shapes.model)  # narrowed values reach the cache padded
-    told = {
-        group.layer_index: count_cache_channels(
-            group, group.num_units if padded and group.unit is VALUE else kept[group.name]
-        )
-        for group in groups
-        if not group.unit.is_ffn
-    }
-    channels = 0
-    for index, (layer, layout) in enumerate(find_layouts(shapes.model)):
-        names = [name for name, _ in layer.named_modules() if name.endswith(("k_proj", "v_proj"))]
-        whole = [count_cache_channels(group, group.num_units) for group in VALUE.describe(layout, layer)]
-        channels += told.get(index, sum(whole) or sum_outputs(names, layer))
+    padded, channels = not can_narrow(shapes.model), 0  # narrowed values reach the cache padded
+    for layer, layout in find_layouts(model):
+        if layout.attention is None:
+            names = [name for name, _ in layer.named_modules() if name.endswith(("k_proj", "v_proj"))]
+            channels += sum_outputs(names, layer)
+            continue
+        (group,) = VALUE.describe(layout, layer)
+        value = read_head_widths(layout.attention, layer)[0] if padded else group.part_rows["value"]
+        channels += group.num_blocks * (group.part_rows["key"] + value)
     bits = 8 * shapes.dtype.itemsize
     for modifier in later:
         scheme = getattr(modifier, "kv_cache_scheme", None) if isinstance(modifier, QuantizationMixin) else None

@@ -31,7 +31,6 @@ from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.storage.files import digest_file, write_whole
 from struprune_plugin.storage.manifest import describe_versions, read_manifest
-from struprune_plugin.storage.output_folder import check_output
 from struprune_plugin.storage.resume_store import ResumeStore, digest_package
 from struprune_plugin.studies.probe import Workload
 from struprune_plugin.studies.stopwatch import time_runs
@@ -201,14 +200,6 @@ class SweepRun:
             error = scores.get(metric.replace(",", "_stderr,"))
             found["tasks"][task] = {"metric": metric.partition(",")[0], "value": scores[metric], "stderr": error}
         return found
-
-
-def check_picked(picked: Path, folder: Path) -> None:
-    """Refuse, before a long sweep, a place for the picked model that cannot be written, or that holds the sweep.
-
-    :raises ValueError: as :func:`~struprune_plugin.storage.output_folder.check_output`
-    """
-    check_output(picked, picked.exists(), [folder] if folder.exists() and picked.parent != folder else [])
 
 
 def _identify(sweep: Sweep, dataset: Dataset) -> dict[str, Any]:

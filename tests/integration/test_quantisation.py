@@ -132,7 +132,7 @@ def test_widths_suit_what_follows_and_the_budget_is_met_to_one_multiple(compress
     if multiple == 32:
         modules = sum(group.kind == "ffn" for group in groups)
         told = f"ffn in multiples of 32 ({budget.rounding[0].because[0]}), {modules} modules"
-        assert told in summarize_manifest(manifest)
+        assert told in summarize_manifest(manifest, out)
     bare = manifest.model.parameters_before - manifest.model.parameters_after
     assert bare == budget.removed_parameters
 

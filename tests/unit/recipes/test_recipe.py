@@ -12,7 +12,8 @@ from helpers.models import ROOT
 
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
-from struprune_plugin.recipes.load import describe_recipe, list_recipes, load_recipe
+from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.recipes.shipped import describe_recipe, list_recipes
 
 GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
 FULL = {

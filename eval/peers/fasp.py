@@ -12,8 +12,8 @@ from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.calls import LayerCall
-from struprune_plugin.layerwise.capture import capture_streams
-from struprune_plugin.layerwise.statistics import accumulate_tokens, check_finite, make_group_sums
+from struprune_plugin.layerwise.capture import Visit, capture_streams
+from struprune_plugin.layerwise.statistics import accumulate_visit, check_finite, make_group_sums
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.linalg.second_moments import SecondMoments, select_inputs
@@ -71,7 +71,7 @@ def _gather_moments(
             call.repeat(layer, ROOM, states)
             stream = take(group)
             assert stream.output is not None
-            accumulate_tokens(sums, stream.inputs, stream.output, call.tokens, call.length, ROOM)
+            accumulate_visit(sums, Visit(stream.source, stream.inputs, stream.output, call), call.tokens, ROOM)
     check_finite(sums, group)
     moments = sums.gather()
     return select_inputs(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))

@@ -101,7 +101,7 @@ class _SizedConfig:
             raise AttributeError(name)
         if name == "text_config" and not hasattr(self.config, name):  # llm-compressor knows Llama 4 in a wrapper alone
             return self
-        value = self.told[name] if name in self.told else getattr(self.config, name)
+        value: Any = self.told[name] if name in self.told else getattr(self.config, name)
         return value.removeprefix("struprune_") if name == "model_type" else value  # of a model that was pruned before
 
 

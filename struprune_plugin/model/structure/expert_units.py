@@ -79,7 +79,7 @@ def _make_trial(placed: FFNLayout, measured: Measured, ffn: FFNLayout) -> Any:
 
 
 def _measure_expert(expert: nn.Module) -> Measured:
-    width = next(iter(list_linears(expert).values())).in_features
+    width: Any = next(iter(list_linears(expert).values())).in_features
     tokens = torch.randn(_TOKENS, width, generator=torch.Generator().manual_seed(0))
     call = Call((tokens.repeat(COPIES, 1),), {})
     inputs, outputs = record_linears(expert, call, _TOKENS)

@@ -26,6 +26,7 @@ from struprune_plugin.export.stock_config import (
     find_stock_config,
     list_sizes,
 )
+from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import grow_group
@@ -111,8 +112,10 @@ def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[i
 
 def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
     kinds = [record.kind for record in manifest.groups]
-    unit: Any = next((kind for kind in kinds if kind != "ffn"), "none")
-    groups = {group.name: group for group in find_groups(model, unit, "ffn" in kinds)}
+    unit: Any = next((kind for kind in kinds if kind not in ("ffn", "experts")), "none")
+    if "experts" in kinds:
+        take_apart(model)
+    groups = {g.name: g for g in find_groups(model, unit, "ffn" in kinds, prune_experts="experts" in kinds)}
     config = make_dense_config(model.config)
     dense = list_sizes(build_stock(model, {})[0])
     largest = max(max(size.width, size.num_key_value_heads * size.head_dim) for size in dense)
@@ -157,9 +160,9 @@ def _pad_layers(model: PreTrainedModel) -> None:
         heads = next(count for count in range(most, every + 1) if can_hold_heads(model, count))
         changes = change_heads(model, heads)
         _pad_heads(model, heads)
-    whole = [group.num_units for group in find_groups(dense, "none")] if any(size.width for size in now) else []
+    whole = [group.num_units for group in _list_ffns(dense)]
     if whole:
-        groups, widths = find_groups(model, "none"), dict[int, int]()
+        groups, widths = _list_ffns(model), dict[int, int]()
         for group, wide in zip(groups, whole, strict=True):
             widths[wide] = max(widths.get(wide, 0), group.num_units)
         _pad(model, groups, [widths[wide] for wide in whole])
@@ -168,9 +171,18 @@ def _pad_layers(model: PreTrainedModel) -> None:
     except ValueError:  # no number of the configuration says the width
         if not whole:
             raise
-        _pad(model, find_groups(model, "none"), whole)
+        _pad(model, _list_ffns(model), whole)
         config = find_stock_config(model, changes)
     adopt_stock(model, config)
+
+
+def _list_ffns(model: PreTrainedModel) -> list[UnitGroup]:
+    """Return the FFNs of a model and its experts, which are taken apart; none where it has none."""
+    structure = find_structure(model)
+    if structure.has_experts:
+        take_apart(model)
+    has_ffns = any(kind.ffns for kind in structure.kinds)
+    return find_groups(model, "none", prune_experts=True) if has_ffns or structure.has_experts else []
 
 
 def _fuse_layers(model: PreTrainedModel) -> None:

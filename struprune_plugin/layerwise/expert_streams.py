@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from llmcompressor.modeling.moe.context import get_calibrate_all_experts_flag
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall
@@ -35,17 +34,12 @@ def _read_routing(experts: Any, args: tuple[Any, ...]) -> _Routing | None:
     """Return what the arguments of a list of experts say; None where they hold no router's choice (Llama 4)."""
     if len(args) < 3:
         return None
-    hidden, chosen, weights = args[0], args[1], args[2].float()
+    chosen, weights = args[1], args[2].float()
     tokens, given = [], []
     for index in range(experts.num_experts):
         place, rows = torch.where((chosen == index).T)  # the order in which llm-compressor's experts take them
-        if get_calibrate_all_experts_flag():
-            every = weights.new_zeros(len(hidden)).index_add_(0, rows, weights[rows, place])
-            tokens.append(torch.arange(len(hidden), device=hidden.device))
-            given.append(every)
-        else:
-            tokens.append(rows)
-            given.append(weights[rows, place])
+        tokens.append(rows)
+        given.append(weights[rows, place])
     return _Routing(tokens, given, weights.square().sum(1))
 
 
@@ -78,8 +72,7 @@ def capture_experts(
     def take(call: LayerCall, wrong: Tensor | None) -> Iterator[tuple[UnitGroup, Visit]]:
         chosen = routing.pop()
         for group in groups:
-            index = int(group.consumer.removeprefix(f"{group.experts}.").partition(".")[0])
-            yield group, _make_visit(seen.pop(group.consumer), chosen, index, wrong, call)
+            yield group, _make_visit(seen.pop(group.consumer), chosen, group.expert_index, wrong, call)
 
     with ExitStack() as stack:
         if experts is not None:

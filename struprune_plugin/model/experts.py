@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from compressed_tensors.offload import disable_onloading, get_cache_init_kwargs, offload_module
 from compressed_tensors.offload.cache import OffloadCache
-from compressed_tensors.offload.module import remove_module_offload
+from compressed_tensors.utils import patch_attr
+from llmcompressor.modeling.moe import linear_experts
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from torch import Tensor, nn
@@ -71,17 +72,17 @@ def take_apart(model: nn.Module) -> None:
     """Let every expert of a model be linears of its own, where llm-compressor knows the class; the function stays."""
     for name, packed in get_non_linearized_moes(model):
         kind = LinearExperts2D.get_linear_experts_cls(type(packed))
-        with disable_onloading():
-            down = packed.down_proj
+        down = packed.down_proj
         width = down.shape[1 if kind.is_transposed else 2]
         config = _SizedConfig(getattr(packed, "config", getattr(model, "config", None)), width, down.dtype)
-        with torch.device("meta") if down.is_meta else nullcontext():
-            if hasattr(packed, "expert_dim"):  # which llm-compressor reads of Llama 4
-                packed.expert_dim = width
+        if hasattr(packed, "expert_dim"):  # which llm-compressor reads of Llama 4
+            packed.expert_dim = width
+        with ExitStack() as stack:
+            if down.is_meta:
+                stack.enter_context(torch.device("meta"))
+            if not isinstance(packed._parameters, OffloadCache):  # llm-compressor wraps what it makes in any case
+                stack.enter_context(patch_attr(linear_experts, "offload_module", lambda *_, **__: None))
             made = kind.from_experts_module(packed, config)
-        if not isinstance(packed._parameters, OffloadCache):  # llm-compressor wraps what it makes in any case
-            for module in made.modules():
-                remove_module_offload(module, onload_tensors=True)
         _remember(made, packed)
         model.set_submodule(name, made)
     for _, made in list_experts(model):
@@ -124,7 +125,10 @@ def _remember(made: Any, packed: Any) -> None:
 def _measure_slots(expert: Any, packed: Any, shapes: Mapping[str, torch.Size]) -> Slots:
     """Return where an expert's parameters lie, by letting one of numbered elements be taken apart."""
     numbered = copy.copy(packed)
-    numbered._parameters = {n: nn.Parameter(_number(shape)[None], requires_grad=False) for n, shape in shapes.items()}
+    numbered._parameters, first = {}, 0
+    for name, shape in shapes.items():
+        numbers = torch.arange(first, first + shape.numel(), dtype=torch.float64).view(1, *shape)
+        numbered._parameters[name], first = nn.Parameter(numbers, requires_grad=False), first + shape.numel()
     linears = {name: linear for name, linear in expert.named_children() if isinstance(linear, nn.Linear)}
     taken = {
         name: nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, dtype=torch.float64)
@@ -139,10 +143,6 @@ def _measure_slots(expert: Any, packed: Any, shapes: Mapping[str, torch.Size]) -
         for name, linear in taken.items()
         for part, parameter in linear.named_parameters()
     }
-
-
-def _number(shape: torch.Size) -> Tensor:
-    return torch.arange(shape.numel(), dtype=torch.float64).view(shape)
 
 
 def _read_slot(numbers: Tensor, numbered: Any) -> Slot:

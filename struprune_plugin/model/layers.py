@@ -39,17 +39,13 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
     return cast(nn.Linear, layer.get_submodule(name))
 
 
-def list_linears(layer: nn.Module, layout: LayerLayout, experts: bool = True) -> list[str]:
-    """Return the names of all linears of a layer's modules that hold units, in an order that digests of weights hang on.
-
-    :param experts: of experts, too, where they have been taken apart
-    """
-    names = layout.list_linears()
-    if layout.experts is None or not experts:
+def list_linears(layer: nn.Module, layout: LayerLayout) -> list[str]:
+    """Return the names of all linears of a layer's modules that hold units, of experts too where they have been taken apart."""
+    names, experts = layout.list_linears(), layout.experts
+    members: Any = None if experts is None else layer.get_submodule(experts.module)
+    if experts is None or not isinstance(members, nn.ModuleList):
         return names
-    members = getattr(layer.get_submodule(layout.experts.module), "num_experts", 0)
-    apart = hasattr(layer.get_submodule(layout.experts.module), "__getitem__")
-    placed = [layout.experts.place(index) for index in range(members if apart else 0)]
+    placed = [experts.place(index) for index in range(members.num_experts)]
     return [*names, *(name for expert in placed for name in (*expert.producers, expert.output))]
 
 
@@ -58,15 +54,15 @@ def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
 
     What a quantiser later in the recipe has added is not counted.
 
-    :param experts: whether experts of a mixture, taken apart, are to be pruned and so count
+    :param experts: whether experts of a mixture are to be pruned and so count
     """
-    return sum(
-        parameter.numel()
-        for layer, layout in find_layouts(model)
-        for name in list_linears(layer, layout, experts)
-        for parameter_name, parameter in layer.get_submodule(name).named_parameters(recurse=False)
-        if parameter_name in ("weight", "bias")
-    )
+    modules: list[nn.Module] = []
+    for layer, layout in find_layouts(model):
+        modules += [layer.get_submodule(name) for name in layout.list_linears()]
+        if experts and layout.experts:
+            modules += layer.get_submodule(layout.experts.module).modules()
+    named = [pair for module in modules for pair in module.named_parameters(recurse=False)]
+    return sum(parameter.numel() for name, parameter in named if name not in QUANTISER_PARAMETERS)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -14,7 +14,7 @@ from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
-from struprune_plugin.modifiers.setup import RunSetup, prepare_run
+from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.resume import keep_allocation, take_allocation
 from struprune_plugin.pruning.signals import Sensitivity
@@ -89,8 +89,9 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
-        setup = self._setup
-        assert setup is not None
+        assert self._setup is not None
+        assert self.sparsity is not None
+        setup = self._setup = drop_lost_experts(self._setup, self.sparsity, state.model)
         if done := take_allocation(self._store, "allocator"):
             plan, sensitivity = done
             assert plan is not None

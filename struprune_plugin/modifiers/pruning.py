@@ -12,12 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
-from struprune_plugin.export.convert import (
-    adopt_attention,
-    adopt_config,
-    adopt_stock,
-    wrap_save,
-)
+from struprune_plugin.export.convert import adopt_attention, adopt_config, adopt_stock, wrap_save
 from struprune_plugin.export.rehearsal import rehearse
 from struprune_plugin.export.stock_config import (
     are_layers_alike,
@@ -27,10 +22,7 @@ from struprune_plugin.export.stock_config import (
 )
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.token_digest import digest_tokens
-from struprune_plugin.model.layers import (
-    count_parameters,
-    describe_weights,
-)
+from struprune_plugin.model.layers import count_parameters, describe_weights
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
@@ -39,7 +31,7 @@ from struprune_plugin.modifiers.fields import AllocationField, StructuredModifie
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
 from struprune_plugin.modifiers.planning import Planner, plan_early
 from struprune_plugin.modifiers.replay import Replay, read_replay
-from struprune_plugin.modifiers.setup import RunSetup, prepare_run
+from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run
 from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, check_single_stage, find_allocator
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.pruning.config import UnitAllocation
@@ -151,8 +143,12 @@ class StruPruneModifier(StructuredModifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
-        setup, model = self._setup, state.model
-        assert setup is not None
+        model = state.model
+        assert self._setup is not None
+        assert self.sparsity is not None
+        setup = drop_lost_experts(self._setup, self.sparsity, model)
+        if setup is not self._setup:
+            self._setup, self._plan = setup, self._plan_early(model, setup)
         batches = list(state.data.calib)
         digest = digest_tokens(batch["input_ids"] for batch in batches)
         self._calibration = CalibrationRecord(setup.num_sequences, setup.num_tokens, digest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmcompressor.modifiers import Modifier
@@ -94,6 +94,24 @@ def prepare_run(
     if modifier.store is not None:
         open_store(modifier.store, model, loader)
     return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement)
+
+
+def drop_lost_experts(setup: RunSetup, sparsity: float, model: PreTrainedModel) -> RunSetup:
+    """Return what is known of a run once a modifier before it has removed whole experts (REAP), whose groups are gone.
+
+    :raises ValueError: the budget cannot be met by what is left
+    """
+
+    def is_there(group: UnitGroup) -> bool:
+        experts: Any = model.get_submodule(group.output_name)
+        return group.expert_index < experts.num_experts
+
+    left = [group for group in setup.groups if not group.experts or is_there(group)]
+    if len(left) == len(setup.groups):
+        return setup
+    sizes, num_prunable = measure_groups(left, setup.roundings), count_prunable_parameters(model, experts=True)
+    share = find_group_sparsity(sizes, num_prunable, sparsity)
+    return replace(setup, groups=left, sizes=sizes, num_prunable=num_prunable, share=share)
 
 
 def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier]) -> None:

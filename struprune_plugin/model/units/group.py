@@ -117,6 +117,11 @@ class UnitGroup:
     def num_columns(self) -> int:
         return self.num_units * self.columns_per_unit
 
+    @property
+    def expert_index(self) -> int:
+        """Which of its experts a group is of."""
+        return int(self.consumer.removeprefix(f"{self.experts}.").partition(".")[0])
+
     def find_row_owners(self, producer: str) -> Tensor:
         """Return the unit that every row of a producing linear belongs to, -1 where it always stays, shape [rows]."""
         owners = [self.unit.find_owners(self, part) for part in self.producers[producer]]

@@ -1,0 +1,92 @@
+"""Experts taken apart into linears, packed again, and the channels that are found in them."""
+
+import pytest
+import torch
+from compressed_tensors.offload import disable_onloading
+from torch import nn
+
+from eval.coverage import make_config
+from struprune_plugin.model.experts import list_experts, list_packed_shapes, pack_experts, take_apart
+from struprune_plugin.model.layers import count_prunable_parameters, find_linear
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.model.surgery import slice_group
+from struprune_plugin.model.units import find_groups
+
+LAYOUTS = {
+    "mixtral": "gate and up one after the other",
+    "gpt_oss": "columns first, gate and up alternate, biases",
+    "llama4_text": "columns first, every expert takes every token",
+    "nemotron_h": "no gate",
+}
+
+
+def build(model_type):
+    model = build_tiny(make_config(model_type, 4))
+    return model, draw_tokens(model.config, 2, 12)
+
+
+def run(model, tokens):
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+def list_bytes(model):
+    with disable_onloading():
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_taken_apart_and_packed_again_they_are_the_same(model_type):
+    model, tokens = build(model_type)
+    before, wanted = list_bytes(model), run(model, tokens)
+    take_apart(model)
+    assert any(list_experts(model))
+    torch.testing.assert_close(run(model, tokens), wanted, rtol=1e-5, atol=1e-5)
+    pack_experts(model)
+    assert not any(list_experts(model))
+    after = list_bytes(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(run(model, tokens), wanted)
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_cut_experts_are_packed_at_their_width_and_taken_apart_again(model_type):
+    model, tokens = build(model_type)
+    take_apart(model)
+    groups = [group for group in find_groups(model, "none", prune_experts=True) if group.experts]
+    for group in groups:
+        layer = model.get_submodule(group.layer_name)
+        linear = find_linear(layer, group.consumer)
+        keep = torch.arange(0, 16)
+        bias = torch.zeros(linear.out_features, 1) if linear.bias is None else linear.bias[:, None]
+        slice_group(layer, group, keep, torch.cat([linear.weight[:, keep], bias], 1).double())
+    wanted, shapes = run(model, tokens), list_packed_shapes(model)
+    pack_experts(model)
+    found = {name: tuple(tensor.shape) for name, tensor in list_bytes(model).items()}
+    assert shapes.items() <= found.items()
+    assert all(16 in shape or 32 in shape for name, shape in shapes.items() if "down_proj_bias" not in name)
+    torch.testing.assert_close(run(model, tokens), wanted, rtol=1e-5, atol=1e-5)
+    take_apart(model)
+    torch.testing.assert_close(run(model, tokens), wanted, rtol=1e-5, atol=1e-5)
+    again = [group for group in find_groups(model, "none", prune_experts=True) if group.experts]
+    assert {group.num_units for group in again} == {16}
+
+
+def test_channels_are_found_with_how_their_sum_joins_the_stream():
+    for model_type, direct in (("mixtral", True), ("llama4_text", False)):
+        model, _ = build(model_type)
+        experts = next(kind.experts for kind in find_structure(model).kinds if kind.experts)
+        assert experts.expert.output == "down_proj"
+        assert list(experts.expert.producers) == ["gate_proj", "up_proj"]
+        assert experts.join.is_direct is direct
+
+
+def test_parameters_of_experts_count_where_they_are_to_be_pruned():
+    model, _ = build("mixtral")
+    dense = count_prunable_parameters(model)
+    take_apart(model)
+    assert count_prunable_parameters(model) == dense
+    linears = [m for _, experts in list_experts(model) for m in experts.modules() if isinstance(m, nn.Linear)]
+    assert count_prunable_parameters(model, experts=True) == dense + sum(m.weight.numel() for m in linears)

@@ -42,10 +42,10 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
 def list_linears(layer: nn.Module, layout: LayerLayout) -> list[str]:
     """Return the names of all linears of a layer's modules that hold units, of experts too where they have been taken apart."""
     names, experts = layout.list_linears(), layout.experts
-    members: Any = None if experts is None else layer.get_submodule(experts.module)
+    members = None if experts is None else layer.get_submodule(experts.module)
     if experts is None or not isinstance(members, nn.ModuleList):
         return names
-    placed = [experts.place(index) for index in range(members.num_experts)]
+    placed = [experts.place(index) for index in range(cast(int, members.num_experts))]
     return [*names, *(name for expert in placed for name in (*expert.producers, expert.output))]
 
 

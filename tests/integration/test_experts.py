@@ -1,0 +1,160 @@
+"""Experts of mixtures, from a folder to a folder: types that differ, widths, few tokens, quantisers, resume."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.models import run_oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval import coverage
+from eval.coverage import make_config, run_type
+from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+
+TYPES = {  # gpt_oss, deepseek_v3, nemotron_h and qwen3_moe pass the same stages elsewhere
+    "mixtral": "the plain kind",
+    "olmoe": "norms across heads",
+    "qwen2_moe": "a shared expert of another width, gated",
+    "qwen3_5_moe_text": "linear attention beside",
+    "glm4_moe": "a dense layer first, a shared expert",
+    "minimax_m2": "a bias of the choice",
+    "granitemoe": "factors on every output",
+    "llama4_text": "every expert takes every token",
+    "ernie4_5_moe": "layers of both kinds",
+    "phimoe": "a router of its own",
+    "gemma4_text": "norms behind, a dense FFN beside",
+    "jamba": "layers of a state space between",
+}
+LAYERS = {"jamba": 8}
+SMALL = {"rule": "error_curve", "trial_samples": 0}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_experts_of_types_that_differ_pass_every_stage(model_type, monkeypatch):
+    mixture = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+    monkeypatch.setitem(coverage.OPEN, "gemma4_text", mixture)
+    row = run_type(model_type, LAYERS.get(model_type, 4))
+    assert row["verdict"] == "pruned", row
+    assert "experts" in row["units (layers)"]
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """A folder of a tiny Mixtral, and calibration data."""
+    model = build_tiny(make_config("mixtral", 2))
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    ids = draw_tokens(model.config, 32, 32, seed=1)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    return tmp_path / "dense", data, ids[:2]
+
+
+def prune(mixture, out, **fields):
+    folder, data, _ = mixture
+    fields = {"sparsity": 0.3, "allocation": SMALL} | fields
+    return run_oneshot(str(folder), dataset=data, output_dir=str(out), num_calibration_samples=32, **fields).eval()
+
+
+def list_widths(out):
+    layers = {}
+    for group in read_manifest(out).groups:
+        if group.kind == "experts":
+            layers.setdefault(group.layer, set()).add(group.kept)
+    return layers
+
+
+def test_widths_are_one_for_the_model_or_one_per_layer(mixture, tmp_path):
+    prune(mixture, tmp_path / "same")
+    widths = list_widths(tmp_path / "same")
+    assert len(set.union(*widths.values())) == 1
+    prune(mixture, tmp_path / "layers", experts={"widths": "per_layer"}, importance="obs", width_multiple=1)
+    widths = list_widths(tmp_path / "layers")
+    assert all(len(kept) == 1 and kept.pop() % 8 == 0 for kept in widths.values())
+
+
+def test_a_layer_s_own_width_is_saved_and_padded(mixture, tmp_path):
+    fields = {"attention_unit": "none", "experts": {"widths": "per_layer"}, "ignore": ["re:.*layers\\.0\\..*"]}
+    pruned = prune(mixture, tmp_path / "out", **fields)
+    shapes = [layer.mlp.experts.down_proj.shape[-1] for layer in pruned.model.layers]
+    assert shapes[1] < shapes[0] == 112
+    tokens = mixture[2]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(again(tokens).logits, pruned(tokens).logits, rtol=0, atol=2e-5)
+    (tmp_path / "padded").mkdir()
+    convert_folder(tmp_path / "out", "uniform-padded", tmp_path / "padded")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "padded", trust_remote_code=False).eval()
+    assert type(stock).__name__ == "MixtralForCausalLM"
+    torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_alone_load_by_one_number_of_the_configuration(mixture, tmp_path):
+    prune(mixture, tmp_path / "out", attention_unit="none", output="uniform", allocation="uniform")
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (mixture[0], tmp_path / "out"))
+    changed = {name for name in before if before[name] != after.get(name)}
+    assert changed == {"intermediate_size"}
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(mixture[0] / "model.safetensors").keys()
+    )
+
+
+def test_an_expert_that_saw_too_few_tokens_is_scaled_and_the_manifest_says_so(mixture, tmp_path):
+    folder, data, _ = mixture
+    run_oneshot(
+        *(str(folder),),
+        dataset=data.select(range(5)),  # 160 tokens, two of four experts each: fewer than 112 for some expert
+        output_dir=str(tmp_path / "few"),
+        num_calibration_samples=5,
+        sparsity=0.3,
+        allocation=SMALL,
+    )
+    prune(mixture, tmp_path / "enough")
+    few, enough = (
+        [g for g in read_manifest(tmp_path / name).groups if g.kind == "experts"] for name in ("few", "enough")
+    )
+    assert any(group.scale is not None for group in few)
+    assert all(0.5 <= group.scale <= 2 and group.condition_number is None for group in few if group.scale is not None)
+    assert all(group.scale is None and group.error_after < group.error_before for group in enough)
+
+
+def test_what_remains_is_solved_better_than_deleted(mixture, tmp_path):
+    fields = {"attention_unit": "none", "sensitivity": "none", "reconstruct": "local"}
+    groups = {}
+    for update in ("least_squares", "none"):
+        prune(mixture, tmp_path / update, weight_update=update, **fields)
+        groups[update] = read_manifest(tmp_path / update).groups
+    solved, deleted = (sum(g.error_after * g.target_energy for g in groups[name]) for name in ("least_squares", "none"))
+    assert solved < 0.95 * deleted
+
+
+def test_experts_stay_whole_where_the_recipe_says_so(mixture, tmp_path):
+    pruned = prune(mixture, tmp_path / "out", experts="none", sparsity=0.1)
+    assert all(layer.mlp.experts.down_proj.shape[-1] == 112 for layer in pruned.model.layers)
+    assert not list_widths(tmp_path / "out")
+
+
+def test_a_quantiser_may_follow(tmp_path):
+    model = build_tiny(make_config("qwen3_moe", 2))
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    ids = draw_tokens(model.config, 16, 32, seed=1)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 4}
+    quantiser = QuantizationModifier(
+        config_groups={"experts": {"targets": ["re:.*experts\\.\\d+\\..*proj$"], "weights": weights}}
+    )
+    recipe = [StruPruneModifier(sparsity=0.3, attention_unit="none", output="uniform"), quantiser]
+    options = {"dataset": data, "num_calibration_samples": 16, "output_dir": str(tmp_path / "out")}
+    quantised = run_oneshot(str(tmp_path / "dense"), recipe=recipe, **options)
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"]
+    assert kept < 52
+    assert kept % 4 == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["model.layers.0.mlp.experts.0.down_proj.weight_shape"].tolist() == [96, kept]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(again(ids[:2]).logits, quantised(ids[:2]).logits, rtol=1e-4, atol=1e-4)

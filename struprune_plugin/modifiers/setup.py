@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import check_sliceable
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.checks import (
@@ -121,6 +122,11 @@ def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: 
     """
     check_cache_quantisation(model.config, later, modifier.attention_unit == "head")
     modifier.importance.check(model, modifier.attention_unit, modifier.prune_ffn)
+    if modifier.experts is not None and not modifier.importance.takes_experts and find_structure(model).has_experts:
+        raise ValueError(
+            f"experts must be none for importance: {modifier.importance.method}, which is not defined for experts of a mixture, got "
+            "channels. Set experts: none, or another importance."
+        )
     if not modifier.only_plans:
         modifier.weight_update.check(model, modifier.attention_unit, modifier.prune_ffn)
     modifier.allocation.check(modifier.importance.method)

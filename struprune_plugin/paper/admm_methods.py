@@ -60,6 +60,7 @@ class ClosedForm(ADMMSettings, Importance):
 
     keeps_budget: ClassVar[bool] = False
     aims: ClassVar[bool] = True
+    takes_experts: ClassVar[bool] = False
     method: Literal["closed_form"] = "closed_form"
     max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
     as_printed: bool = False

@@ -138,6 +138,12 @@ def test_experts_stay_whole_where_the_recipe_says_so(mixture, tmp_path):
     assert not list_widths(tmp_path / "out")
 
 
+def test_an_importance_that_is_not_defined_for_experts_is_refused(mixture, tmp_path):
+    with pytest.raises(ValueError, match="experts must be none for importance: closed_form"):
+        prune(mixture, tmp_path / "out", importance="closed_form", allocation="uniform", attention_unit="none")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_quantiser_may_follow(tmp_path):
     model = build_tiny(make_config("qwen3_moe", 2))
     model.save_pretrained(tmp_path / "dense")

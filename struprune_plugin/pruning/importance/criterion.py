@@ -52,12 +52,14 @@ class Importance(Config):
     :cvar gradients: whether it needs :attr:`Sensitivity.saliency`, which :meth:`measure` finds
     :cvar keeps_budget: whether it works under a memory budget
     :cvar aims: whether scores depend on the sparsity that is asked for
+    :cvar takes_experts: whether it ranks channels of experts
     """
 
     eliminates: ClassVar[bool] = False
     gradients: ClassVar[bool] = False
     keeps_budget: ClassVar[bool] = True
     aims: ClassVar[bool] = False
+    takes_experts: ClassVar[bool] = True
     method: str
 
     def rank(self, ranking: Ranking, num_remove: int) -> Order:

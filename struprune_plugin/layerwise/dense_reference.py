@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.capture import Stream, capture_streams
+from struprune_plugin.layerwise.expert_streams import capture_sum
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 
@@ -50,13 +51,18 @@ class DenseReference:
         """Whether the dense and the pruned path are still one: in the first layer."""
         return self.target.is_dense and not self._inputs
 
-    def run(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
-        """Run the still dense layer on the next batch of dense hidden states, where there is a path of its own."""
+    def run(self, layer: nn.Module, groups: Sequence[UnitGroup], experts: UnitGroup | None, call: LayerCall) -> None:
+        """Run the still dense layer on the next batch of dense hidden states, where there is a path of its own.
+
+        :param groups: without those of experts
+        :param experts: one of these; None without any
+        """
         if not self._inputs:
             return
-        with capture_streams(layer, groups) as take:
+        with capture_streams(layer, groups) as take, capture_sum(layer, experts) as take_sum:
             output = call.run(layer, self._context, self._inputs[len(self._outputs)])
             self.keep(groups, {group.name: take(group) for group in groups}, output)
+            self.keep_sum(experts, take_sum)
 
     def keep(self, groups: Sequence[UnitGroup], streams: Mapping[str, Stream], output: States) -> None:
         """Keep what a dense forward pass showed of the targets, and its output, on the host."""
@@ -84,18 +90,32 @@ class DenseReference:
         target = self._context.to_device(stored[index], stream.inputs.device)
         return target - _read_residual(group, stream) if self._is_residual(group) else target
 
-    def find_error(self, group: UnitGroup, hidden: Tensor, index: int) -> Tensor | None:
-        """Return what experts are to add to their sum beside what they give, so that the layer's output is the dense one's.
+    def keep_sum(self, group: UnitGroup | None, take: Callable[[], Tensor]) -> None:
+        """Keep, on the host, the stream behind experts that a dense forward pass showed, where they are to repair it.
+
+        :param group: of one of the experts; None without any
+        :param take: as :func:`~struprune_plugin.layerwise.expert_streams.capture_sum` gives it
+        """
+        if self.repairs(group):
+            assert group is not None
+            self._targets.setdefault(group.output_name, []).append(self._context.park(take()))
+
+    def repairs(self, group: UnitGroup | None) -> bool:
+        """Tell whether experts are to repair what the layer inherits."""
+        return group is not None and self.target.is_dense and self._is_residual(group)
+
+    def find_error(self, group: UnitGroup, take: Callable[[], Tensor], index: int) -> Tensor | None:
+        """Return what experts are to add to their sum beside what they give, so that the stream behind it is the dense one.
 
         :param group: of one of the experts
-        :param hidden: the layer's output as it now is, shape [sequences, tokens, d]
+        :param take: gives that stream as it now is
         :param index: of the batch; -1 for the one that came last
         :return: shape [tokens, d], float32; None where they are to give what they do now
         """
-        if not (self.target.is_dense and self._is_residual(group)):
+        if not self.repairs(group):
             return None
-        dense = self._context.to_device(self._outputs[index].hidden, hidden.device)
-        return ((dense.float() - hidden.float()) / group.join.scale).flatten(0, -2)
+        now = take()
+        return self._context.to_device(self._targets[group.output_name][index], now.device) - now
 
     def finish_layer(self) -> None:
         """Forget the layer; its outputs become the next layer's inputs."""

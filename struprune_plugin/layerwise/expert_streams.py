@@ -85,6 +85,34 @@ def capture_experts(
         yield take
 
 
+@contextmanager
+def capture_sum(layer: nn.Module, group: UnitGroup | None) -> Iterator[Callable[[], Tensor]]:
+    """Watch where the sum of experts joins the residual stream; the function given returns, once, the stream behind it.
+
+    In units of the sum, shape [tokens, d], float32: added up there, for a layer's own output is rounded to its dtype, which hides
+    small errors where some channels of the stream are large.
+
+    :param group: of one of the experts; None for none
+    """
+    seen: dict[str, Tensor] = {}
+
+    def see(name: str, output: Any) -> None:
+        part = output[0] if isinstance(output, tuple) else output
+        seen[name] = part.detach().float().reshape(-1, part.shape[-1])
+
+    def take() -> Tensor:
+        assert group is not None
+        return seen.pop("residual") / group.join.scale + seen.pop("sum")
+
+    with ExitStack() as stack:
+        if group is not None and group.join.is_direct:
+            residual, block = (layer.get_submodule(name) for name in (group.join.residual, group.join.block))
+            hook = lambda _module, args, kwargs: see("residual", args or kwargs["hidden_states"])  # noqa: E731
+            stack.callback(residual.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(lambda _module, _args, output: see("sum", output)).remove)
+        yield take
+
+
 def _make_visit(
     seen: tuple[Tensor, Tensor, Tensor], routing: _Routing | None, index: int, wrong: Tensor | None, call: LayerCall
 ) -> Visit:

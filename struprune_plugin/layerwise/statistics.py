@@ -18,7 +18,7 @@ from struprune_plugin.layerwise.capture import (
     skip_linears,
 )
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
-from struprune_plugin.layerwise.expert_streams import capture_experts
+from struprune_plugin.layerwise.expert_streams import capture_experts, capture_sum
 from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, add_moments, select_inputs
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import read_consumer
@@ -156,26 +156,30 @@ class LayerStatistics:
         counted = groups if self._all_groups else self._list_together(groups[0]) if groups else groups
         experts = [group for group in counted if group.experts]
         is_dense = self.dense.is_pruned_path
-        self.dense.run(layer, plain, call)
+        one = next((group for group in groups if group.experts), None)
+        self.dense.run(layer, plain, one, call)
         watched = plain if is_dense else [group for group in counted if not group.experts]
         skips = self._propagates and not is_dense and not any(group.join.parallel for group in watched)
         later = [group for group in groups if group not in counted] if skips else []
         with (
             capture_streams(layer, watched) as take,
             capture_experts(layer, experts) as take_experts,
+            capture_sum(layer, one if is_dense or experts else None) as take_sum,
             skip_linears(layer, [] if experts else later),
         ):
             output = call.run(layer, self.context)
         streams = {group.name: take(group) for group in watched}
         if is_dense:
             self.dense.keep(plain, streams, output)
+            self.dense.keep_sum(one, take_sum)
         for group in counted:
             if not group.experts:
                 stream = streams[group.name]
                 target = self.dense.find_target(group, stream, -1)
                 self._moments.add(layer, group, Visit(stream.source, stream.inputs, target, call))
         if experts:
-            self._count_experts(layer, take_experts(call, self.dense.find_error(experts[0], output.hidden, -1)))
+            wrong = None if is_dense else self.dense.find_error(experts[0], take_sum, -1)
+            self._count_experts(layer, take_experts(call, wrong))
         return output
 
     def _list_together(self, group: UnitGroup) -> list[UnitGroup]:
@@ -198,10 +202,10 @@ class LayerStatistics:
 
     def _visit_experts(self, layer: nn.Module, groups: Sequence[UnitGroup], progress: str) -> None:
         """Run the layer, as it now is, on every recorded batch of the pruned path, and count what the experts show."""
-        with capture_experts(layer, groups) as take:
+        with capture_experts(layer, groups) as take, capture_sum(layer, groups[0]) as take_sum:
             for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
-                hidden = call.repeat(layer, self.context)
-                self._count_experts(layer, take(call, self.dense.find_error(groups[0], hidden, index)))
+                call.repeat(layer, self.context)
+                self._count_experts(layer, take(call, self.dense.find_error(groups[0], take_sum, index)))
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the layer, as it now is, on every recorded batch of the pruned path."""

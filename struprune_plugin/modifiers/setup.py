@@ -124,7 +124,7 @@ def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: 
     modifier.importance.check(model, modifier.attention_unit, modifier.prune_ffn)
     if modifier.experts is not None and not modifier.importance.takes_experts and find_structure(model).has_experts:
         raise ValueError(
-            f"experts must be none for importance: {modifier.importance.method}, which is not defined for experts of a mixture, got "
+            f"experts must be none for importance: {modifier.importance.method}, which is not defined for a mixture's experts, got "
             "channels. Set experts: none, or another importance."
         )
     if not modifier.only_plans:

@@ -48,6 +48,9 @@ def list_layer_units(model: nn.Module) -> list[LayerUnits]:
             units[layout.attention.output] = f"{count} value heads of {width} channels{heads}"
         for ffn in layout.ffns:
             units[ffn.output] = f"{find_linear(layer, ffn.output).in_features:,} FFN channels"
+        if layout.experts is not None:
+            experts: Any = layer.get_submodule(layout.experts.module)
+            units[layout.experts.module] = f"channels of {experts.num_experts} experts"
         alike = next((kind for kind in found if (kind.units, kind.whole) == (units, layout.left)), None)
         if alike is None:
             found.append(LayerUnits([index], units, dict(layout.left)))
@@ -66,9 +69,11 @@ def _format_positions(positions: Sequence[int]) -> str:
 
 
 def can_probe(shapes: Shapes) -> bool:
-    """Tell whether a few layers of a model stand for all: those of one kind, in a configuration that is the decoder's alone."""
+    """Tell whether a few layers of a model stand for all: those of one kind, without experts, in a configuration that is the
+    decoder's alone."""
     layouts = [layout for _, layout in find_layouts(shapes.model)]
-    return shapes.config.get_text_config(decoder=True) is shapes.config and all(one == layouts[0] for one in layouts)
+    alike = all(one == layouts[0] for one in layouts) and layouts[0].experts is None
+    return shapes.config.get_text_config(decoder=True) is shapes.config and alike
 
 
 def list_engines(modifiers: Sequence[Modifier]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from struprune_plugin.model.experts import list_experts, take_apart
 from struprune_plugin.model.structure.couplings import COPIES, Call, list_linears, measure_couplings, record_linears
+from struprune_plugin.model.structure.joins import match_streams, record_streams
 from struprune_plugin.model.structure.layout import ExpertsLayout, FFNLayout, Join, LayerLayout
 from struprune_plugin.model.structure.trial_removal import find_flaw, make_trial
 from struprune_plugin.model.structure.units import Measured, read_units
@@ -23,11 +24,13 @@ def find_experts(
     model: nn.Module,
     kinds: Sequence[tuple[Sequence[nn.Module], Call]],
     layouts: Sequence[LayerLayout],
+    length: int,
     run: Callable[[], Tensor],
 ) -> list[LayerLayout]:
     """Return the layouts of kinds of layers with their experts; the experts of the tiny model are taken apart.
 
     :param kinds: all layers of a kind, and a call of the first
+    :param length: tokens of its sequence
     :param run: gives the model's logits
     """
     wanted = run()
@@ -42,7 +45,7 @@ def find_experts(
             lists = list(list_experts(layers[0]))
             if lists and not error <= 1e-5:
                 raise ValueError(f"taken apart they give something else, by {error:.0e} of the largest logit")
-            found.append(replace(layout, experts=_find_units(layers, call, lists[0], run)) if lists else layout)
+            found.append(replace(layout, experts=_find_units(layers, call, length, lists[0], run)) if lists else layout)
         except ValueError as problem:
             found.append(replace(layout, left={**layout.left, lists[0][0]: str(problem)}))
     return found
@@ -53,7 +56,7 @@ def _explain(problem: Exception) -> str:
 
 
 def _find_units(
-    layers: Sequence[nn.Module], call: Call, experts: tuple[str, Any], run: Callable[[], Tensor]
+    layers: Sequence[nn.Module], call: Call, length: int, experts: tuple[str, Any], run: Callable[[], Tensor]
 ) -> ExpertsLayout:
     """Return the channels of a kind's experts.
 
@@ -64,7 +67,7 @@ def _find_units(
     ffns = read_units(measured).ffns
     if len(ffns) != 1:
         raise ValueError("an expert has no channels that can go alone")
-    layout = ExpertsLayout(name, ffns[0], _find_join(layers[0], call, name))
+    layout = ExpertsLayout(name, ffns[0], _find_join(layers[0], call, name, length))
     for index in range(members.num_experts):
         if flaw := find_flaw(layers, _make_trial(layout.place(index), measured, ffns[0]), run):
             raise ValueError(flaw)
@@ -86,7 +89,7 @@ def _measure_expert(expert: nn.Module) -> Measured:
     return Measured(expert, inputs, outputs, measure_couplings(expert, call, inputs, outputs))
 
 
-def _find_join(layer: nn.Module, call: Call, name: str) -> Join:
+def _find_join(layer: nn.Module, call: Call, name: str, length: int) -> Join:
     """Return how the experts' sum meets the residual stream: whether noise added to it comes out of the layer, times a factor."""
     noise: list[Tensor] = []
 
@@ -105,8 +108,27 @@ def _find_join(layer: nn.Module, call: Call, name: str) -> Join:
         return Join()
     added = noise[0].reshape(change.shape)
     scale = float((added * change).sum() / added.square().sum())
-    is_direct = bool(scale) and float((change - scale * added).norm()) < _EXACT * float(change.norm())
-    return Join(scale=1.0 if abs(scale - 1) < _EXACT else scale, is_direct=True) if is_direct else Join()
+    if not scale or float((change - scale * added).norm()) >= _EXACT * float(change.norm()):
+        return Join()
+    return _find_block(layer, call, name, length)
+
+
+def _find_block(layer: nn.Module, call: Call, name: str, length: int) -> Join:
+    """Return the module around experts whose output, times a factor, makes the layer's output of some stream in it."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        block = ".".join(parts[:end])
+        outputs: list[Tensor] = []
+        handle = layer.get_submodule(block).register_forward_hook(lambda _m, _a, out: outputs.append(_first(out)))  # noqa: B023
+        try:
+            streams, last = record_streams(layer, call, length)
+        finally:
+            handle.remove()
+        if outputs[0].numel() == COPIES * last.numel():
+            match = match_streams(streams, [last], outputs[0].reshape(COPIES, *last.shape)[0])
+            if match:
+                return Join(match[0], scale=match[1], is_direct=True, block=block)
+    return Join()
 
 
 def _first(output: Any) -> Tensor:

@@ -131,7 +131,7 @@ def measure_structure(model: Any) -> Structure:
         proved = _prove(own, measured, [layers[index] for index in alike], run)
         layouts.append(_describe_joins(proved, measured, calls[alike[0]]))
     layouts = find_experts(
-        model, [([layers[i] for i in alike], calls[alike[0]]) for alike in kinds.values()], layouts, run
+        model, [([layers[i] for i in alike], calls[alike[0]]) for alike in kinds.values()], layouts, TOKENS, run
     )
     kind_of = {index: kind for kind, alike in enumerate(kinds.values()) for index in alike}
     return Structure(path, tuple(layouts), tuple(kind_of[index] for index in range(len(layers))))

@@ -27,7 +27,7 @@ def find_joins(
     :param outputs: of the layer's linears in this call
     :param consumers: in the order in which they compute
     """
-    streams, last = _record_streams(layer, call, len(next(iter(outputs.values()))))
+    streams, last = record_streams(layer, call, len(next(iter(outputs.values()))))
     later = [*streams.values(), last]
     found: dict[str, Join] = {}
     for place, consumer in enumerate(consumers):
@@ -36,7 +36,7 @@ def find_joins(
             if other and outputs[other].shape != outputs[consumer].shape:
                 continue
             added = outputs[consumer] + (outputs[other] if other else 0)
-            match = _match(streams, later, added)
+            match = match_streams(streams, later, added)
             if match:
                 parallel = other if other in consumers[:place] else ""
                 found[consumer] = Join(match[0], parallel, match[1], is_direct=True)
@@ -44,7 +44,7 @@ def find_joins(
     return found
 
 
-def _match(streams: Mapping[str, Tensor], later: Sequence[Tensor], added: Tensor) -> tuple[str, float] | None:
+def match_streams(streams: Mapping[str, Tensor], later: Sequence[Tensor], added: Tensor) -> tuple[str, float] | None:
     """Return the stream to which something is added, and the factor."""
     energy = max(float(added.square().sum()), 1e-30)
     for name, residual in streams.items():
@@ -58,7 +58,7 @@ def _match(streams: Mapping[str, Tensor], later: Sequence[Tensor], added: Tensor
     return None
 
 
-def _record_streams(layer: nn.Module, call: Call, length: int) -> tuple[dict[str, Tensor], Tensor]:
+def record_streams(layer: nn.Module, call: Call, length: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return the inputs of a layer's submodules, its own apart where a submodule has the same, and its output."""
     inputs: dict[str, Tensor] = {}
     results: list[Any] = []

@@ -19,12 +19,14 @@ class Join:
     :param parallel: linear computed earlier whose output is added to the same residual stream; empty where there is none
     :param scale: factor on the output, and on the parallel one's, when it is added
     :param is_direct: whether the output is added as it is; else something nonlinear stands between, a norm for instance
+    :param block: of experts: the module whose output, which holds their sum, is what is added
     """
 
     residual: str = ""
     parallel: str = ""
     scale: float = 1.0
     is_direct: bool = False
+    block: str = ""
 
 
 @dataclass(frozen=True)

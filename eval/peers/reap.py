@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from eval.peers import PeerResult
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint
-from struprune_plugin.layerwise.expert_streams import capture_experts
+from struprune_plugin.layerwise.expert_streams import capture_experts, capture_sum
 from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.layerwise.statistics import LayerStatistics, MomentGatherer
 from struprune_plugin.model.experts import take_apart
@@ -66,7 +66,7 @@ def prune_reap_and_solve(folder: str, windows: Tensor, share: float) -> PeerResu
     dropper = ExpertDropper(config, *nothing, DeviceContext(), model, groups, retained)
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in windows.split(_BATCH)]
     with torch.no_grad(), calibrating(model):
-        prune_layers(model, batches, [], dropper)
+        prune_layers(model, batches, groups, dropper)
     return PeerResult(model, _measure_removed(folder, model), time.perf_counter() - start)
 
 
@@ -104,10 +104,10 @@ class ExpertDropper(LayerPruner):
         :param groups: those of as many experts, which are all of one size and named by their number
         """
         gatherer = MomentGatherer(self.context, hold_out=self.config.chooses_dampening)
-        with capture_experts(layer, groups) as take:
+        with capture_experts(layer, groups) as take, capture_sum(layer, groups[0]) as take_sum:
             for index, call in enumerate(statistics.calls):
-                hidden = call.repeat(layer, self.context)
-                for group, visit in take(call, statistics.dense.find_error(groups[0], hidden, index)):
+                call.repeat(layer, self.context)
+                for group, visit in take(call, statistics.dense.find_error(groups[0], take_sum, index)):
                     gatherer.add(layer, group, visit)
         for group in groups:
             module = ModuleView(layer, group, statistics)

@@ -107,7 +107,7 @@ class ExpertDropper(LayerPruner):
         with capture_experts(layer, groups) as take, capture_sum(layer, groups[0]) as take_sum:
             for index, call in enumerate(statistics.calls):
                 call.repeat(layer, self.context)
-                for group, visit in take(call, statistics.dense.find_error(groups[0], take_sum, index)):
+                for group, visit in take(call, statistics.dense.find_repair(groups[0], take_sum, index)):
                     gatherer.add(layer, group, visit)
         for group in groups:
             module = ModuleView(layer, group, statistics)

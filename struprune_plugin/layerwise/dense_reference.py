@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.capture import Stream, capture_streams
-from struprune_plugin.layerwise.expert_streams import capture_sum
+from struprune_plugin.layerwise.expert_streams import Repair, capture_sum
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 
@@ -104,18 +104,18 @@ class DenseReference:
         """Tell whether experts are to repair what the layer inherits."""
         return group is not None and self.target.is_dense and self._is_residual(group)
 
-    def find_error(self, group: UnitGroup, take: Callable[[], Tensor], index: int) -> Tensor | None:
+    def find_repair(self, group: UnitGroup, take: Callable[[], Tensor], index: int) -> Repair | None:
         """Return what experts are to add to their sum beside what they give, so that the stream behind it is the dense one.
 
         :param group: of one of the experts
         :param take: gives that stream as it now is
         :param index: of the batch; -1 for the one that came last
-        :return: shape [tokens, d], float32; None where they are to give what they do now
+        :return: None where they are to give what they do now
         """
         if not self.repairs(group):
             return None
         now = take()
-        return self._context.to_device(self._targets[group.output_name][index], now.device) - now
+        return Repair.of(self._context.to_device(self._targets[group.output_name][index], now.device), now)
 
     def finish_layer(self) -> None:
         """Forget the layer; its outputs become the next layer's inputs."""

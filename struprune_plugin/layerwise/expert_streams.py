@@ -43,14 +43,37 @@ def _read_routing(experts: Any, args: tuple[Any, ...]) -> _Routing | None:
     return _Routing(tokens, given, weights.square().sum(1))
 
 
+@dataclass(frozen=True)
+class Repair:
+    """What the experts of a layer are to make up.
+
+    :param error: what is to be added to their sum, shape [tokens, d], float32
+    :param factors: that a token's error is multiplied by, shape [tokens], float32
+    """
+
+    error: Tensor
+    factors: Tensor
+
+    @classmethod
+    def of(cls, wanted: Tensor, now: Tensor) -> Repair:
+        """Return the way from one stream to another; a token counts by the inverse of the stream's size, which norms take out.
+
+        The first token of a text may hold nine tenths of the energy.
+
+        :param wanted: of the dense model, shape [tokens, d], float32
+        :param now: the same as it is
+        """
+        return cls(wanted - now, now.square().mean(1).clamp(min=1e-12).rsqrt())
+
+
 @contextmanager
 def capture_experts(
     layer: nn.Module, groups: Sequence[UnitGroup]
-) -> Iterator[Callable[[LayerCall, Tensor | None], Iterator[tuple[UnitGroup, Visit]]]]:
+) -> Iterator[Callable[[LayerCall, Repair | None], Iterator[tuple[UnitGroup, Visit]]]]:
     """Watch the experts of a decoder layer; the function given returns, once, what the last forward pass showed of every group.
 
-    It takes the call and the error that the experts are to repair, which is split among those of a token so that they change
-    least: that with weight g by ``g r / sum g^2``. Shape [tokens, d], float32; None where there is none.
+    It takes the call and what the experts are to repair, None where there is nothing; an error r is split among those of a token
+    so that they change least: that with weight g by ``g r / sum g^2``.
 
     :param groups: of one list of experts
     """
@@ -69,10 +92,10 @@ def capture_experts(
 
         return hook
 
-    def take(call: LayerCall, wrong: Tensor | None) -> Iterator[tuple[UnitGroup, Visit]]:
+    def take(call: LayerCall, repair: Repair | None) -> Iterator[tuple[UnitGroup, Visit]]:
         chosen = routing.pop()
         for group in groups:
-            yield group, _make_visit(seen.pop(group.consumer), chosen, group.expert_index, wrong, call)
+            yield group, _make_visit(seen.pop(group.consumer), chosen, group.expert_index, repair, call)
 
     with ExitStack() as stack:
         if experts is not None:
@@ -87,7 +110,7 @@ def capture_experts(
 
 @contextmanager
 def capture_sum(layer: nn.Module, group: UnitGroup | None) -> Iterator[Callable[[], Tensor]]:
-    """Watch where the sum of experts joins the residual stream; the function given returns, once, the stream behind it.
+    """Watch where the sum of experts joins the residual stream; the function given returns the stream behind it in the last pass.
 
     In units of the sum, shape [tokens, d], float32: added up there, for a layer's own output is rounded to its dtype, which hides
     small errors where some channels of the stream are large.
@@ -102,7 +125,7 @@ def capture_sum(layer: nn.Module, group: UnitGroup | None) -> Iterator[Callable[
 
     def take() -> Tensor:
         assert group is not None
-        return seen.pop("residual") / group.join.scale + seen.pop("sum")
+        return seen["residual"] / group.join.scale + seen["sum"]
 
     with ExitStack() as stack:
         if group is not None and group.join.is_direct:
@@ -114,7 +137,7 @@ def capture_sum(layer: nn.Module, group: UnitGroup | None) -> Iterator[Callable[
 
 
 def _make_visit(
-    seen: tuple[Tensor, Tensor, Tensor], routing: _Routing | None, index: int, wrong: Tensor | None, call: LayerCall
+    seen: tuple[Tensor, Tensor, Tensor], routing: _Routing | None, index: int, repair: Repair | None, call: LayerCall
 ) -> Visit:
     """Return one expert's visit, its tokens in their order; those of weight 0 are left out."""
     source, inputs, output = seen
@@ -125,7 +148,8 @@ def _make_visit(
     order = tokens.argsort(stable=True)
     order = order[weights[order] != 0]
     tokens, weights, target = tokens[order], weights[order], output[order].float()
-    if wrong is not None and routing is not None:
+    if repair is not None and routing is not None:
         share = weights / routing.energy[tokens].clamp(min=1e-12)
-        target = target + share[:, None] * wrong[tokens]
+        target = target + share[:, None] * repair.error[tokens]
+        weights = weights * repair.factors[tokens]
     return Visit(source[order], inputs[order], target, call, tokens, weights)

@@ -178,8 +178,7 @@ class LayerStatistics:
                 target = self.dense.find_target(group, stream, -1)
                 self._moments.add(layer, group, Visit(stream.source, stream.inputs, target, call))
         if experts:
-            wrong = None if is_dense else self.dense.find_error(experts[0], take_sum, -1)
-            self._count_experts(layer, take_experts(call, wrong))
+            self._count_experts(layer, take_experts(call, self.dense.find_repair(experts[0], take_sum, -1)))
         return output
 
     def _list_together(self, group: UnitGroup) -> list[UnitGroup]:
@@ -205,7 +204,7 @@ class LayerStatistics:
         with capture_experts(layer, groups) as take, capture_sum(layer, groups[0]) as take_sum:
             for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
                 call.repeat(layer, self.context)
-                self._count_experts(layer, take(call, self.dense.find_error(groups[0], take_sum, index)))
+                self._count_experts(layer, take(call, self.dense.find_repair(groups[0], take_sum, index)))
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the layer, as it now is, on every recorded batch of the pruned path."""

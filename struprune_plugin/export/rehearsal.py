@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -60,6 +61,22 @@ def rehearse(
             f"gives, got {type(error).__name__}: {error} Choose another attention_unit, or another model."
         ) from error
     _PASSED.add(passed)
+
+
+def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> bool:
+    """Rehearse the pruning of experts, too; tell whether it is right. Where it is not, they are to stay whole, which the log tells.
+
+    Parameters and errors as of :func:`rehearse`.
+    """
+    try:
+        rehearse(model, attention_unit, prune_ffn, prune_experts=True)
+    except ValueError as error:
+        if not find_structure(model).has_experts:
+            raise
+        rehearse(model, attention_unit, prune_ffn)
+        logger.warning(f"experts stay whole: {error}")
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.export.convert import adopt_attention, adopt_config, adopt_stock, wrap_save
-from struprune_plugin.export.rehearsal import rehearse
+from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.export.stock_config import (
     are_layers_alike,
     can_hold_heads,
@@ -131,9 +131,12 @@ class StruPruneModifier(StructuredModifier):
             check_one_process("ffn_tuning", "Leave it out, or tune in a run of one process.")
         if getattr(self.allocation, "trial_samples", 0) and "trial_samples" in self.allocation.model_fields_set:
             check_one_process("trial_samples above 0", "Leave it out: several processes take the allocation untried.")
+        if self.experts is None:
+            rehearse(model, self.attention_unit, self.prune_ffn)
+        elif not rehearse_with_experts(model, self.attention_unit, self.prune_ffn):
+            self.experts = None
         groups = self._find_own_groups(model)
         check_single_stage()
-        rehearse(model, self.attention_unit, self.prune_ffn, self.experts is not None)
         if self.output == "uniform":
             self._check_uniform(model, groups)
         self._setup = prepare_run(self, model, groups, state.data.calib)

@@ -51,3 +51,20 @@ def test_rows_that_do_not_go_with_their_columns_are_refused(monkeypatch):
 def test_layers_that_do_not_run_in_order_are_refused():
     with pytest.raises(ValueError, match=r"each once, got a pass that runs 0, 1, 2, 4"):
         find_structure_of(CONFIG_MAPPING["mllama"]())
+
+
+def test_experts_that_fail_stay_whole_and_what_is_wrong_without_them_is_refused(monkeypatch):
+    model = build("mixtral", num_hidden_layers=2)
+    assert rehearsal.rehearse_with_experts(model, "value_channels", True)
+    monkeypatch.setattr(rehearsal, "_PASSED", set())
+
+    def fail(_model):
+        raise RuntimeError("another order")
+
+    monkeypatch.setattr(rehearsal, "take_apart", fail)
+    assert not rehearsal.rehearse_with_experts(model, "value_channels", True)
+    with pytest.raises(ValueError, match="RuntimeError: another order"):
+        rehearsal.rehearse(model, "value_channels", True, prune_experts=True)
+    monkeypatch.setattr(rehearsal, "slice_group", fail)
+    with pytest.raises(ValueError, match="TypeError"):
+        rehearsal.rehearse_with_experts(build("llama", num_hidden_layers=2), "value_channels", True)

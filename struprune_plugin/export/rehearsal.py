@@ -26,6 +26,7 @@ from struprune_plugin.model.surgery import mask_group, read_consumer, slice_grou
 from struprune_plugin.model.units import AttentionUnit, find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import do_once
 
 _TOLERANCE = 1e-5  # of the largest logit
 _PASSED: set[tuple[Any, ...]] = set()
@@ -47,6 +48,13 @@ def rehearse(
     passed = (kind, config.to_json_string(), attention_unit, prune_ffn, prune_experts)
     if passed in _PASSED:
         return
+    do_once(
+        lambda: _rehearse(kind, config, attention_unit, prune_ffn, prune_experts)
+    )  # the first process alone can save
+    _PASSED.add(passed)
+
+
+def _rehearse(kind: Any, config: Any, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool) -> None:
     tiny = build_tiny(config, kind=kind)
     replace_conv1d(tiny)
     tokens = draw_tokens(tiny.config, 2, 12, seed=3)
@@ -60,7 +68,6 @@ def rehearse(
             f"model: a tiny instance of {kind.__name__} must be pruned, saved and loaded without another change of what it "
             f"gives, got {type(error).__name__}: {error} Choose another attention_unit, or another model."
         ) from error
-    _PASSED.add(passed)
 
 
 def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> bool:

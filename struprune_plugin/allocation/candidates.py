@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
 
 Kept = Mapping[str, int]  # units by group
 
@@ -66,7 +68,8 @@ class Fit:
 class Trial:
     """Carries plans out on the dense model, which stays as it is, and measures a divergence per plan.
 
-    One decoder layer is on the device at a time; moments are those of the dense path. Single-process only.
+    One decoder layer is on the device at a time; moments are those of the dense path. Of several processes each tries its own
+    batches, on weights that the first one has solved.
 
     :param groups: of all layers
     :param plans: kept units of every group, one per plan
@@ -108,7 +111,7 @@ class Trial:
 
     @torch.no_grad()
     def measure(self, batches: Sequence[dict[str, Tensor]]) -> list[float]:
-        """Return KL(dense ‖ pruned) in nats, mean over the tokens tried, one per plan, after :meth:`run`.
+        """Return KL(dense ‖ pruned) in nats, mean over the tokens that all processes have tried, one per plan, after :meth:`run`.
 
         :param batches: those tried
         """
@@ -124,7 +127,8 @@ class Trial:
                 finals.append(self._context.to_host(final[valid.to(final.device)]))
             found = _compare(head, finals, final.device, self._context)
             totals = [a + b for a, b in zip(totals, found, strict=True)]
-        return [total / max(count, 1) for total in totals]
+        *sums, tokens = sum_over_ranks(torch.tensor([*totals, count], dtype=torch.float64)).tolist()
+        return [total / max(tokens, 1) for total in sums]
 
     def _solve(self, layer: nn.Module, group: UnitGroup) -> dict[int, tuple[Tensor, Tensor]]:
         """Return a consumer's weights, in the module's order, and bias, on the host, for every number of kept units asked for."""
@@ -133,16 +137,22 @@ class Trial:
         counts = sorted({path.kept[group.name] for path in self._paths} - {group.num_units})
         if not counts:
             return {}
-        linear, host = find_linear(layer, group.consumer), self._context.to_host
-        dtype = linear.weight.dtype
         with self._context.stage("trials"), self._context.solving():
-            dense = ModuleView(layer, group, self._statistics).read_dense()
-            if known is not None:
-                moments = move_moments(known, lambda part: self._context.place(part, dense))
-            damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
-            solved = self._find_weights(group, damped, dense, counts)
-            parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}
-            return {count: (host(weight.to(dtype)), host(bias.to(dtype))) for count, (weight, bias) in parts.items()}
+            solve = partial(self._solve_counts, layer, group, moments, counts)
+            return compute_on_rank0(solve, dict[int, tuple[Tensor, Tensor]], torch.device("cpu"))
+
+    def _solve_counts(
+        self, layer: nn.Module, group: UnitGroup, moments: SecondMoments, counts: Sequence[int]
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return what :meth:`_solve` does, from moments wherever they are."""
+        linear, host = find_linear(layer, group.consumer), self._context.to_host
+        dense = ModuleView(layer, group, self._statistics).read_dense()
+        moments = move_moments(moments, lambda part: self._context.place(part, dense))
+        damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
+        solved = self._find_weights(group, damped, dense, counts)
+        parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}
+        dtype = linear.weight.dtype
+        return {count: (host(weight.to(dtype)), host(bias.to(dtype))) for count, (weight, bias) in parts.items()}
 
     def _find_weights(
         self, group: UnitGroup, damped: SecondMoments, dense: Tensor, counts: Sequence[int]

@@ -20,8 +20,8 @@ from struprune_plugin.linalg.error_curves import (
     measure_block_influence,
     measure_deletion_curve,
     measure_restored_curve,
+    sum_increases,
 )
-from struprune_plugin.linalg.rotation import rotate_moments
 from struprune_plugin.linalg.second_moments import SecondMoments, count_sums, move_moments
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.model.units.group import UnitGroup, select_groups
@@ -110,9 +110,9 @@ class CurveMeasurer:
         ranked = weighed if config.importance.eliminates else damped
         ranking = Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac)
         order, scores, basis = rank_units(ranking, config, group.num_units)
-        if basis is not None:
-            weighed = rotate_moments(weighed, basis, group.columns_per_unit)
-        if config.weight_update.solves:  # ADMM too starts from and closes with the least-squares solve
+        if config.weight_update.solves and config.importance.eliminates:
+            curve = sum_increases(scores[order])
+        elif config.weight_update.solves:  # ADMM too starts from and closes with the least-squares solve
             curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
         else:
             root = sensitivity.fisher_sqrt.get(group.output_name)

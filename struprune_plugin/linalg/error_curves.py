@@ -16,6 +16,17 @@ from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import factorize_in_place
 
 
+def sum_increases(increases: Tensor) -> Tensor:
+    """Return the re-solved error for every number of kept units, from what every removal of an elimination of all units adds.
+
+    The error with all units kept is taken for zero: that of the dense weights against their own output.
+
+    :param increases: of the error, first removed first, shape [units], float64
+    :return: error with k = 0 ... units kept, shape [units + 1], float64, never increasing
+    """
+    return torch.nn.functional.pad(increases.clamp(min=0).cumsum(0), (1, 0)).flip(0)
+
+
 def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:
     """Return the re-solved error for every number of kept units, along one elimination order.
 
@@ -53,9 +64,11 @@ def solve_nested_weights(
 
     Parameters as in :func:`measure_restored_curve`.
 
+    :param counts: at least one
     :return: by k, shape [d, n + 1], float64, bias last
     """
-    factor, half, rows = _factorize(damped, order, columns_per_unit, where)
+    counts = sorted(counts)
+    factor, half, rows = _factorize(damped, order, columns_per_unit, where, counts[-1])
     solved = {}
     for count in counts:
         kept = 1 + count * columns_per_unit
@@ -72,10 +85,13 @@ def _list_rows(order: Tensor, columns_per_unit: int) -> Tensor:
 
 
 def _factorize(
-    damped: SecondMoments, order: Tensor, columns_per_unit: int, where: str
+    damped: SecondMoments, order: Tensor, columns_per_unit: int, where: str, num_units: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the Cholesky factor L of H in that order of rows, ``L^-1 C^T``, and the rows."""
-    rows = _list_rows(order, columns_per_unit)
+    """Return the Cholesky factor L of H in that order of rows, ``L^-1 C^T``, and the rows.
+
+    :param num_units: so many of those that stay longest; all where None
+    """
+    rows = _list_rows(order, columns_per_unit)[: None if num_units is None else 1 + num_units * columns_per_unit]
     factor = factorize_in_place(damped.gram[rows[:, None], rows], where)
     return factor, torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False), rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +14,16 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.cache import MeasurementCache
 from struprune_plugin.allocation.candidates import Fit, Trial
-from struprune_plugin.allocation.curves import CurveMeasurer, can_keep_moments, hold_batches, take_batches
+from struprune_plugin.allocation.curves import (
+    CurveMeasurer,
+    can_keep_moments,
+    hold_batches,
+    split_batches,
+    take_batches,
+)
 from struprune_plugin.allocation.measurements import measure_sensitivity
+from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
+from struprune_plugin.allocation.rules import GroupStatistics
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.linalg.rounding import check_budget, expand_counts
@@ -29,7 +37,7 @@ from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.resume import keep_allocation, take_allocation
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import count_ranks
+from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore
 
 
@@ -118,11 +126,11 @@ class Planner:
         recipe, setup, model, fit, held = self.recipe, self.setup, self.model, self.batches, list[dict[str, Tensor]]()
         rule = recipe.allocation
         if rule.sequences is not None:
-            if count_ranks() == 1:
-                fit, held = hold_batches(fit, getattr(rule, "trial_samples", 0))
+            fit, held = _hold_back(fit, getattr(rule, "trial_samples", 0))
             fit = take_batches(fit, setup.groups, rule.sequences)
         context = self.context.replace(place_run(recipe, model, setup.groups, fit, together=True))
-        keeps = bool(held) and can_keep_moments(setup.groups, model.config.get_text_config(decoder=True).hidden_size)
+        hidden_size = model.config.get_text_config(decoder=True).hidden_size
+        keeps = bool(held) and all(gather(can_keep_moments(setup.groups, hidden_size)))
         config = recipe.make_config(model)
         measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
         cache = None if recipe.importance.aims else self.cache  # what is measured is the same at other sparsities
@@ -133,28 +141,70 @@ class Planner:
             if cache is not None:
                 cache.keep_curves(recipe.dump_fields(), measured)
         tied = tie_statistics(setup.sizes, measured)
-        own = rule.decide(setup.sizes, tied, recipe.make_budget(setup.num_prunable, setup.share))
-        proposed = {rule.rule: own.kept, **self._propose(own)} if held else {}
-        if len(proposed) < 2:
+        budget = recipe.make_budget(setup.num_prunable, setup.share)
+        own = rule.decide(setup.sizes, tied, budget)
+        if not held:
             return own
-        moments = measurer.moments
-        trial = Trial(model, setup.groups, list(proposed.values()), config, Fit(measured, len(fit), moments), context)
-        with calibrating(model):
-            trial.run(held if moments else [*fit, *held])
-        with context.stage("trials"):
-            return _take_best(own, dict(zip(proposed, trial.measure(held), strict=True)), proposed)
+        probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
+        found = Fit(measured, len(fit), measurer.moments)
 
-    def _propose(self, own: UnitAllocation) -> dict[str, Mapping[str, int]]:
-        """Return a rule's other allocations that meet the budget and fit the widths that were asked for."""
+        def measure_plans(plans: Sequence[Mapping[str, int]], batches: list[dict[str, Tensor]]) -> list[float]:
+            trial = Trial(model, setup.groups, plans, config, found, context)
+            with calibrating(model):
+                trial.run(batches if found.moments else [*fit, *batches])
+            with context.stage("trials"):
+                return trial.measure(batches)
+
+        proposed = {rule.rule: own}
+        if bent := self._probe(tied, own, lambda plans: measure_plans(plans, probes)):
+            proposed["probed"] = rule.decide(setup.sizes, bent, budget)
+        plans = self._spread(proposed)
+        if len(plans) < 2:
+            return own
+        return _take_best(own, dict(zip(plans, measure_plans(list(plans.values()), judges), strict=True)), plans)
+
+    def _probe(
+        self,
+        tied: Mapping[str, GroupStatistics],
+        own: UnitAllocation,
+        measure: Callable[[Sequence[Mapping[str, int]]], list[float]],
+    ) -> dict[str, GroupStatistics]:
+        """Return the statistics as blocks of modules, tried alone, say that they are; none where there are no two blocks."""
+        sizes, layers = self.setup.sizes, {group.name: group.layer_index for group in self.setup.groups}
+        blocks = list_blocks(sizes, [layers.get(size.name, -1) for size in sizes], max(layers.values()) + 1)
+        if not blocks:
+            return {}
+        members = [(size.members or ((size.name, 1),))[0] for size in sizes]
+        counts = [own.kept[name] // factor for name, factor in members]
+        found = measure(propose_blocks(sizes, counts, blocks))
+        logger.info(f"blocks tried: {found}")
+        return bend_curves(tied, sizes, counts, dict(zip(blocks, found, strict=True)))
+
+    def _spread(self, proposed: Mapping[str, UnitAllocation]) -> dict[str, Mapping[str, int]]:
+        """Return plans, and a rule's others near them that meet the budget and fit the widths that were asked for."""
         setup, found = self.setup, dict[str, Mapping[str, int]]()
-        for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
-            kept = expand_counts(setup.sizes, counts)
-            with suppress(ValueError):
-                check_budget(setup.sizes, counts, setup.share)
-                check_widths(setup.groups, kept, setup.roundings)
-                if kept != own.kept and kept not in found.values():
-                    found[name] = kept
+        for label, own in proposed.items():
+            if own.kept not in found.values():
+                found[label] = own.kept
+            for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
+                kept = expand_counts(setup.sizes, counts)
+                with suppress(ValueError):
+                    check_budget(setup.sizes, counts, setup.share)
+                    check_widths(setup.groups, kept, setup.roundings)
+                    if kept not in found.values():
+                        found[name if label == self.recipe.allocation.rule else f"{label}, {name}"] = kept
         return found
+
+
+Batches = list[dict[str, Tensor]]
+
+
+def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:
+    """Return (the batches without their last sequences, those): as many for blocks of modules as for plans, of every process an
+    equal share; none where a process would have none for either."""
+    rest, held = hold_batches(batches, 2 * -(-samples // count_ranks()))
+    counts = gather(sum(len(batch["input_ids"]) for batch in held))
+    return (rest, held) if min(counts) >= 2 else (batches, [])
 
 
 def _take_best(

@@ -129,8 +129,6 @@ class StruPruneModifier(StructuredModifier):
         model = state.model
         if self.ffn_tuning is not None:
             check_one_process("ffn_tuning", "Leave it out, or tune in a run of one process.")
-        if getattr(self.allocation, "trial_samples", 0) and "trial_samples" in self.allocation.model_fields_set:
-            check_one_process("trial_samples above 0", "Leave it out: several processes take the allocation untried.")
         if self.experts is None:
             rehearse(model, self.attention_unit, self.prune_ffn)
         elif not rehearse_with_experts(model, self.attention_unit, self.prune_ffn):

@@ -20,8 +20,10 @@ NUM_SAMPLES = 8
 
 
 def read_options(fields: dict) -> dict:
-    """Return what every run of a job is given: fields of a pruning, or of a recovery under its key."""
-    options = {"dataset": make_dataset(NUM_SAMPLES), "num_calibration_samples": NUM_SAMPLES, "batch_size": 1}
+    """Return what every run of a job is given: fields of a pruning, beside ``num_samples``, or of a recovery under its key."""
+    fields = dict(fields)
+    samples = fields.pop("num_samples", NUM_SAMPLES)
+    options = {"dataset": make_dataset(samples), "num_calibration_samples": samples, "batch_size": 1}
     name = next((name for name in RECOVERIES if name in fields), None)
     return options | (fields if name is None else {"recipe": RECOVERIES[name](**fields[name])})
 

@@ -25,6 +25,7 @@ FIELDS = {
         "importance": "snip",
     },
 }
+TRIED = {"sparsity": 0.3, "num_samples": 16, "allocation": {"rule": "error_curve", "trial_samples": 4, "samples": 8}}
 RECOVERY = {  # an odd batch: the processes' shares differ, and one step has one sequence
     **{"loss": {"cross_entropy": 0.5, "kl": 0.5}, "batch_size": 3, "micro_batch_size": 1},
     **{"schedule": {"epochs": 2, "learning_rate": 1e-3}, "holdout": {"steps": 2, "fraction": 0.2}},
@@ -37,10 +38,6 @@ RECOVERIES = {
 REFUSED = {  # fields -> what both processes say
     "admm": ({"weight_update": "admm"}, "weight_update: admm must run in one process, got 2"),
     "tuning": ({"ffn_tuning": {"epochs": 1}}, "ffn_tuning must run in one process, got 2"),
-    "trials": (
-        {"allocation": {"rule": "error_curve", "trial_samples": 2}},
-        "trial_samples above 0 must run in one process, got 2",
-    ),
     "singular": (
         {"dampening_frac": 0.0, "allocation": "uniform"},
         "layers.1.fc2: the least-squares system must have a condition number",
@@ -68,10 +65,10 @@ def two_processes(opt, tmp_path_factory):
 
     Refusals come first, so that what follows shows that they leave the processes in step.
     """
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, *RECOVERIES)}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried", *RECOVERIES)}
     dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
     jobs = [[str(dead), str(folders[name]), {"sparsity": 0.2, **fields}] for name, (fields, _) in REFUSED.items()]
-    jobs += [[str(opt), str(folders[name]), fields] for name, fields in FIELDS.items()]
+    jobs += [[str(opt), str(folders[name]), fields] for name, fields in {**FIELDS, "tried": TRIED}.items()]
     jobs += [[str(opt), str(folders[n]), teach(n, dead)] for n in RECOVERIES]
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
@@ -110,6 +107,15 @@ def test_two_processes_equal_one(opt, two_processes, name, tmp_path):
     assert weights.keys() == expected.keys()
     for key, value in weights.items():  # sums in another order, in float32, before eigenvectors that magnify that
         assert (value - expected[key]).abs().max() <= 1e-3 * expected[key].abs().max(), key
+
+
+def test_two_processes_try_plans_and_take_the_same(two_processes):
+    """On sequences of their own each, so that a divergence is not that of one process with all of them."""
+    folder = two_processes["tried"]
+    assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
+    allocation = read_manifest(folder / "out").allocation
+    assert {"error_curve", "uniform"} <= allocation.tried.keys()
+    assert allocation.tried[allocation.taken] == min(allocation.tried.values())
 
 
 @pytest.mark.parametrize("name", RECOVERIES)

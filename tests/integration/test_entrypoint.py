@@ -149,7 +149,7 @@ def test_oneshot_takes_a_json_lines_file(opt):
     "broken",
     [
         "pruning.reconstruction.solve_kept_weights",
-        "allocation.curves.measure_restored_curve",
+        "allocation.curves.sum_increases",
         "layerwise.dense_reference.DenseReference.find_target",
     ],
 )

@@ -36,7 +36,7 @@ quantization_stage:
 """
 STAGES = {  # stage -> what runs in its midst
     "sensitivity": "struprune_plugin.allocation.sensitivity._run_backward",
-    "allocation": "struprune_plugin.allocation.curves.measure_restored_curve",
+    "allocation": "struprune_plugin.allocation.curves.sum_increases",
     "statistics": "struprune_plugin.layerwise.statistics.accumulate_visit",
     "pruning": "struprune_plugin.pruning.prune_layer.slice_group",
     "tuning": "struprune_plugin.pruning.ffn_tuning.tune_ffn",

@@ -76,11 +76,11 @@ def test_a_divergence_is_that_of_the_model_with_these_columns_gone(family, save_
         weight_update="none",
         allocation={"rule": "error_curve", "trial_samples": 3},
     )
-    ((trials, found),) = seen
+    trials, found = seen[-1]
     assert len(found) > 1
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     (batch,) = trials.batches
-    assert len(batch["input_ids"]) == 3
+    assert len(batch["input_ids"]) == 2  # of three held out the first is for blocks of modules
     for path, divergence in zip(trials._paths, found, strict=True):
         pruned = copy.deepcopy(dense)
         for group in trials._groups:
@@ -103,12 +103,12 @@ def measure_divergence(dense, pruned, batch):
 def test_the_plan_of_least_divergence_is_taken_and_the_manifest_says_so(opt, tmp_path, monkeypatch):
     seen = watch_trials(monkeypatch, choose=1)
     prune(opt, tmp_path / "out")
-    ((trials, _),) = seen
+    trials, _ = seen[-1]
     record = read_manifest(tmp_path / "out")
     names = list(record.allocation.tried)
-    assert (names[0], names[-1], record.allocation.taken) == ("error_curve", "uniform", names[1])
+    assert (names[0], record.allocation.taken) == ("error_curve", names[1])
     assert {group.name: group.kept for group in record.groups} == dict(trials._paths[1].kept)
-    uniform = trials._paths[-1].kept
+    uniform = trials._paths[names.index("uniform")].kept
     for kind in ("ffn", "value_channels"):  # what the rounding leaves over goes to the first
         assert len({uniform[group.name] for group in trials._groups if group.kind == kind}) <= 2
 
@@ -117,7 +117,7 @@ def test_solved_trials_of_rotated_values_move_the_output_less_than_deletions(sav
     folder, seen = save_family("llama"), watch_trials(monkeypatch)
     prune(folder)
     prune(folder, rotate_values=False, weight_update="none")
-    assert seen[0][1][-1] < seen[1][1][-1]  # uniform ones
+    assert seen[1][1][-1] < seen[3][1][-1]  # uniform ones
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
@@ -126,9 +126,9 @@ def test_moments_kept_from_the_allocation_pass_give_what_a_pass_anew_gives(famil
     for keeps in (True, False):
         monkeypatch.setattr(planning, "can_keep_moments", lambda *_, keeps=keeps: keeps)
         prune(folder)
-    (kept, found), (anew, again) = seen
-    assert found == again
-    assert kept._num_fit == 0 < anew._num_fit
+    for (kept, found), (anew, again) in zip(seen[:2], seen[2:], strict=True):
+        assert found == again
+        assert kept._num_fit == 0 < anew._num_fit
 
 
 def test_moments_are_kept_only_where_the_host_has_room(opt):

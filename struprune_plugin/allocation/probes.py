@@ -1,0 +1,66 @@
+"""Blocks of modules tried alone: how far each moves the model's own output, against what its error curves say.
+
+Curves and sensitivities are of second order, and take an error for independent of the token that it falls on. Where that is far
+from the truth (a norm behind a module, errors that many tokens share), it is so for whole blocks of modules: those of one kind in
+one part of the depth. A few plans, each with the units of one block gone, tell by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from struprune_plugin.allocation.rules.rule import GroupStatistics, Sizes
+from struprune_plugin.linalg.rounding import expand_counts
+
+_PARTS = 3  # of the depth
+_NOISE = 0.1  # of the mean divergence of a block: what is added to both sides, so that a small one says little
+_MOST = 10.0  # that a curve is multiplied or divided by
+
+Block = tuple[int, ...]  # places among the sizes
+
+
+def list_blocks(sizes: Sizes, layers: Sequence[int], num_layers: int) -> list[Block]:
+    """Return blocks of modules of one kind in one part of the depth; none where there would be one only.
+
+    :param layers: index of the decoder layer of every size; of several that are tied, -1
+    """
+    blocks: dict[tuple[str, int], list[int]] = {}
+    for place, (size, layer) in enumerate(zip(sizes, layers, strict=True)):
+        blocks.setdefault((size.kind, -1 if layer < 0 else layer * _PARTS // num_layers), []).append(place)
+    return [tuple(block) for block in blocks.values()] if len(blocks) > 1 else []
+
+
+def propose_blocks(sizes: Sizes, counts: Sequence[int], blocks: Sequence[Block]) -> list[Mapping[str, int]]:
+    """Return one plan per block: its modules keep what the allocation says, all others everything."""
+    plans: list[Mapping[str, int]] = []
+    for block in blocks:
+        alone = [count if place in block else sizes[place].num_units for place, count in enumerate(counts)]
+        plans.append(expand_counts(sizes, alone))
+    return plans
+
+
+def bend_curves(
+    statistics: Mapping[str, GroupStatistics],
+    sizes: Sizes,
+    counts: Sequence[int],
+    divergences: Mapping[Block, float],
+) -> dict[str, GroupStatistics]:
+    """Return the statistics with the curves of every block multiplied so that they say what was measured.
+
+    :param statistics: by the name of a size
+    :param counts: kept units of the allocation that the blocks were tried with
+    :param divergences: of the model's output with a block's units gone, in nats
+    """
+    said = {block: sum(float(statistics[sizes[i].name].curve[counts[i]]) for i in block) for block in divergences}
+    total, measured = sum(said.values()), sum(divergences.values())
+    if not (total > 0 and measured > 0):
+        return dict(statistics)
+    bent, floor = dict(statistics), _NOISE / len(said)
+    for block, divergence in divergences.items():
+        factor = (divergence / measured + floor) / (said[block] / total + floor)
+        factor = min(max(factor, 1 / _MOST), _MOST)
+        for place in block:
+            name = sizes[place].name
+            bent[name] = replace(statistics[name], curve=statistics[name].curve * factor)
+    return bent

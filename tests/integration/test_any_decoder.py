@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from eval.coverage import make_config, run_type
 from struprune_plugin import read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 
 TYPES = {
@@ -34,6 +35,26 @@ TYPES = {
 def test_types_that_differ_pass_every_stage(model_type):
     row = run_type(model_type)
     assert row["verdict"] == "pruned", row
+
+
+@pytest.mark.parametrize("heads", [4, 1])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_keys_that_all_heads_share_are_found_beside_the_values(model_type, heads, tmp_path):
+    """One head of keys and values: every key reaches every column of what the heads give together."""
+    config = make_config(model_type, 2)
+    config.num_attention_heads, config.num_key_value_heads = heads, 1
+    model = build_tiny(config)
+    ((_, layout), *_) = find_layouts(model)
+    parts = set(layout.attention.producers.values())
+    assert parts == {("query",), ("key",), ("value",)}
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    data, ids = make_tokens(model.config)
+    fields = {"sparsity": 0.03, "prune_ffn": False, "allocation": "uniform"}
+    pruned = run_oneshot(str(tmp_path / "dense"), dataset=data, output_dir=str(tmp_path / "out"), **fields)
+    assert all(record.kept < record.num_units for record in read_manifest(tmp_path / "out").groups)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(loaded(input_ids=ids).logits, pruned(input_ids=ids).logits)
 
 
 def test_what_cannot_be_exchanged_is_refused_by_name():

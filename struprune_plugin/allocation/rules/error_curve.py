@@ -24,14 +24,14 @@ from struprune_plugin.storage.records import AllocationRecord
 @RULES.register
 class ErrorCurve(AllocationRule):
     """Every module's error by how many units stay, weighed by the sensitivity; their sum is minimised
-    (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves bent to what
-    they show (:mod:`struprune_plugin.allocation.probes`); the allocations of both are tried against some nearer to uniform.
+    (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves bent to
+    what they show (:mod:`struprune_plugin.allocation.probes`); the allocations of both are tried against some nearer to uniform.
 
     :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
         widest module are taken
     :param trial_samples: calibration sequences, the last of them, on which allocations are tried, by the KL divergence of the
-        model's own output, the best being taken; as many before them are for blocks of modules. Both at most a quarter of all; 0 takes
-        the curves' own
+        model's own output, the best being taken; as many before them are for blocks of modules. Both at most a quarter of all;
+        0 takes the curves' own
     :param max_sparsity: the most that a module may lose, to within one step
     """
 

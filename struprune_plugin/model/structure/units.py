@@ -148,6 +148,9 @@ def _read_values(measured: Measured, consumer: str) -> AttentionLayout | None:
             continue
         for repeats in (count for count in range(1, heads + 1) if heads % count == 0):
             labels = {name: _label_rows(c, repeats, width) for name, c in thin.items()}
+            if heads == repeats:
+                labels |= _find_shared(measured, consumer, labels, heads)
+                labels = {name: labels[name] for name in measured.inputs if name in labels}
             layout = _lay_out(labels, heads, repeats, width)
             if layout is not None:
                 producers, repeated = layout
@@ -165,6 +168,31 @@ def _read_values(measured: Measured, consumer: str) -> AttentionLayout | None:
                     rotates=not gated,
                 )
     return None
+
+
+def _find_shared(
+    measured: Measured, consumer: str, labels: Mapping[str, list[tuple[str, int, int]]], heads: int
+) -> dict[str, list[tuple[str, int, int]]]:
+    """Return the labels of keys that all heads share, whose every row reaches every column, and of the queries of a single head.
+
+    They lie beside the linear that makes the values, and are as wide as one head's queries.
+    """
+    parts = {label for rows in labels.values() for label, *_ in rows}
+    beside = {name.rpartition(".")[0] for name, rows in labels.items() if rows[0][0] == "value"}
+    wide = {len(rows) // heads for rows in labels.values() if {label for label, *_ in rows} == {"query"}}
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for (name, second), coupling in measured.couplings.items():
+        part, size = "key" if coupling.later.any() else "query", len(coupling.reached)
+        fits = size in wide if wide else heads == 1
+        if (
+            second == consumer
+            and name.rpartition(".")[0] in beside
+            and name not in labels
+            and part not in parts
+            and fits
+        ):
+            found[name] = [(part, -1, -1)] * size
+    return found if len({rows[0][0] for rows in found.values()}) == len(found) else {}
 
 
 def _list_widths(module: Any) -> list[tuple[str, int]]:

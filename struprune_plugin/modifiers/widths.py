@@ -112,7 +112,7 @@ def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], 
         for inputs, _, why in _list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
             wanted.append((inputs, group.columns_per_unit, why))
         for name in group.producers:
-            rows = int((group.find_row_owners(name) == 0).sum())
+            rows = group.count_rows(name)
             for _, outputs, why in _list_demands(modifier, model, f"{group.layer_name}.{name}"):
                 wanted.append((outputs, rows, why))
     step = math.lcm(*(multiple // math.gcd(multiple, width) for multiple, width, _ in wanted))

@@ -131,6 +131,10 @@ class UnitGroup:
             return torch.cat([owner.reshape(len(owner) * per_block, -1) for owner in owners], 1).flatten()
         return torch.cat([owner.flatten() for owner in owners])
 
+    def count_rows(self, producer: str) -> int:
+        """Return the rows of a producing linear that go with one unit."""
+        return int((self.find_row_owners(producer) == 0).sum())
+
     def find_kept_rows(self, producer: str, keep: Tensor) -> Tensor:
         """Return the rows of a producing linear that stay with the kept units, sorted, shape [kept rows]."""
         owners = self.find_row_owners(producer)
@@ -165,6 +169,5 @@ def count_unit_parameters(layer: nn.Module, group: UnitGroup) -> int:
     count = group.columns_per_unit * find_linear(layer, group.consumer).out_features
     for name in group.producers:
         producer = find_linear(layer, name)
-        rows = int((group.find_row_owners(name) == 0).sum())
-        count += rows * (producer.in_features + (producer.bias is not None))
+        count += group.count_rows(name) * (producer.in_features + (producer.bias is not None))
     return count

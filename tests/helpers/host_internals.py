@@ -126,6 +126,12 @@ INTERNALS = [
         "every expert sees the tokens that its router sends there",
         _LC,
     ),
+    Internal(
+        "llmcompressor.modeling.moe:context._CALIBRATE_ALL_EXPERTS",
+        "layerwise/expert_streams.py",
+        "every expert sees all tokens where a recipe asks for that",
+        _LC,
+    ),
     Internal(f"{_OFFLOAD}:offload_module", "model/experts.py", "packed experts lie where linears lay", _CT),
     Internal(f"{_OFFLOAD}:get_cache_init_kwargs", "model/experts.py", "the same", _CT),
     Internal(

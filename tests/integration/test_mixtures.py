@@ -122,6 +122,29 @@ def test_an_expert_that_saw_too_few_tokens_is_scaled_and_the_manifest_says_so(mi
     assert all(group.scale is None and group.error_after < group.error_before for group in enough)
 
 
+def test_an_expert_that_no_token_reaches_is_solved_where_all_see_every_token(tmp_path):
+    model = build_tiny(make_config("glm4_moe", 2))
+    model.model.layers[1].mlp.gate.e_score_correction_bias[1] = -100.0  # of the choice alone
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    ids = draw_tokens(model.config, 16, 32, seed=1)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    found = {}
+    for every in (False, True):
+        out = tmp_path / str(every)
+        fields = {"experts": {"calibrate_all_experts": every}, "attention_unit": "none", "sparsity": 0.3}
+        options = {"dataset": data, "num_calibration_samples": 16, "output_dir": str(out)}
+        run_oneshot(str(tmp_path / "dense"), allocation=SMALL, **options, **fields)
+        manifest = read_manifest(out)
+        assert manifest.settings["experts"]["calibrate_all_experts"] is every
+        found[every] = [group for group in manifest.groups if group.kind == "experts"]
+    left, reached = found[False][1], found[True][1]
+    assert left.scale == pytest.approx(1, abs=1e-6)
+    assert left.condition_number is None
+    assert all(group.scale is None and group.condition_number is not None for group in found[True])
+    assert reached.error_after < reached.error_before
+
+
 def test_what_remains_is_solved_better_than_deleted(mixture, tmp_path):
     fields = {"attention_unit": "none", "sensitivity": "none", "reconstruct": "local"}
     groups = {}

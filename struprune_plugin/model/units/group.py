@@ -74,6 +74,7 @@ class UnitGroup:
     :param activation: of an FFN, as transformers calls it; empty where it is none of its
     :param attention: the attention module; empty for the FFN
     :param experts: the list of experts that the module is one of; empty elsewhere
+    :param all_tokens: whether the statistics of the module count the tokens of all experts beside it
     :param tie: groups of one tie keep the same number of units; empty where a group's number is its own
     :param query_key: the linears that make queries and keys, where no positions are rotated in between; empty else
     """
@@ -97,6 +98,7 @@ class UnitGroup:
     activation: str = ""
     attention: str = ""
     experts: str = ""
+    all_tokens: bool = False
     tie: str = ""
     query_key: tuple[str, ...] = ()
 

@@ -105,7 +105,7 @@ WHEN: dict[str, str] = {
     "experts": "`none` to leave a mixture's experts whole",
     "experts.units": "never: channels are the only units",
     "experts.widths": "`per_layer` where no engine but transformers, with our file, is to run the output",
-    "experts.calibrate_all_experts": "where the manifest says `scale` of many experts: little text, or a router that passes some by",
+    "experts.calibrate_all_experts": "where the manifest says `scale` of many experts: little text, or a router that skips some",
     "width_multiple": "64 or 128 for tensor cores and tensor parallelism; quantisers that follow need no word of yours",
     "output": "`uniform` where no code of ours may travel with the output, for instance to serve it",
     "importance": "to compare; `wanda` scores without eliminating, and so takes less time",

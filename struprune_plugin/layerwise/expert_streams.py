@@ -37,6 +37,11 @@ class _Routing:
     energy: Tensor
 
 
+def _takes_choice(experts: Any) -> bool:
+    """Tell whether a list of experts is called with a router's choice: llm-compressor's of Llama 4 is not."""
+    return "top_k_index" in signature(type(experts).forward).parameters
+
+
 def _read_routing(experts: Any, args: tuple[Any, ...], everyone: bool) -> _Routing | None:
     """Return what the arguments of a list of experts say; None where they hold no router's choice (Llama 4).
 
@@ -99,7 +104,7 @@ def capture_experts(
     sources: dict[str, Tensor] = {}
     routing: list[_Routing | None] = []
     experts = layer.get_submodule(groups[0].experts) if groups else None
-    everyone = bool(groups) and groups[0].all_tokens and "top_k_index" in signature(type(experts).forward).parameters
+    everyone = bool(groups) and groups[0].all_tokens and _takes_choice(experts)
 
     def see_source(name: str) -> Callable[[nn.Module, tuple], None]:
         return lambda _module, args: sources.update({name: args[0].detach()})

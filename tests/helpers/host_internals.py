@@ -123,13 +123,7 @@ INTERNALS = [
     Internal(
         "llmcompressor.modeling.moe:context._CALIBRATE_ALL_EXPERTS",
         "modifiers/host_pipeline.py",
-        "every expert sees the tokens that its router sends there",
-        _LC,
-    ),
-    Internal(
-        "llmcompressor.modeling.moe:context._CALIBRATE_ALL_EXPERTS",
-        "layerwise/expert_streams.py",
-        "every expert sees all tokens where a recipe asks for that",
+        "every expert sees the tokens that its router sends there; all, where asked, in layerwise/expert_streams.py",
         _LC,
     ),
     Internal(f"{_OFFLOAD}:offload_module", "model/experts.py", "packed experts lie where linears lay", _CT),

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import coverage
 from eval.coverage import make_config, run_type
-from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.export import rehearsal
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 
@@ -73,6 +74,8 @@ def test_widths_are_one_for_the_model_or_one_per_layer(mixture, tmp_path):
     prune(mixture, tmp_path / "same")
     widths = list_widths(tmp_path / "same")
     assert len(set.union(*widths.values())) == 1
+    (rounding,) = read_manifest(tmp_path / "same").budget.rounding
+    assert rounding.modules == [f"model.layers.{i}.mlp.experts.*.down_proj" for i in range(2)]
     prune(mixture, tmp_path / "layers", experts={"widths": "per_layer"}, importance="obs", width_multiple=1)
     widths = list_widths(tmp_path / "layers")
     assert all(len(kept) == 1 and kept.pop() % 8 == 0 for kept in widths.values())
@@ -159,6 +162,22 @@ def test_experts_stay_whole_where_the_recipe_says_so(mixture, tmp_path):
     pruned = prune(mixture, tmp_path / "out", experts="none", sparsity=0.1)
     assert all(layer.mlp.experts.down_proj.shape[-1] == 112 for layer in pruned.model.layers)
     assert not list_widths(tmp_path / "out")
+
+
+def test_experts_that_fail_the_rehearsal_stay_whole_in_an_allocator_stage_too(mixture, tmp_path, monkeypatch):
+    def fail(_model):
+        raise RuntimeError("another order")
+
+    monkeypatch.setattr(rehearsal, "_PASSED", set())
+    monkeypatch.setattr(rehearsal, "take_apart", fail)
+    recipe = [SparsityAllocatorModifier(sparsity=0.1), StruPruneModifier()]
+    folder, data, _ = mixture
+    options = {"dataset": data, "num_calibration_samples": 32, "output_dir": str(tmp_path / "out")}
+    pruned = run_oneshot(str(folder), recipe=recipe, **options)
+    assert all(layer.mlp.experts.down_proj.shape[-1] == 112 for layer in pruned.model.layers)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.settings["experts"] is None
+    assert {group.kind for group in manifest.groups} == {"value_channels"}
 
 
 def test_an_importance_that_is_not_defined_for_experts_is_refused(mixture, tmp_path):

@@ -51,9 +51,9 @@ def find_groups(
         costs: dict[str, int] = {}  # of a unit: experts of a layer are alike
         for group in (group for kind in kinds for group in kind.describe(layout, layer)):
             key = group.experts or group.consumer
-            costs[key] = costs.get(key) or count_unit_parameters(layer, group)
-            place = {"name": f"{name}.{group.consumer}", "layer_index": index, "layer_name": name}
-            groups.append(replace(group, unit_cost=costs[key], **place))
+            cost = costs[key] = costs.get(key) or count_unit_parameters(layer, group)
+            full = f"{name}.{group.consumer}"
+            groups.append(replace(group, name=full, layer_index=index, layer_name=name, unit_cost=cost))
     for target in (*targets, *ignore):
         if groups and not any(match_name(group.name, target) for group in groups):
             raise ValueError(

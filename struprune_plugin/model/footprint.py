@@ -23,7 +23,7 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
     hidden = model.config.get_text_config(decoder=True).hidden_size
     consumers: dict[str, list[Consumer]] = {}
     for group in groups:
-        consumer = Consumer(group.num_columns, hidden, group.unit.solve_copies)
+        consumer = Consumer(group.num_columns, hidden, group.unit.solve_copies, bool(group.experts))
         consumers.setdefault(group.layer_name, []).append(consumer)
     with disable_onloading():
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -62,8 +62,12 @@ def _count_activations(model: PreTrainedModel, layout: LayerLayout, layer: nn.Mo
 
 
 def _count_ffn_values(config: Any, layout: LayerLayout, layer: nn.Module) -> int:
-    """Return the values per token that an FFN holds: of its producers and its consumer, or of the experts a token visits."""
-    width = getattr(config, "moe_intermediate_size", None) or 0
-    experts = 0 if layout.ffns and not width else 3 * width * (getattr(config, "num_experts_per_tok", None) or 1)
+    """Return the values per token that an FFN holds: of its producers and its consumer, and of the experts that a token visits,
+    whose inputs and outputs wait until the layer is through."""
     own = [sum_outputs(ffn.producers, layer) + find_linear(layer, ffn.output).in_features for ffn in layout.ffns]
-    return sum(own) or experts
+    if layout.ffns and layout.experts is None:
+        return sum(own)
+    named = [getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size")]
+    width = next((size for size in named if isinstance(size, int)), 0)
+    visited = getattr(config, "num_experts_per_tok", None) or 1
+    return sum(own) + visited * (3 * width + 2 * config.hidden_size)

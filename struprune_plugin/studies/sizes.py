@@ -100,9 +100,12 @@ def read_shapes(model: str, dtype: str = "auto") -> Shapes:
     with torch.device("meta"):
         shapes = kind._from_config(copy.deepcopy(part))
     chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    if not isinstance(chosen, torch.dtype):  # no word in the configuration: as wide as the files are
-        chosen = torch.bfloat16 if 0 < held < 3 * count_parameters(shapes) else torch.float32
-    return Shapes(model, config, shapes, chosen, held)
+    if not isinstance(
+        chosen, torch.dtype
+    ):  # no word in the configuration: what is packed is unpacked to, or as wide as the files
+        narrow = is_packed(config) or 0 < held < 3 * count_parameters(shapes)
+        chosen = torch.bfloat16 if narrow else torch.float32
+    return Shapes(model, config, shapes.to(chosen), chosen, held)
 
 
 def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float | None = None) -> Outline:

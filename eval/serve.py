@@ -61,7 +61,12 @@ DTYPES = {"w8a8": "bfloat16", "w4a16": "bfloat16"}  # else float32, which their 
 DENSE = "dense-"  # before the name of a quantised form: the dense model, quantised in the same way
 FORMS = (*PRUNED, *CONVERTED, *QUANTISED)
 TINY = "tiny-llama"
-_SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 _SIZES |= {"max_position_embeddings": 512, "initializer_range": 0.1}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 TINIES: dict[str, dict[str, Any]] = {  # heads of a size that the engine's kernels have

@@ -59,11 +59,11 @@ class Needs:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return facts for people."""
-        under = "" if self.budget is None else f", {format_bytes(self.budget)} under memory_budget"
+        under = "with no budget" if self.budget is None else f"under memory_budget {format_bytes(self.budget)}"
         parts = {name: getattr(self, name) for name in ("weights", "states", "moments", "sensitivity")}
         told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         facts = [
-            ("device, counted", f"about {format_bytes(self.device)}{under}; at least {format_bytes(self.least)}"),
+            ("device, counted", f"about {format_bytes(self.device)} {under}, at least {format_bytes(self.least)}"),
             ("host, counted", f"about {format_bytes(self.host)}: {told}"),
         ]
         if self.packed:

@@ -58,17 +58,17 @@ class Needs:
         return self.weights + self.states + self.moments + self.sensitivity
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return facts for people."""
+        """Return facts for people: bytes of the device and of the host."""
         under = "with no budget" if self.budget is None else f"under memory_budget {format_bytes(self.budget)}"
         parts = {name: getattr(self, name) for name in ("weights", "states", "moments", "sensitivity")}
         told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-        facts = [
-            ("device, counted", f"about {format_bytes(self.device)} {under}, at least {format_bytes(self.least)}"),
-            ("host, counted", f"about {format_bytes(self.host)}: {told}"),
-        ]
-        if self.packed:
-            facts.append(("source", f"stored in {self.packed}, dequantised as it is loaded: {told.split(', ')[0]}"))
-        return facts
+        device = f"about {format_bytes(self.device)} {under}, at least {format_bytes(self.least)}"
+        return [("device, counted", device), ("host, counted", f"about {format_bytes(self.host)}: {told}")]
+
+    def describe_source(self) -> list[tuple[str, str]]:
+        """Return a fact for people where weights are unpacked as they are loaded."""
+        unpacked = f"stored in {self.packed}, dequantised as it is loaded: {format_bytes(self.weights)}"
+        return [("source", unpacked)] if self.packed else []
 
 
 def count_needs(shapes: Shapes, modifiers: Sequence[Modifier], work: Workload) -> Needs:

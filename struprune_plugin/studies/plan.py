@@ -121,14 +121,14 @@ def format_plan(
         show = "{:,}".format if attribute == "parameters" else format_bytes
         rows.append([what, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
     if isinstance(costs, str):
-        facts.append(("time and speed", f"not probed: {costs}"))
+        facts += [("time and speed", f"not probed: {costs}"), *needs.describe()]
     else:
         rows.append(["speed, prompt", "1 ×", f"{costs.prefill:.2f} ×", ""])
         rows.append(["speed, one token", "1 ×", f"{costs.decode:.2f} ×", ""])
         facts.append(("the run takes", f"about {_format_seconds(costs.seconds)} here (probe: {costs.probe})"))
         device = f", {format_bytes(costs.device_bytes)} on the device" if costs.device_bytes else ""
         facts.append(("and needs", f"about {format_bytes(costs.peak_bytes)} of memory{device}"))
-    facts += needs.describe()
+    facts += needs.describe_source()
     for kind in layers:
         where = _format_positions(kind.layers)
         facts += [(where, f"{linear}: {what}") for linear, what in kind.units.items()]

@@ -155,7 +155,8 @@ def estimate_device(plan: OffloadPlan, sizes: Sizes, demands: Demands) -> int:
     held = sums if demands.hold_out and not plan.hold_on_host else 0
     pieces = 3 * min(plan.tokens, sizes.tokens) * _measure_row(sizes)
     solve = 0 if plan.solve_on_host else _measure_solve(sizes) + _measure_waiting(sizes, sums, plan.hold_on_host)
-    backward = 3 * sizes.activations + _measure_fisher(sizes) if demands.sensitivity else 0
+    kept = 1 if plan.release_weights else 3  # what a backward pass needs waits on the host then
+    backward = kept * sizes.activations + _measure_fisher(sizes) if demands.sensitivity else 0
     ends = 0 if plan.embed_on_host else max(sizes.embeddings, sizes.head * demands.sensitivity) - weights
     return weights + max(sizes.activations + sums + held + pieces, solve, backward, ends)
 

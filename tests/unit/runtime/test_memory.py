@@ -155,7 +155,7 @@ def make_mixture(folder):
     return save_model(AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads)), folder)
 
 
-@pytest.mark.parametrize("fields", [FAST, {}])
+@pytest.mark.parametrize("fields", [FAST, {}, {**FAST, "experts": {"calibrate_all_experts": True}}])
 def test_a_mixture_keeps_its_budget_and_the_plan_tells_its_peak(tmp_path, fields):
     model = make_mixture(tmp_path / "model")
     recipe = load_recipe("struprune", changes={"sparsity": 0.3, **fields}).modifiers

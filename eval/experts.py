@@ -60,6 +60,7 @@ STUDY: dict[str, Row] = {  # what parts of ours bring: one thing is changed
     f"{OURS} local target": Row({**ALONE, "reconstruct": "local"}),
     f"{OURS} damping 0.01": Row({**ALONE, "dampening_frac": 0.01}),
     f"{OURS} no sensitivity": Row({**ALONE, "sensitivity": "none"}),
+    f"{OURS} all tokens": Row({**ALONE, "experts": {"calibrate_all_experts": True}}),
 }
 ROWS: dict[str, dict[str, Row]] = {
     "all": {**PEERS, **PEERS_SOLVED, **OWN},

@@ -2,6 +2,7 @@
 
 python -m eval.scale --profile results/profile/profile.json --output results/scale
 python -m eval.scale --recovery                # what a recovery of 70 billion parameters takes, on the same card
+python -m eval.scale --mixtures --measured 130 # mixtures of experts, here and on the card; seconds of the small one
 
 Counted: operations and bytes of every stage, from the sizes alone. Measured: how much longer than these operations at this
 device's own matrix rates a real run takes (``--profile``, written by ``eval.profile`` with one thread on this machine).
@@ -271,6 +272,109 @@ def describe_growth(sizes: Sequence[Size], job: Recovery) -> str:
     return f"{names}: {'; '.join(told)} (fit)"
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """A decoder whose FFNs are experts.
+
+    :param inner: inputs of attention's output projection
+    :param kv_width: outputs of the keys' projection, and of the values'
+    :param width: channels of an expert
+    :param active: experts that a token visits
+    :param shared: channels of a dense FFN beside them, which stays whole
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    inner: int
+    kv_width: int
+    experts: int
+    active: int
+    width: int
+    shared: int = 0
+    other: int = 0
+
+    @property
+    def attention(self) -> int:
+        return 2 * self.hidden * (self.inner + self.kv_width)
+
+    @property
+    def expert(self) -> int:
+        return 3 * self.hidden * self.width
+
+    @property
+    def layer(self) -> int:
+        return self.attention + self.experts * self.expert + 3 * self.hidden * self.shared
+
+    @property
+    def visited(self) -> int:
+        """Parameters of a layer that a token meets."""
+        return self.layer - (self.experts - self.active) * self.expert
+
+
+MIXTURES = (
+    Mixture("Qwen3-30B-A3B's shape", 2048, 48, 4096, 512, 128, 8, 768, other=2 * 151936 * 2048),
+    Mixture("gpt-oss-20b's shape", 2880, 24, 4096, 512, 32, 4, 2880, other=2 * 201088 * 2880),
+)
+SMALL_MIXTURE = Mixture("eval.train_moe_model's", 576, 30, 576, 192, 16, 8, 64, shared=512)
+_WHOLE_PASSES = 4  # of a layer: the dense path, calibration, the experts' statistics, propagation
+
+
+def count_mixture(size: Mixture, job: Job, rates: Rates, values: bool = True) -> dict[str, float]:
+    """Return the seconds of every stage: operations over rates, none of them overlapped.
+
+    An expert's moments count the tokens that visit it; every expert's system is eliminated and solved by itself.
+
+    :param values: whether value channels go, too
+    """
+    maps = 4 * job.tokens * job.length * size.inner
+    forward = 2 * size.visited * job.tokens + maps
+    systems = [(size.width, size.experts, size.active), *([(size.inner, 1, 1)] if values else [])]  # n, systems, visits
+    gram = sum(2 * job.tokens * visits * count_sums(n, size.hidden) for n, _, visits in systems)
+    allocated = min(1.0, max(16, 4 * max(n for n, *_ in systems) / job.length) / job.samples)
+    as_dense = Size(
+        "", size.hidden, size.width, size.layers, size.kv_width, 3
+    )  # whose hidden size is all that is asked
+    weights, states = 2.0 * size.layer, 2.0 * job.tokens * size.hidden
+    per_layer = {
+        "sensitivity": 4 * forward * min(1.0, _SENSED / job.samples) / rates.model,
+        "allocation, statistics": (forward / rates.model + gram / rates.single) * allocated,
+        "allocation, curves": sum(
+            count * (_count_elimination(as_dense, n, 1.0, rates) + n**3 / 3 / rates.double) for n, count, _ in systems
+        ),
+        "passes": _WHOLE_PASSES * forward / rates.model,
+        "Gram products": gram / rates.single,
+        "selection": sum(c * _count_elimination(as_dense, n, job.sparsity, rates) for n, c, _ in systems),
+        "solves": sum(c * _count_solves(as_dense, n * (1 - job.sparsity)) for n, c, _ in systems) / rates.double,
+        "host traffic": ((3 + 2 * min(_SENSED, job.samples)) * weights + 16 * states) / rates.host,
+    }
+    return {name: seconds * size.layers for name, seconds in per_layer.items()}
+
+
+def make_mixture_tables(job: Job, here: Rates, measured: float | None) -> str:
+    """Return Markdown: hours by stage, here and on the card.
+
+    :param measured: seconds that ours took on the small mixture, 64 × 256 tokens, experts alone; None where that was not measured
+    """
+    parts = []
+    counted = sum(count_mixture(SMALL_MIXTURE, Job(64, 256, 0.5), here, values=False).values())
+    factor = None if measured is None else measured / counted
+    if factor is not None:
+        told = f"counted {counted:.0f} s, measured {measured:.0f} s: × {factor:.1f}"
+        parts.append(f"{SMALL_MIXTURE.name}, half of the experts' channels: {told}")
+    for size in MIXTURES:
+        stages = [count_mixture(size, job, rates) for rates in (here, CARD)]
+        rows = [[name, *(f"{each[name] / 3600:.2f}" for each in stages)] for name in stages[0]]
+        sums = [sum(each.values()) / 3600 for each in stages]
+        rows.append(["counted", *(f"{hours:.2f}" for hours in sums)])
+        if factor is not None:
+            rows.append([f"× {factor:.1f}, measured over counted", *(f"{hours * factor:.1f}" for hours in sums)])
+        total = size.layers * size.layer + size.other
+        head = f"{size.name}: {total / 1e9:.1f} B parameters, {size.layer / 1e9:.2f} B a layer"
+        parts += [head, format_table(["hours", "here, one thread", "1 card"], rows)]
+    return "\n\n".join(parts)
+
+
 def measure_rates(device: str = "cpu", size: int = 1024) -> Rates:
     """Return the rates of a device: on a CPU float32 for the model's dtype and traffic within one memory, else bfloat16 and
     traffic with the host from pinned memory.
@@ -327,6 +431,8 @@ def main() -> None:
     parser.add_argument(
         "--recovery", action="store_true", help="count a recovery instead, for which nothing is measured"
     )
+    parser.add_argument("--mixtures", action="store_true", help="count mixtures of experts instead")
+    parser.add_argument("--measured", type=float, help="with --mixtures: seconds of ours on the small one")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--sparsity", type=float, default=0.3)
@@ -335,12 +441,15 @@ def main() -> None:
     if args.recovery:
         print(make_recovery_tables(RECOVERED, Recovery(sparsity=args.sparsity)))
         return
-    if args.profile is None:
-        parser.error("--profile: must be given, or --recovery")
+    if args.profile is None and not args.mixtures:
+        parser.error("--profile: must be given, or --recovery, or --mixtures")
 
     torch.set_num_threads(1)
     with count_own_seconds():
         here = measure_rates()
+    if args.mixtures:
+        print(make_mixture_tables(Job(args.samples, args.length, args.sparsity), here, args.measured))
+        return
     counted = sum(count_seconds(OPT_LAB, Job(64, 256, args.sparsity), here).values())
     measured = json.loads(args.profile.read_text())["stages"]["whole pass"]
     job = Job(args.samples, args.length, args.sparsity)

@@ -3,12 +3,14 @@
     python -m eval.serve --models MODEL,tiny-llama --output results/serve --seconds 300
 
 A process of vLLM's server on 127.0.0.1 for every model, dense, and for each form of it, pruned here, by the default but for its
-slowest parts, on little text. ``tiny-llama`` is one of random weights. Finished rows are read back: a call that ``--seconds`` ends
-is followed by another. ``make serve-test`` makes vLLM's environment, where llm-compressor cannot live, and runs this to its end. A
-server takes a minute or two to start; ``--engine process`` asks the same engine without one, in one process for all rows.
+slowest parts, on little text. ``tiny-llama``, ``tiny-qwen3-moe`` and ``tiny-olmoe`` are of random weights. Finished rows are read
+back: a call that ``--seconds`` ends is followed by another. ``make serve-test`` makes vLLM's environment, where llm-compressor
+cannot live, and runs this to its end. A server takes a minute or two to start; ``--engine process`` asks the same engine without
+one, in one process for all rows.
 
 *tokens*: how many of the greedy ones, of all prompts, transformers would have chosen, too. *log-probabilities*: how far they are
-from transformers' at worst. *tokens/s*: the best of three rounds, all requests of a round at the same time.
+from transformers' at worst; *grouped kernels*: how far transformers' own ones for all experts at once are from its loop
+over them. *tokens/s*: the best of three rounds, all requests of a round at the same time.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from eval.ledger import EVAL, PACKAGE, Ledger, Turn, digest_sources, digest_text, identify_model, read_names
 from struprune_plugin import oneshot
@@ -59,6 +61,26 @@ DTYPES = {"w8a8": "bfloat16", "w4a16": "bfloat16"}  # else float32, which their 
 DENSE = "dense-"  # before the name of a quantised form: the dense model, quantised in the same way
 FORMS = (*PRUNED, *CONVERTED, *QUANTISED)
 TINY = "tiny-llama"
+_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+_SIZES |= {"max_position_embeddings": 512, "initializer_range": 0.1}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+TINIES: dict[str, dict[str, Any]] = {  # heads of a size that the engine's kernels have
+    TINY: {"model_type": "llama", "intermediate_size": 512, **_SIZES},
+    "tiny-qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 128,
+        "head_dim": 32,
+        **_SIZES,
+        **_EXPERTS,
+        "norm_topk_prob": True,
+    },
+    "tiny-olmoe": {"model_type": "olmoe", "intermediate_size": 128, **_SIZES, **_EXPERTS},
+}
 TOLERANCE = 1e-3  # of log-probabilities, in float32
 FACTOR = 3.0  # of the dense model's difference, of the same kind: how far a pruned one may be off where kernels round
 CALIBRATION = (32, 128)  # windows, tokens: enough that rounding does not break what pruning left
@@ -126,7 +148,10 @@ def name_row(model: str, form: str, engine: str) -> str:
 
 def suits(form: str, model: str) -> bool:
     """Tell whether a model can take a form: the schema of block_configs describes LLaMA's layers."""
-    return form != "block_configs" or model == TINY or AutoConfig.from_pretrained(model).model_type == "llama"
+    if form != "block_configs":
+        return True
+    kind = TINIES[model]["model_type"] if model in TINIES else AutoConfig.from_pretrained(model).model_type
+    return kind == "llama"
 
 
 def open_ledger(args: argparse.Namespace) -> Ledger:
@@ -144,7 +169,7 @@ def read_versions(python: Path) -> dict[str, str]:
 def describe_row(model: str, form: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return what a row depends on; of the package all, since it prunes and loads."""
     return {
-        "model": model if model == TINY else identify_model(model),
+        "model": TINIES[model] if model in TINIES else identify_model(model),
         "form": form,
         "engine": args.engine,
         "new_tokens": args.new_tokens,
@@ -179,7 +204,7 @@ def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int 
     :param multiple: of what channels are left
     """
     if form == "dense":
-        return make_tiny(kept / TINY) if model == TINY else Path(model)
+        return make_tiny(model, kept) if model in TINIES else Path(model)
     dense = make_form(model, "dense", sparsity, kept)
     recipe = "" if form in CONVERTED else make_recipe(form, sparsity, multiple)
     what = [identify_model(str(dense)), sparsity, recipe, CALIBRATION, digest_sources(PACKAGE)]
@@ -205,22 +230,14 @@ def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int 
     return folder
 
 
-def make_tiny(folder: Path) -> Path:
-    """Save a LLaMA of random weights, with heads of a size that the engine's kernels have."""
+def make_tiny(name: str, kept: Path) -> Path:
+    """Return the folder of a model of random weights."""
+    folder = kept / f"{name}-{digest_text(json.dumps(TINIES[name]))}"
     if not folder.exists():
         tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=512,
-            initializer_range=0.1,
-        )
+        config = AutoConfig.for_model(**TINIES[name], vocab_size=len(tokenizer))
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
 
@@ -251,7 +268,7 @@ def measure_form(folder: Path, form: str, args: argparse.Namespace) -> dict[str,
     pairs = [compare(folder, prompt, *answer) for prompt, answer in zip(PROMPTS, found["answers"], strict=True)]
     same, worst = sum(same for same, _ in pairs), max(worst for _, worst in pairs)
     count = len(PROMPTS) * args.new_tokens
-    told = {"same": same, "tokens": count, "worst": worst}
+    told = {"same": same, "tokens": count, "worst": worst, "grouped": compare_grouped(folder)}
     return {**told, "rate": max(found["rates"]), "seconds_to_start": found["seconds_to_start"]}
 
 
@@ -340,18 +357,37 @@ def compare(folder: Path, prompt: list[int], tokens: list[int], logprobs: list[f
     return int((behind <= TOLERANCE).sum()), max(off.item(), behind.max().item())
 
 
+@torch.no_grad()
+def compare_grouped(folder: Path) -> dict[str, float] | None:
+    """Return, by dtype, how far log-probabilities by transformers' grouped kernels are from those of its loop over the experts, at
+    worst; None where there are no experts."""
+    if getattr(AutoConfig.from_pretrained(folder), "num_experts_per_tok", None) is None:
+        return None
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        said = []
+        for kernels in ("eager", "grouped_mm"):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation=kernels).eval()
+            said.append([torch.log_softmax(model(torch.tensor([prompt])).logits.double(), -1) for prompt in PROMPTS])
+        found[dtype] = max((one - other).abs().max().item() for one, other in zip(*said, strict=True))
+    return found
+
+
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table; speeds against the dense model of the same name."""
     dense = {row["model"]: row["rate"] for row in rows if row["form"] == "dense" and "rate" in row}
     cells = []
     for row in rows:
         if "failed" in row:
-            cells.append([row["model"], row["form"], "failed", row["failed"], "", ""])
+            cells.append([row["model"], row["form"], "failed", row["failed"], "", "", ""])
             continue
         ratio = f"{row['rate'] / dense[row['model']]:.2f} ×" if row["model"] in dense else ""
         told = [f"{row['same']} of {row['tokens']}", f"{row['worst']:.1e}" + " OTHER" * (not passes(row, rows))]
-        cells.append([row["model"], row["form"], *told, f"{row['rate']:,.0f}", ratio])
-    return format_table(["model", "form", "tokens", "log-probabilities", "tokens/s", "of dense"], cells)
+        grouped = ", ".join(f"{off:.1e} {dtype}" for dtype, off in (row["grouped"] or {}).items())
+        cells.append([row["model"], row["form"], *told, f"{row['rate']:,.0f}", ratio, grouped])
+    return format_table(
+        ["model", "form", "tokens", "log-probabilities", "tokens/s", "of dense", "grouped kernels"], cells
+    )
 
 
 @contextmanager

@@ -43,8 +43,10 @@ def plan(model: Model, question: Question, amount: Amount, changes: Changes, scr
     changed = changes.read()
     check_names(question.device, question.recipe, [model], [])
     prepare(question.device, screen)
+    from struprune_plugin.model.structure.finder import find_structure
     from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.studies import plan as planning
+    from struprune_plugin.studies.needs import count_needs
     from struprune_plugin.studies.probe import Workload, probe_costs
     from struprune_plugin.studies.sizes import outline_run, read_shapes
 
@@ -59,10 +61,13 @@ def plan(model: Model, question: Question, amount: Amount, changes: Changes, scr
         screen.show({**record, "fits": [vars(fit) for fit in fits]}, *parts)
         return
     modifiers = load_recipe(name, changes=changed).modifiers
-    outline, costs = outline_run(shapes, modifiers), None
-    if not question.no_probe and planning.can_probe(shapes):
-        costs = probe_costs(shapes, outline.sparsity, load_recipe(name, changes=changed), Workload(**vars(amount)))
-    engines, layers = planning.list_engines(modifiers), planning.list_layer_units(shapes.model)
+    outline, work, costs = outline_run(shapes, modifiers), Workload(**vars(amount)), None
+    needs, obstacle = count_needs(shapes, modifiers, work), planning.find_obstacle(shapes)
+    if not question.no_probe and not obstacle:
+        costs = probe_costs(shapes, outline.sparsity, load_recipe(name, changes=changed), work)
+    engines = planning.list_engines(modifiers, find_structure(shapes.model).has_experts)
+    layers = planning.list_layer_units(shapes.model)
     record = {"model": model, "recipe": name, **asdict(outline), "costs": costs and vars(costs), "engines": engines}
-    record["layers"] = [vars(kind) for kind in layers]
-    screen.show(record, *planning.format_plan(f"{model} by {name}", outline, costs, engines, layers))
+    record |= {"layers": [vars(kind) for kind in layers], "needs": {**vars(needs), "host": needs.host}}
+    told = costs or ("--no-probe" if question.no_probe else obstacle)
+    screen.show(record, *planning.format_plan(f"{model} by {name}", outline, told, needs, engines, layers))

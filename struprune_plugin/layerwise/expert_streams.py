@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
+from compressed_tensors.utils import patch_attr
+from llmcompressor.modeling.moe import context as context_of_experts
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup
+
+_UNCHOSEN = 0.1  # of a token's mean weight: what it counts where it was not sent, and every expert is to see it
 
 
 @dataclass(frozen=True)
@@ -22,25 +27,40 @@ class _Routing:
 
     :param tokens: that every expert saw, in the order in which it saw them, by expert
     :param weights: that its outputs were multiplied by, the same, float32
+    :param least: that a token counts by, whoever it was sent to, shape [tokens], float32
     :param energy: sum over experts of the squared weights, shape [tokens], float32
     """
 
     tokens: Sequence[Tensor]
     weights: Sequence[Tensor]
+    least: Tensor
     energy: Tensor
 
 
-def _read_routing(experts: Any, args: tuple[Any, ...]) -> _Routing | None:
-    """Return what the arguments of a list of experts say; None where they hold no router's choice (Llama 4)."""
+def _takes_choice(experts: Any) -> bool:
+    """Tell whether a list of experts is called with a router's choice: llm-compressor's of Llama 4 is not."""
+    return "top_k_index" in signature(type(experts).forward).parameters
+
+
+def _read_routing(experts: Any, args: tuple[Any, ...], everyone: bool) -> _Routing | None:
+    """Return what the arguments of a list of experts say; None where they hold no router's choice (Llama 4).
+
+    :param everyone: whether every expert saw every token
+    """
     if len(args) < 3:
         return None
     chosen, weights = args[1], args[2].float()
     tokens, given = [], []
     for index in range(experts.num_experts):
         place, rows = torch.where((chosen == index).T)  # the order in which llm-compressor's experts take them
+        own = weights[rows, place]
+        if everyone:
+            own = own.new_zeros(len(chosen)).index_add(0, rows, own)
+            rows = torch.arange(len(chosen), device=rows.device)
         tokens.append(rows)
-        given.append(weights[rows, place])
-    return _Routing(tokens, given, weights.square().sum(1))
+        given.append(own)
+    least = _UNCHOSEN * everyone * weights.abs().mean(1)
+    return _Routing(tokens, given, least, weights.square().sum(1))
 
 
 @dataclass(frozen=True)
@@ -75,12 +95,16 @@ def capture_experts(
     It takes the call and what the experts are to repair, None where there is nothing; an error r is split among those of a token
     so that they change least: that with weight g by ``g r / sum g^2``.
 
+    Where the groups ask for all tokens, every expert also sees those that its router sends elsewhere, which count by a share of
+    the mean weight of their experts; the layer's output stays.
+
     :param groups: of one list of experts
     """
     seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     sources: dict[str, Tensor] = {}
     routing: list[_Routing | None] = []
     experts = layer.get_submodule(groups[0].experts) if groups else None
+    everyone = bool(groups) and groups[0].all_tokens and _takes_choice(experts)
 
     def see_source(name: str) -> Callable[[nn.Module, tuple], None]:
         return lambda _module, args: sources.update({name: args[0].detach()})
@@ -99,7 +123,8 @@ def capture_experts(
 
     with ExitStack() as stack:
         if experts is not None:
-            decide = lambda module, args: routing.append(_read_routing(module, args))  # noqa: E731
+            stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", everyone))
+            decide = lambda module, args: routing.append(_read_routing(module, args, everyone))  # noqa: E731
             stack.callback(experts.register_forward_pre_hook(decide).remove)
         for group in groups:
             first = find_linear(layer, next(iter(group.producers)))
@@ -143,13 +168,15 @@ def _make_visit(
     source, inputs, output = seen
     if routing is None:  # every token came, multiplied by its weight: those of weight 0 are zero
         tokens, weights = torch.arange(len(source), device=source.device), source.ne(0).any(1).float()
+        counts = weights
     else:
         tokens, weights = routing.tokens[index], routing.weights[index]
+        counts = torch.where(weights.abs() > routing.least[tokens], weights, routing.least[tokens])
     order = tokens.argsort(stable=True)
-    order = order[weights[order] != 0]
-    tokens, weights, target = tokens[order], weights[order], output[order].float()
+    order = order[counts[order] != 0]
+    tokens, weights, counts, target = tokens[order], weights[order], counts[order], output[order].float()
     if repair is not None and routing is not None:
         share = weights / routing.energy[tokens].clamp(min=1e-12)
         target = target + share[:, None] * repair.error[tokens]
-        weights = weights * repair.factors[tokens]
-    return Visit(source[order], inputs[order], target, call, tokens, weights)
+        counts = counts * repair.factors[tokens]
+    return Visit(source[order], inputs[order], target, call, tokens, counts)

@@ -58,7 +58,7 @@ class Slot:
 
 
 Slots = dict[str, Slot]  # by the name of a parameter in an expert
-_SLOTS: dict[tuple[type, str], Slots] = {}  # measured, by class and shapes
+_SLOTS: dict[tuple[type, tuple[str, ...]], Slots] = {}  # measured, by class and names of tensors: sizes do not matter
 
 
 def list_experts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -70,7 +70,7 @@ def list_experts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def take_apart(model: nn.Module) -> None:
     """Let every expert of a model be linears of its own, where llm-compressor knows the class; the function stays."""
-    for name, packed in get_non_linearized_moes(model):
+    for name, packed in _list_packed(model):
         kind = LinearExperts2D.get_linear_experts_cls(type(packed))
         down = packed.down_proj
         width = down.shape[1 if kind.is_transposed else 2]
@@ -89,6 +89,14 @@ def take_apart(model: nn.Module) -> None:
         if _PACKED not in vars(made) and hasattr(made, "_source_experts_cls"):  # llm-compressor has taken it apart
             with torch.device("meta"):
                 _remember(made, made._source_experts_cls(made._source_config))
+
+
+def _list_packed(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return packed experts that llm-compressor knows, by name; it reads the source of a class, so that each is asked once."""
+    held = [(name, module) for name, module in model.named_modules() if "down_proj" in module._parameters]
+    one_of_each = nn.ModuleList({type(module): module for _, module in held}.values())
+    known = {type(module) for _, module in get_non_linearized_moes(one_of_each)}
+    return [(name, module) for name, module in held if type(module) in known]
 
 
 class _SizedConfig:
@@ -111,7 +119,7 @@ def _remember(made: Any, packed: Any) -> None:
     with disable_onloading():
         held = dict(packed._parameters)
         shapes = {name: p.shape[1:] for name, p in held.items() if p is not None and p.dim() > 1}
-    key = (type(packed), str(shapes))
+    key = (type(packed), tuple(shapes))
     slots = _SLOTS[key] = _SLOTS.get(key) or _measure_slots(made[0], packed, shapes)
     empty = copy.copy(packed)
     for name in ("forward", "_original_forward_func"):  # of an offloaded module, which is offloaded anew

@@ -154,9 +154,11 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
     def cast(tensor: Tensor) -> nn.Parameter:
         return nn.Parameter(tensor.detach().to(old.dtype).to(device).contiguous(), old.requires_grad)
 
-    linear.weight = cast(weight)
+    linear._parameters["weight"] = cast(
+        weight
+    )  # an attribute's assignment would bring the old ones to the device, to stay
     if bias is not None:
-        linear.bias = cast(bias)
+        linear._parameters["bias"] = cast(bias)
     linear.out_features, linear.in_features = weight.shape
     if hasattr(linear, "quantization_scheme"):  # a quantiser later in the recipe has sized its parameters already
         assert linear.quantization_status <= QuantizationStatus.INITIALIZED  # type: ignore[operator]

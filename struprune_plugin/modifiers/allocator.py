@@ -14,7 +14,7 @@ from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.modifiers.checks import check_alone, list_modifiers
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
-from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run
+from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.resume import keep_allocation, take_allocation
 from struprune_plugin.pruning.signals import Sensitivity
@@ -82,6 +82,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         return self
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        rehearse_units(self, state.model)
         groups = self.find_groups(state.model)
         self._setup = prepare_run(self, state.model, groups, state.data.calib)
         self._check_stages()

@@ -63,10 +63,18 @@ class Experts(Config):
     :param units: ``channels``
     :param widths: ``same``: all experts of the model keep the same number, which stock classes and engines load by one number of
         the configuration; ``per_layer``: those of a layer do
+    :param calibrate_all_experts: send every token through every expert for the statistics, so that experts that see few are
+        solved, too; the router's choice stays in what layers give
     """
 
     units: Literal["channels"] = "channels"
     widths: Literal["same", "per_layer"] = "same"
+    calibrate_all_experts: bool = False
+
+    def place(self, group: UnitGroup) -> UnitGroup:
+        """Return a group with the tie and the tokens that are asked for; one of no expert as it is."""
+        tie = group.output_name if group.tie and self.widths == "per_layer" else group.tie
+        return replace(group, tie=tie, all_tokens=self.calibrate_all_experts) if group.experts else group
 
 
 def _read_short_forms(value: Any) -> Any:
@@ -195,9 +203,7 @@ class StructuredModifier(StageModifier):
         groups = find_groups(
             model, self.attention_unit, self.prune_ffn, self.targets, self.ignore, self.experts is not None
         )
-        if self.experts is None or self.experts.widths == "same":
-            return groups
-        return [replace(group, tie=group.output_name if group.tie else "") for group in groups]
+        return groups if self.experts is None else [self.experts.place(group) for group in groups]
 
     def make_config(
         self, model: PreTrainedModel, reconstruct: str = "local", ffn_tuning: FFNTuning | None = None

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.export.convert import adopt_attention, adopt_config, adopt_stock, wrap_save
-from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.export.stock_config import (
     are_layers_alike,
     can_hold_heads,
@@ -31,7 +30,7 @@ from struprune_plugin.modifiers.fields import AllocationField, StructuredModifie
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
 from struprune_plugin.modifiers.planning import Planner, plan_early
 from struprune_plugin.modifiers.replay import Replay, read_replay
-from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run
+from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
 from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, check_single_stage, find_allocator
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.pruning.config import UnitAllocation
@@ -129,10 +128,7 @@ class StruPruneModifier(StructuredModifier):
         model = state.model
         if self.ffn_tuning is not None:
             check_one_process("ffn_tuning", "Leave it out, or tune in a run of one process.")
-        if self.experts is None:
-            rehearse(model, self.attention_unit, self.prune_ffn)
-        elif not rehearse_with_experts(model, self.attention_unit, self.prune_ffn):
-            self.experts = None
+        rehearse_units(self, model)
         groups = self._find_own_groups(model)
         check_single_stage()
         if self.output == "uniform":

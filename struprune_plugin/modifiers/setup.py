@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
+from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.layers import count_prunable_parameters
@@ -59,6 +60,18 @@ class RunSetup:
     num_sequences: int
     num_tokens: int
     placement: OffloadPlan
+
+
+def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None:
+    """Rehearse the pruning of a recipe's units; experts whose pruning fails are to stay whole from now on.
+
+    :raises ValueError: as :func:`~struprune_plugin.export.rehearsal.rehearse`
+    """
+    units = modifier.attention_unit, modifier.prune_ffn
+    if modifier.experts is None:
+        rehearse(model, *units)
+    elif not rehearse_with_experts(model, *units):
+        modifier.experts = None
 
 
 def prepare_run(

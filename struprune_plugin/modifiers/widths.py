@@ -92,12 +92,14 @@ def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings
 
 
 def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[RoundingRecord]:
-    """Return, for the manifest, the multiples that widths were rounded to, and why; alike modules in one entry."""
-    names: dict[tuple[str, Rounding], list[str]] = {}
+    """Return, for the manifest, the multiples that widths were rounded to, and why; alike modules in one entry, a layer's experts
+    as one module."""
+    names: dict[tuple[str, Rounding], dict[str, None]] = {}
     for group in groups:
         if roundings[group.name].because:
-            names.setdefault((group.kind, roundings[group.name]), []).append(group.name)
-    return [RoundingRecord(kind, part.width, list(part.because), modules) for (kind, part), modules in names.items()]
+            name = f"{group.output_name}.*.{group.consumer.rpartition('.')[2]}" if group.experts else group.name
+            names.setdefault((group.kind, roundings[group.name]), {})[name] = None
+    return [RoundingRecord(kind, part.width, [*part.because], [*modules]) for (kind, part), modules in names.items()]
 
 
 def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], width_multiple: int) -> Rounding:
@@ -112,7 +114,7 @@ def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], 
         for inputs, _, why in _list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
             wanted.append((inputs, group.columns_per_unit, why))
         for name in group.producers:
-            rows = int((group.find_row_owners(name) == 0).sum())
+            rows = group.count_rows(name)
             for _, outputs, why in _list_demands(modifier, model, f"{group.layer_name}.{name}"):
                 wanted.append((outputs, rows, why))
     step = math.lcm(*(multiple // math.gcd(multiple, width) for multiple, width, _ in wanted))

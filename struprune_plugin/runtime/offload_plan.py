@@ -49,11 +49,13 @@ class Consumer:
     :param inputs: n
     :param outputs: d
     :param copies: float64 Gram matrices that its solves hold
+    :param of_expert: whether its moments are gathered with those of all experts beside it, and wait for their turn
     """
 
     inputs: int
     outputs: int
     copies: int
+    of_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,27 @@ def _place_under(budget: int, sizes: Sizes, demands: Demands) -> OffloadPlan:
     return OffloadPlan(
         gather_on_host=gather_on_host,
         hold_on_host=hold_on_host,
-        solve_on_host=sizes.layer + _measure_solve(sizes) > budget,
+        solve_on_host=sizes.layer + _measure_solve(sizes) + _measure_waiting(sizes, resident, hold_on_host) > budget,
         release_weights=release,
         embed_on_host=embed_on_host,
         rows=pieces,
         tokens=min(pieces, _MAX_TOKENS),
         logits=max(1, min(MAX_LOGITS, logits)),
     )
+
+
+def estimate_device(plan: OffloadPlan, sizes: Sizes, demands: Demands) -> int:
+    """Return about the most bytes that the device holds under a plan: while statistics grow, while a system is solved, in a
+    backward pass or at the model's ends."""
+    weights = sizes.largest if plan.release_weights else sizes.layer * (1 + plan.fetch_ahead)
+    sums = 0 if plan.gather_on_host else _measure_sums(sizes, demands.together)
+    held = sums if demands.hold_out and not plan.hold_on_host else 0
+    pieces = 3 * min(plan.tokens, sizes.tokens) * _measure_row(sizes)
+    solve = 0 if plan.solve_on_host else _measure_solve(sizes) + _measure_waiting(sizes, sums, plan.hold_on_host)
+    kept = 1 if plan.release_weights else 3  # what a backward pass needs waits on the host then
+    backward = kept * sizes.activations + _measure_fisher(sizes) if demands.sensitivity else 0
+    ends = 0 if plan.embed_on_host else max(sizes.embeddings, sizes.head * demands.sensitivity) - weights
+    return weights + max(sizes.activations + sums + held + pieces, solve, backward, ends)
 
 
 def find_least_budget(sizes: Sizes, demands: Demands) -> int:
@@ -164,9 +180,29 @@ def _measure_pieces(row: int) -> int:
 
 
 def _measure_sums(sizes: Sizes, together: bool) -> int:
-    """Return the bytes of float32 moments while they grow: of a whole layer, or of one consumer at a time."""
-    layers = sizes.layers if together else tuple((consumer,) for consumer in sizes.consumers)
-    return max(sum(4 * count_sums(c.inputs, c.outputs) for c in layer) for layer in layers)
+    """Return the bytes of float32 moments while they grow: of a whole layer, or of one consumer, or the experts, at a time."""
+    return max(sum(map(_measure_moments, part)) for layer in sizes.layers for part in _list_gathered(layer, together))
+
+
+def _list_gathered(layer: tuple[Consumer, ...], together: bool) -> list[tuple[Consumer, ...]]:
+    """Return the consumers of a layer whose moments are gathered at the same time."""
+    if together:
+        return [layer]
+    experts = tuple(consumer for consumer in layer if consumer.of_expert)
+    return [*((consumer,) for consumer in layer if not consumer.of_expert), experts]
+
+
+def _measure_moments(consumer: Consumer) -> int:
+    return 4 * count_sums(consumer.inputs, consumer.outputs)
+
+
+def _measure_waiting(sizes: Sizes, resident: int, hold_on_host: bool) -> int:
+    """Return the bytes of other experts' moments on the device while one expert is solved.
+
+    :param resident: of all that are gathered at the same time
+    """
+    waits = any(consumer.of_expert for consumer in sizes.consumers)
+    return resident * (1 if hold_on_host else 2) * waits
 
 
 def _measure_solve(sizes: Sizes) -> int:

@@ -15,6 +15,7 @@ from struprune_plugin.model.layers import find_layouts, find_linear, measure_lay
 from struprune_plugin.modifiers.fields import StageModifier
 from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts
 from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.studies.needs import Needs
 from struprune_plugin.studies.probe import Costs
 from struprune_plugin.studies.sizes import Outline, Shapes, find_pruning, outline_run
 
@@ -68,16 +69,23 @@ def _format_positions(positions: Sequence[int]) -> str:
     return f"{'layer' if len(positions) == 1 else 'layers'} {shown} ({len(positions)})"
 
 
-def can_probe(shapes: Shapes) -> bool:
-    """Tell whether a few layers of a model stand for all: those of one kind, without experts, in a configuration that is the
-    decoder's alone."""
+def find_obstacle(shapes: Shapes) -> str:
+    """Return why a few layers of a model do not stand for all; nothing where they do."""
     layouts = [layout for _, layout in find_layouts(shapes.model)]
-    alike = all(one == layouts[0] for one in layouts) and layouts[0].experts is None
-    return shapes.config.get_text_config(decoder=True) is shapes.config and alike
+    if shapes.config.get_text_config(decoder=True) is not shapes.config:
+        return "the decoder is a part of the model"
+    if any(one != layouts[0] for one in layouts):
+        return "layers are of several kinds"
+    if layouts[0].experts is not None:
+        return "its count of work takes every linear to see every token, and experts see few"
+    return ""
 
 
-def list_engines(modifiers: Sequence[Modifier]) -> dict[str, str]:
-    """Return, by engine, whether and how it runs what a recipe leaves."""
+def list_engines(modifiers: Sequence[Modifier], mixture: bool = False) -> dict[str, str]:
+    """Return, by engine, whether and how it runs what a recipe leaves.
+
+    :param mixture: whether the model has experts
+    """
     _, pruning = find_pruning(modifiers)
     packed = any(not isinstance(modifier, StageModifier) for modifier in modifiers)
     needs = " with compressed-tensors" if packed else ""
@@ -88,16 +96,23 @@ def list_engines(modifiers: Sequence[Modifier]) -> dict[str, str]:
     vllm = "by its Transformers backend; see docs/models.md, or convert --to uniform-padded"
     if pruning.attention_unit == "head":
         vllm = "no: heads differ from layer to layer; convert --to uniform-padded"
+    if mixture:
+        vllm = "no: its Transformers backend does not read packed experts; set output: uniform, or convert --to uniform-padded"
     return {"transformers": own_code, "lm-eval": "yes, trust_remote_code=True", "vLLM": vllm}
 
 
 def format_plan(
-    name: str, outline: Outline, costs: Costs | None, engines: Mapping[str, str], layers: Sequence[LayerUnits]
+    name: str,
+    outline: Outline,
+    costs: Costs | str,
+    needs: Needs,
+    engines: Mapping[str, str],
+    layers: Sequence[LayerUnits],
 ) -> list[Any]:
     """Return what a run will do as its name, a table of before and after, and facts.
 
     :param name: of the model and the recipe
-    :param costs: None without a probe
+    :param costs: why there was no probe, without one
     :param engines: as :func:`list_engines` gives them
     """
     rows, facts = [], []
@@ -105,14 +120,15 @@ def format_plan(
         before, after = getattr(outline.before, attribute), getattr(outline.after, attribute)
         show = "{:,}".format if attribute == "parameters" else format_bytes
         rows.append([what, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
-    if costs is None:
-        facts.append(("time and memory", "not probed"))
+    if isinstance(costs, str):
+        facts += [("time and speed", f"not probed: {costs}"), *needs.describe()]
     else:
         rows.append(["speed, prompt", "1 ×", f"{costs.prefill:.2f} ×", ""])
         rows.append(["speed, one token", "1 ×", f"{costs.decode:.2f} ×", ""])
         facts.append(("the run takes", f"about {_format_seconds(costs.seconds)} here (probe: {costs.probe})"))
         device = f", {format_bytes(costs.device_bytes)} on the device" if costs.device_bytes else ""
         facts.append(("and needs", f"about {format_bytes(costs.peak_bytes)} of memory{device}"))
+    facts += needs.describe_source()
     for kind in layers:
         where = _format_positions(kind.layers)
         facts += [(where, f"{linear}: {what}") for linear, what in kind.units.items()]

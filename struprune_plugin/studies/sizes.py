@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +22,11 @@ from struprune_plugin.model.layers import (
     count_parameters,
     count_prunable_parameters,
     find_layouts,
-    find_linear,
     read_head_widths,
     sum_outputs,
 )
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.tiny import find_class
-from struprune_plugin.model.surgery import slice_group
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import VALUE
 from struprune_plugin.modifiers import StruPruneModifier
@@ -102,9 +100,12 @@ def read_shapes(model: str, dtype: str = "auto") -> Shapes:
     with torch.device("meta"):
         shapes = kind._from_config(copy.deepcopy(part))
     chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    if not isinstance(chosen, torch.dtype):  # no word in the configuration: as wide as the files are
-        chosen = torch.bfloat16 if 0 < held < 3 * count_parameters(shapes) else torch.float32
-    return Shapes(model, config, shapes, chosen, held)
+    if not isinstance(
+        chosen, torch.dtype
+    ):  # no word in the configuration: what is packed is unpacked to, or as wide as the files
+        narrow = is_packed(config) or 0 < held < 3 * count_parameters(shapes)
+        chosen = torch.bfloat16 if narrow else torch.float32
+    return Shapes(model, config, shapes.to(chosen), chosen, held)
 
 
 def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float | None = None) -> Outline:
@@ -127,11 +128,11 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
     sizes = measure_groups(groups, roundings)
     prunable = count_prunable_parameters(model, modifier.experts is not None)
     share = find_group_sparsity(sizes, prunable, sparsity)
-    cut = _cut(model, groups, allocate_uniformly(sizes, share).kept) if sparsity else model
+    kept = allocate_uniformly(sizes, share).kept if sparsity else {}
     return Outline(
         sparsity=sparsity,
-        before=_measure(shapes, model, ()),
-        after=_measure(shapes, cut, later),
+        before=_measure(shapes, [], ()),
+        after=_measure(shapes, [(group, kept[group.name]) for group in groups] if kept else [], later),
         rounding=describe_roundings(groups, roundings),
     )
 
@@ -149,28 +150,32 @@ def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]
     )
 
 
-def _cut(model: PreTrainedModel, groups: Sequence[UnitGroup], kept: Mapping[str, int]) -> PreTrainedModel:
-    """Return a copy, without values too, in which every group has so many units: the first ones of each block."""
-    cut = copy.deepcopy(model)
-    for group in groups:
-        layer = cut.get_submodule(group.layer_name)
-        units = torch.arange(group.num_units).view(group.num_blocks, -1)
-        keep = units[:, : kept[group.name] // group.num_blocks].flatten()
-        rows = find_linear(layer, group.consumer).out_features
-        slice_group(layer, group, keep, torch.empty(rows, len(keep) * group.columns_per_unit + 1, device="meta"))
-    return cut
-
-
-def _measure(shapes: Shapes, model: PreTrainedModel, later: Sequence[Modifier]) -> Footprint:
-    """Return what a model, cut or not, takes once later modifiers have quantised it."""
-    parameters, item, saved = count_parameters(model), shapes.dtype.itemsize, 0.0
-    for name, linear in model.named_modules():
-        if isinstance(linear, nn.Linear) and (args := _find_weight_scheme(name, linear, later)) is not None:
-            saved += linear.weight.numel() * item - _count_quantised(args, *linear.weight.shape)
+def _measure(shapes: Shapes, left: Sequence[tuple[UnitGroup, int]], later: Sequence[Modifier]) -> Footprint:
+    """Return what a model takes once groups have so many units left, and later modifiers have quantised it."""
+    model, item = shapes.model, shapes.dtype.itemsize
+    parameters = count_parameters(model) - sum((group.num_units - units) * group.unit_cost for group, units in left)
     full = parameters * item
-    if model is shapes.model and shapes.weight_bytes and not later:
+    if not left and shapes.weight_bytes and not later:
         full = shapes.weight_bytes
-    return Footprint(parameters, round(full - saved), _measure_cache(shapes, model, later))
+    return Footprint(parameters, round(full - _count_saved(shapes, left, later)), _measure_cache(shapes, left, later))
+
+
+def _count_saved(shapes: Shapes, left: Sequence[tuple[UnitGroup, int]], later: Sequence[Modifier]) -> float:
+    """Return the bytes that later quantisers save."""
+    if not any(isinstance(modifier, QuantizationMixin) for modifier in later):
+        return 0.0
+    gone: dict[str, tuple[int, int]] = {}  # rows and columns that go, by linear
+    for group, units in left:
+        count, name = group.num_units - units, f"{group.layer_name}."
+        gone |= {name + producer: (count * group.count_rows(producer), 0) for producer in group.producers}
+        gone[name + group.consumer] = 0, count * group.columns_per_unit
+    saved = 0.0
+    for name, linear in shapes.model.named_modules():
+        if isinstance(linear, nn.Linear) and (args := _find_weight_scheme(name, linear, later)) is not None:
+            sizes = zip(linear.weight.shape, gone.get(name, (0, 0)), strict=True)
+            rows, columns = (size - lost for size, lost in sizes)
+            saved += rows * columns * shapes.dtype.itemsize - _count_quantised(args, rows, columns)
+    return saved
 
 
 def _find_weight_scheme(name: str, linear: nn.Linear, later: Sequence[Modifier]) -> QuantizationArgs | None:
@@ -194,17 +199,20 @@ def _count_quantised(args: QuantizationArgs, rows: int, columns: int) -> float:
     return rows * columns * args.num_bits / 8 + scales * _SCALE_BYTES + zeros
 
 
-def _measure_cache(shapes: Shapes, model: PreTrainedModel, later: Sequence[Modifier]) -> int:
+def _measure_cache(shapes: Shapes, left: Sequence[tuple[UnitGroup, int]], later: Sequence[Modifier]) -> int:
     """Return the bytes of keys and values a token, of all layers."""
     padded, channels = not can_narrow(shapes.model), 0  # narrowed values reach the cache padded
-    for layer, layout in find_layouts(model):
+    attention = {group.layer_index: (group, units) for group, units in left if group.attention}
+    for index, (layer, layout) in enumerate(find_layouts(shapes.model)):
         if layout.attention is None:
             names = [name for name, _ in layer.named_modules() if name.endswith(("k_proj", "v_proj"))]
             channels += sum_outputs(names, layer)
             continue
-        (group,) = VALUE.describe(layout, layer)
-        value = read_head_widths(layout.attention, layer)[0] if padded else group.part_rows["value"]
-        channels += group.num_blocks * (group.part_rows["key"] + value)
+        (dense,) = VALUE.describe(layout, layer)
+        group, units = attention.get(index, (dense, dense.num_units))
+        narrow = group.unit.resize_rows(group, units)["value"]
+        value = read_head_widths(layout.attention, layer)[0] if padded else narrow
+        channels += group.unit.count_heads(group, units) * (group.part_rows["key"] + value)
     bits = 8 * shapes.dtype.itemsize
     for modifier in later:
         scheme = getattr(modifier, "kv_cache_scheme", None) if isinstance(modifier, QuantizationMixin) else None

@@ -123,7 +123,7 @@ INTERNALS = [
     Internal(
         "llmcompressor.modeling.moe:context._CALIBRATE_ALL_EXPERTS",
         "modifiers/host_pipeline.py",
-        "every expert sees the tokens that its router sends there",
+        "every expert sees the tokens that its router sends there; all, where asked, in layerwise/expert_streams.py",
         _LC,
     ),
     Internal(f"{_OFFLOAD}:offload_module", "model/experts.py", "packed experts lie where linears lay", _CT),

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import coverage
 from eval.coverage import make_config, run_type
-from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.export import rehearsal
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 
@@ -73,6 +74,8 @@ def test_widths_are_one_for_the_model_or_one_per_layer(mixture, tmp_path):
     prune(mixture, tmp_path / "same")
     widths = list_widths(tmp_path / "same")
     assert len(set.union(*widths.values())) == 1
+    (rounding,) = read_manifest(tmp_path / "same").budget.rounding
+    assert rounding.modules == [f"model.layers.{i}.mlp.experts.*.down_proj" for i in range(2)]
     prune(mixture, tmp_path / "layers", experts={"widths": "per_layer"}, importance="obs", width_multiple=1)
     widths = list_widths(tmp_path / "layers")
     assert all(len(kept) == 1 and kept.pop() % 8 == 0 for kept in widths.values())
@@ -122,6 +125,29 @@ def test_an_expert_that_saw_too_few_tokens_is_scaled_and_the_manifest_says_so(mi
     assert all(group.scale is None and group.error_after < group.error_before for group in enough)
 
 
+def test_an_expert_that_no_token_reaches_is_solved_where_all_see_every_token(tmp_path):
+    model = build_tiny(make_config("glm4_moe", 2))
+    model.model.layers[1].mlp.gate.e_score_correction_bias[1] = -100.0  # of the choice alone
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    ids = draw_tokens(model.config, 16, 32, seed=1)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    found = {}
+    for every in (False, True):
+        out = tmp_path / str(every)
+        fields = {"experts": {"calibrate_all_experts": every}, "attention_unit": "none", "sparsity": 0.3}
+        options = {"dataset": data, "num_calibration_samples": 16, "output_dir": str(out)}
+        run_oneshot(str(tmp_path / "dense"), allocation=SMALL, **options, **fields)
+        manifest = read_manifest(out)
+        assert manifest.settings["experts"]["calibrate_all_experts"] is every
+        found[every] = [group for group in manifest.groups if group.kind == "experts"]
+    left, reached = found[False][1], found[True][1]
+    assert left.scale == pytest.approx(1, abs=1e-6)
+    assert left.condition_number is None
+    assert all(group.scale is None and group.condition_number is not None for group in found[True])
+    assert reached.error_after < reached.error_before
+
+
 def test_what_remains_is_solved_better_than_deleted(mixture, tmp_path):
     fields = {"attention_unit": "none", "sensitivity": "none", "reconstruct": "local"}
     groups = {}
@@ -136,6 +162,22 @@ def test_experts_stay_whole_where_the_recipe_says_so(mixture, tmp_path):
     pruned = prune(mixture, tmp_path / "out", experts="none", sparsity=0.1)
     assert all(layer.mlp.experts.down_proj.shape[-1] == 112 for layer in pruned.model.layers)
     assert not list_widths(tmp_path / "out")
+
+
+def test_experts_that_fail_the_rehearsal_stay_whole_in_an_allocator_stage_too(mixture, tmp_path, monkeypatch):
+    def fail(_model):
+        raise RuntimeError("another order")
+
+    monkeypatch.setattr(rehearsal, "_PASSED", set())
+    monkeypatch.setattr(rehearsal, "take_apart", fail)
+    recipe = [SparsityAllocatorModifier(sparsity=0.1), StruPruneModifier()]
+    folder, data, _ = mixture
+    options = {"dataset": data, "num_calibration_samples": 32, "output_dir": str(tmp_path / "out")}
+    pruned = run_oneshot(str(folder), recipe=recipe, **options)
+    assert all(layer.mlp.experts.down_proj.shape[-1] == 112 for layer in pruned.model.layers)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.settings["experts"] is None
+    assert {group.kind for group in manifest.groups} == {"value_channels"}
 
 
 def test_an_importance_that_is_not_defined_for_experts_is_refused(mixture, tmp_path):

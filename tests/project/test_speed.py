@@ -2,10 +2,12 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers.models import make_opt
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval import profile, scale, speed
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
@@ -69,3 +71,30 @@ def test_scale_splits_over_cards_what_is_per_token_only():
     )  # all twice; attention twice more, FFN producers once
     maps = 4 * 4 * job.tokens * job.length * size.hidden
     assert one["passes"] == pytest.approx(size.layers * (2 * job.tokens * read + maps) / scale.CARD.model)
+
+
+def test_scale_counts_experts_by_the_tokens_that_visit_them(capsys):
+    size, job = scale.MIXTURES[0], scale.Job(128, 2048)
+    config = AutoConfig.for_model(
+        *("qwen3_moe",),
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_hidden_layers=1,
+    )
+    config.update({"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "vocab_size": 8})
+    with torch.device("meta"):
+        layer = AutoModelForCausalLM.from_config(config).model.layers[0]
+    linears = sum(p.numel() for name, p in layer.named_parameters() if "norm" not in name and "gate." not in name)
+    assert size.layer == linears
+    assert size.layer - size.visited == 120 * 3 * 2048 * 768
+    more = scale.count_mixture(replace(size, experts=256), job, scale.CARD)
+    less = scale.count_mixture(size, job, scale.CARD)
+    assert more["passes"] == less["passes"]
+    assert more["Gram products"] == less["Gram products"]
+    values = less["solves"] - scale.count_mixture(size, job, scale.CARD, values=False)["solves"]
+    assert more["solves"] - values == pytest.approx(2 * (less["solves"] - values))
+    table = scale.make_mixture_tables(job, scale.CARD, 100.0)
+    assert "Qwen3-30B-A3B's shape: 30.5 B parameters" in table
+    assert "gpt-oss-20b's shape: 20.9 B parameters" in table

@@ -48,9 +48,12 @@ def find_groups(
     layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
     kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn else []), *([EXPERT] if prune_experts else [])]
     for index, ((layer, layout), (name, _)) in enumerate(layers):
+        costs: dict[str, int] = {}  # of a unit: experts of a layer are alike
         for group in (group for kind in kinds for group in kind.describe(layout, layer)):
-            placed = replace(group, name=f"{name}.{group.consumer}", layer_index=index, layer_name=name)
-            groups.append(replace(placed, unit_cost=count_unit_parameters(layer, placed)))
+            key = group.experts or group.consumer
+            cost = costs[key] = costs.get(key) or count_unit_parameters(layer, group)
+            full = f"{name}.{group.consumer}"
+            groups.append(replace(group, name=full, layer_index=index, layer_name=name, unit_cost=cost))
     for target in (*targets, *ignore):
         if groups and not any(match_name(group.name, target) for group in groups):
             raise ValueError(

@@ -74,6 +74,7 @@ class UnitGroup:
     :param activation: of an FFN, as transformers calls it; empty where it is none of its
     :param attention: the attention module; empty for the FFN
     :param experts: the list of experts that the module is one of; empty elsewhere
+    :param all_tokens: whether the statistics of the module count the tokens of all experts beside it
     :param tie: groups of one tie keep the same number of units; empty where a group's number is its own
     :param query_key: the linears that make queries and keys, where no positions are rotated in between; empty else
     """
@@ -97,6 +98,7 @@ class UnitGroup:
     activation: str = ""
     attention: str = ""
     experts: str = ""
+    all_tokens: bool = False
     tie: str = ""
     query_key: tuple[str, ...] = ()
 
@@ -130,6 +132,10 @@ class UnitGroup:
             per_block = {"block": 1, "head": self.heads_per_block, "channel": owners[0].shape[1]}[repeated]
             return torch.cat([owner.reshape(len(owner) * per_block, -1) for owner in owners], 1).flatten()
         return torch.cat([owner.flatten() for owner in owners])
+
+    def count_rows(self, producer: str) -> int:
+        """Return the rows of a producing linear that go with one unit."""
+        return int((self.find_row_owners(producer) == 0).sum())
 
     def find_kept_rows(self, producer: str, keep: Tensor) -> Tensor:
         """Return the rows of a producing linear that stay with the kept units, sorted, shape [kept rows]."""
@@ -165,6 +171,5 @@ def count_unit_parameters(layer: nn.Module, group: UnitGroup) -> int:
     count = group.columns_per_unit * find_linear(layer, group.consumer).out_features
     for name in group.producers:
         producer = find_linear(layer, name)
-        rows = int((group.find_row_owners(name) == 0).sum())
-        count += rows * (producer.in_features + (producer.bias is not None))
+        count += group.count_rows(name) * (producer.in_features + (producer.bias is not None))
     return count

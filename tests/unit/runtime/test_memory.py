@@ -4,12 +4,17 @@ import gc
 
 import pytest
 import torch
-from helpers.models import make_dataset, run_oneshot, save_opt
+from helpers.models import make_dataset, run_oneshot, save_model, save_opt
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from eval.account import CountedContext, LiveBytes, count_memory
 from eval.measure import count_live_bytes
 from struprune_plugin import read_manifest
+from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.studies.needs import count_needs
+from struprune_plugin.studies.probe import Workload
+from struprune_plugin.studies.sizes import read_shapes
 
 CPU = torch.device("cpu")
 
@@ -141,6 +146,25 @@ def test_a_budget_is_kept_and_refused_below_what_it_names(tmp_path, fields):
         errors = [group.error_after for group in manifest.groups]
         assert errors == pytest.approx([group.error_after for group in reference.groups], rel=1e-3)
     assert peaks[0] < free
+
+
+def make_mixture(folder):
+    """Sixteen experts, whose moments weigh more than the layer."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": 2048}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 2}
+    return save_model(AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads)), folder)
+
+
+@pytest.mark.parametrize("fields", [FAST, {}, {**FAST, "experts": {"calibrate_all_experts": True}}])
+def test_a_mixture_keeps_its_budget_and_the_plan_tells_its_peak(tmp_path, fields):
+    model = make_mixture(tmp_path / "model")
+    recipe = load_recipe("struprune", changes={"sparsity": 0.3, **fields}).modifiers
+    needs = count_needs(read_shapes(str(model)), recipe, Workload(8, 32, 1))
+    peak, _ = run_with_budget(tmp_path / "free", model, None, **fields)
+    assert 0.5 < peak / needs.device < 1.1
+    for factor in (1, 2, 4):
+        budget = int(factor * needs.least)
+        assert run_with_budget(tmp_path / str(factor), model, budget, **fields)[0] <= budget
 
 
 def test_a_budget_is_refused_with_methods_that_keep_none(opt):

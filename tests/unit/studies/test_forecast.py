@@ -5,12 +5,14 @@ import shutil
 
 import pytest
 import torch
-from helpers.models import run_oneshot, save_model, save_opt, save_wide_opt
-from transformers import AutoModelForCausalLM, Cohere2Config, LlamaConfig
+from helpers.models import make_dataset, run_oneshot, save_model, save_opt, save_wide_opt
+from transformers import AutoModelForCausalLM, Cohere2Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from struprune_plugin import read_manifest
 from struprune_plugin.cli import main as cli
-from struprune_plugin.model.layers import count_parameters
+from struprune_plugin.model import units
+from struprune_plugin.model.footprint import count_bytes
+from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.recipes.shipped import find_default, list_recipes
 from struprune_plugin.reporting.tables import measure_cache_bytes, measure_weight_bytes
@@ -59,6 +61,58 @@ SIZES = {
     "num_attention_heads": 4,
 }
 SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": []}
+
+
+def save_mixture(folder):
+    return save_model(AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, head_dim=8, **MIXTURE)), folder)
+
+
+def test_sizes_of_a_mixture_are_those_of_the_output(tmp_path):
+    dense, out = save_mixture(tmp_path / "dense"), tmp_path / "out"
+    recipe = {"sparsity": 0.3, "attention_unit": "none", "allocation": "uniform"}
+    pruned = run_oneshot(
+        str(dense), output_dir=str(out), dataset=make_dataset(24), num_calibration_samples=24, **recipe
+    )
+    after = outline_run(read_shapes(str(dense)), load("struprune", **recipe).modifiers).after
+    assert after.parameters == count_parameters(pruned)
+    assert after.bytes == pytest.approx(measure_weight_bytes(out), rel=0.05)
+
+
+def test_experts_of_a_layer_are_counted_once(tmp_path, monkeypatch):
+    counted = []
+    count = units.count_unit_parameters
+    monkeypatch.setattr(units, "count_unit_parameters", lambda *a: counted.append(a) or count(*a))
+    shapes = read_shapes(str(save_mixture(tmp_path)))
+    outline_run(shapes, load("struprune", sparsity=0.3, attention_unit="none").modifiers)
+    assert len(counted) == 2, "of 4 experts in each of 2 layers"
+
+
+def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys):
+    layers = {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = GptOssConfig(**SIZES, head_dim=8, **layers, quantization_config={"quant_method": "mxfp4"})
+    config.save_pretrained(tmp_path)
+    shapes, argv = read_shapes(str(tmp_path)), ["plan", str(tmp_path), "--sparsity", "0.3"]
+    assert cli.main([*argv, "--json", *SMALL]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    needs, layer = plan["needs"], count_bytes(find_decoder_layers(shapes.model)[0][1])
+    assert shapes.dtype is torch.bfloat16
+    assert needs["packed"] == "mxfp4"
+    assert needs["weights"] == 2 * plan["before"]["parameters"]
+    assert needs["host"] > needs["weights"]
+    assert layer < needs["least"] < needs["device"]
+    assert plan["costs"] is None
+    assert cli.main([*argv, "--quiet", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "stored in mxfp4, dequantised as it is loaded" in printed
+    assert "not probed: its count of work" in printed
+    argv += [*SMALL, "--memory-budget"]
+    assert cli.main([*argv, "1kB", "--no-probe"]) == 2
+    assert f"must be at least {needs['least']:,} bytes" in capsys.readouterr().err
+    assert cli.main([*argv, str(needs["least"]), "--no-probe", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["needs"]["device"] <= needs["least"]
 
 
 def test_sparsity_zero_is_the_model_itself(opt):
@@ -152,6 +206,8 @@ def test_the_choice_prunes_least_then_keeps_most_bits():
 def test_engines_depend_on_what_differs():
     assert "stock class" in list_engines(load("struprune_uniform").modifiers)["transformers"]
     assert list_engines(load(attention_unit="head").modifiers)["vLLM"].startswith("no")
+    assert list_engines(load().modifiers, mixture=True)["vLLM"].startswith("no: its Transformers backend")
+    assert list_engines(load("struprune_uniform").modifiers, mixture=True)["vLLM"] == "yes, as its own class"
     assert "compressed-tensors" in list_engines(load("struprune_w8a8").modifiers)["transformers"]
 
 

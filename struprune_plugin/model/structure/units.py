@@ -173,8 +173,8 @@ def _read_values(measured: Measured, consumer: str) -> AttentionLayout | None:
 def _find_shared(
     measured: Measured, consumer: str, labels: Mapping[str, list[tuple[str, int, int]]], heads: int
 ) -> dict[str, list[tuple[str, int, int]]]:
-    """Return the labels of keys that all heads share, whose rows reach every column, and of a single head's queries; they lie beside
-    the linear that makes the values, and are as wide as one head's queries."""
+    """Return the labels of keys that all heads share, whose rows reach every column, and of a single head's queries; they lie
+    beside the linear that makes the values, and are as wide as one head's queries."""
     beside = {name.rpartition(".")[0] for name, rows in labels.items() if rows[0][0] == "value"}
     parts = {label for rows in labels.values() for label, *_ in rows}
     wide = {len(rows) // heads for rows in labels.values() if {label for label, *_ in rows} == {"query"}}

@@ -189,6 +189,12 @@ class LayerStatistics:
         for group, visit in visits:
             self._moments.add(layer, group, visit)
 
+    def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
+        """Go on with the groups of a layer that are left once whole experts have gone, whose tokens are others now."""
+        if self._groups[0].experts:
+            self._moments.clear()
+        self._groups = groups
+
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
         """Return the moments of the next group: gathered already for a layer's first, by a pass for the others."""
         if not self._moments.has(group) and group.experts:

@@ -105,11 +105,12 @@ class Trial:
         """
         for step in stream_layers(self._model, batches, self._context, "trials"):
             own, num_fit = select_groups(self._groups, step.name), self._num_fit
-            for _ in step.observe(self._statistics, own, slice(num_fit)):
+            cut = [group for group in own if self._list_counts(group)]
+            for _ in step.observe(self._statistics, cut, slice(num_fit)):
                 pass
             tried = step.observe(self._statistics, [], slice(num_fit, None))
             self._dense = [self._context.park(output.hidden) for _, output in tried]
-            weights = {group.name: self._solve(step.layer, group) for group in own}
+            weights = {group.name: self._solve(step.layer, group) for group in cut}
             for path in self._paths:
                 self._advance(path, step.layer, own, weights)
             self._statistics.finish_layer()
@@ -135,13 +136,15 @@ class Trial:
         *sums, tokens = sum_over_ranks(torch.tensor([*totals, count], dtype=torch.float64)).tolist()
         return [total / max(tokens, 1) for total in sums]
 
+    def _list_counts(self, group: UnitGroup) -> list[int]:
+        """Return the numbers of kept units that plans ask for, but for all."""
+        return sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
+
     def _solve(self, layer: nn.Module, group: UnitGroup) -> dict[int, tuple[Tensor, Tensor]]:
         """Return a consumer's weights, in the module's order, and bias, on the host, for every number of kept units asked for."""
         known = self._known.get(group.name)
         moments = self._statistics.collect_moments(layer, group, "trials").all if known is None else known
-        counts = sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
-        if not counts:
-            return {}
+        counts = self._list_counts(group)
         with self._context.stage("trials"), self._context.solving():
             solve = partial(self._solve_counts, layer, group, moments, counts)
             return compute_on_rank0(solve, dict[int, tuple[Tensor, Tensor]], torch.device("cpu"))

@@ -134,8 +134,8 @@ class StructuredModifier(StageModifier):
     :param ignore: the same, for modules to leave alone
     :param attention_unit: ``head``; ``value_channels`` (the same number from every head; ``vo`` is short for it); ``none``
     :param prune_ffn: whether to prune FFN channels
-    :param experts: ``channels``, a mapping with their ``widths``, or ``none``: whether channels of a mixture's experts go; without
-        effect where a model has none that can
+    :param experts: ``channels``, ``whole``, ``both``, a mapping with ``units`` and more, or ``none``: what of a mixture's experts
+        goes; ``channels`` is without effect where a model has none that can
     :param width_multiple: kept FFN widths are whole multiples of this, and of what later quantisers and sparsity modifiers ask
     :param importance: how units are ranked: a name, or a mapping with ``method`` and that method's fields
     :param weight_update: the same: ``least_squares`` re-solves the consumers, ``none`` deletes only

@@ -14,7 +14,7 @@ from struprune_plugin.linalg.rounding import GroupSize, check_budget, expand_cou
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.mixtures import Split, list_splits, measure_others
+from struprune_plugin.modifiers.mixtures import Split, list_splits, measure_others, pick_even
 from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
@@ -96,7 +96,7 @@ class MixturePlanner:
             (recipe.sparsity or 0.0) * setup.num_prunable,
         )
         if not recipe.allocation.weighs_errors:
-            splits = [min(splits, key=lambda split: abs(1 - split.left / self._total - setup.share))]
+            splits = [pick_even(self.mixture, splits, setup.share)]
         found, problem = list[_Candidate](), ValueError()
         for split in splits:
             try:
@@ -137,6 +137,8 @@ class MixturePlanner:
         """
         scaled = dict(self.measured)
         for name, members in self.mixture.lists.items():
+            if members[0].name not in scaled:  # their channels stay
+                continue
             given: list[Tensor] = [self.measured[group.name].curve[0] for group in members]
             factor = float(sum(given) / max(sum(given[index] for index in experts.keep[name]), 1e-300))
             for group in members:

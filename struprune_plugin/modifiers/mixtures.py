@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,6 +113,11 @@ def list_splits(mixture: Mixture, size: Callable[[int], Sequence[GroupSize]], as
     return [split for split, (miss, _) in zip(found, misses, strict=True) if miss <= least + 0.5]
 
 
+def pick_even(mixture: Mixture, splits: Sequence[Split], share: float) -> Split:
+    """Return the split in which experts lose most nearly a share."""
+    return min(splits, key=lambda split: abs(1 - split.left / mixture.counts[0] - share))
+
+
 def measure_others(
     recipe: StructuredModifier,
     groups: Sequence[UnitGroup],
@@ -132,6 +138,56 @@ def measure_others(
             and (group.expert_index < kept if isinstance(kept, int) else group.expert_index in kept[group.output_name])
         ]
     return measure_groups(own, roundings)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A model from which experts have gone as evenly as a budget lets them.
+
+    :param sizes: of the groups that are left, for the rest of the budget
+    :param share: of their parameters that are to go for it
+    :param told: how many experts stay
+    """
+
+    model: PreTrainedModel
+    groups: list[UnitGroup]
+    sizes: list[GroupSize]
+    share: float
+    told: str
+
+
+def drop_evenly(
+    recipe: StructuredModifier,
+    model: PreTrainedModel,
+    groups: Sequence[UnitGroup],
+    roundings: Mapping[str, Rounding],
+    asked: float,
+) -> Dropped | None:
+    """Return a copy of a model without the last experts of every layer, for what shapes alone say; None where none may go.
+
+    :param asked: parameters to remove
+    :raises ValueError: the budget cannot be met
+    """
+    mixture = find_mixture(recipe, model, groups)
+    if mixture is None:
+        return None
+
+    def measure(left: int) -> list[GroupSize]:
+        return measure_others(recipe, groups, roundings, left)
+
+    total, copied = mixture.counts[0], copy.deepcopy(model)
+    everything = total * mixture.cost + sum(g.num_units * g.unit_cost for g in groups if not g.experts)
+    split = pick_even(mixture, list_splits(mixture, measure, asked), asked / everything)
+    for members in mixture.lists.values():
+        layer = copied.get_submodule(members[0].layer_name)
+        mixture.routing.drop(layer, members[0].experts, range(split.left))
+    left = [group for group in groups if not group.experts or group.expert_index < split.left]
+    told = (
+        f"{split.left} of {total} stay in every layer"
+        if recipe.experts and recipe.experts.units == "whole"
+        else (f"whole ones of {total} in every layer, or channels of all, whichever costs least")
+    )
+    return Dropped(copied, left, measure(split.left), split.share, told)
 
 
 def describe_experts(mixture: Mixture | None, kept: KeptExperts | None) -> list[ExpertsRecord]:

@@ -189,7 +189,12 @@ class StruPruneModifier(StructuredModifier):
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe chooses; with ``output: uniform``, of which stock classes can have fewer units."""
         groups = super().find_groups(model)
-        return select_configurable(model, groups) if self.output == "uniform" and are_layers_alike(model) else groups
+        if self.output != "uniform" or not are_layers_alike(model):
+            return groups
+        keep_width = self.experts is not None and self.experts.units == "whole"
+        cut = [group for group in groups if not (group.experts and keep_width)]
+        chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
+        return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
 
     # -- before the pass ------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import VALUE
 from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.mixtures import drop_evenly
 from struprune_plugin.modifiers.widths import describe_roundings, find_roundings, measure_groups
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.storage.checkpoint import check_whole, find_checkpoint, is_packed, read_config
@@ -74,12 +75,14 @@ class Outline:
     """What a recipe leaves of a model, all modules of a kind cut alike.
 
     :param rounding: as the manifest has it
+    :param experts: how many whole ones stay; empty where none may go
     """
 
     sparsity: float
     before: Footprint
     after: Footprint
     rounding: list[RoundingRecord]
+    experts: str = ""
 
 
 def read_shapes(model: str, dtype: str = "auto") -> Shapes:
@@ -124,15 +127,20 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
     model, later = shapes.model, list(modifiers[position + 1 :])
     groups = modifier.find_groups(model)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
-    sizes = measure_groups(groups, roundings)
     prunable = count_prunable_parameters(model, modifier.experts is not None)
-    share = find_group_sparsity(sizes, prunable, sparsity)
-    cut = _cut(model, groups, allocate_uniformly(sizes, share).kept) if sparsity else model
+    whole = drop_evenly(modifier, model, groups, roundings, sparsity * prunable) if sparsity else None
+    if whole is None:
+        sizes = measure_groups(groups, roundings)
+        share, cut = find_group_sparsity(sizes, prunable, sparsity), model
+    else:
+        sizes, share, groups, cut = whole.sizes, whole.share, whole.groups, whole.model
+    cut = _cut(cut, groups, allocate_uniformly(sizes, share).kept) if sparsity and sizes else cut
     return Outline(
         sparsity=sparsity,
         before=_measure(shapes, model, ()),
         after=_measure(shapes, cut, later),
         rounding=describe_roundings(groups, roundings),
+        experts="" if whole is None else whole.told,
     )
 
 
@@ -155,6 +163,8 @@ def _cut(model: PreTrainedModel, groups: Sequence[UnitGroup], kept: Mapping[str,
     for group in groups:
         layer = cut.get_submodule(group.layer_name)
         units = torch.arange(group.num_units).view(group.num_blocks, -1)
+        if group.name not in kept:
+            continue
         keep = units[:, : kept[group.name] // group.num_blocks].flatten()
         rows = find_linear(layer, group.consumer).out_features
         slice_group(layer, group, keep, torch.empty(rows, len(keep) * group.columns_per_unit + 1, device="meta"))

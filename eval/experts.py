@@ -57,10 +57,10 @@ OWN: dict[str, Row] = {
     f"{OURS} deletion only": Row({**ALONE, "weight_update": "none"}),
 }
 WHOLE: dict[str, Row] = {
-    f"{OURS}, whole experts": Row({**ALONE, "experts": "whole"}),
-    f"{OURS}, whole experts by REAP's score": Row({**ALONE, "experts": {"units": "whole", "criterion": "reap"}}),
-    f"{OURS}, whole experts deletion only": Row({**ALONE, "experts": "whole", "weight_update": "none"}),
-    f"{OURS}, both": Row({**ALONE, "experts": "both"}),
+    f"{OURS} whole experts": Row({**ALONE, "experts": "whole"}),
+    f"{OURS} whole experts by REAP's score": Row({**ALONE, "experts": {"units": "whole", "criterion": "reap"}}),
+    f"{OURS} whole experts deletion only": Row({**ALONE, "experts": "whole", "weight_update": "none"}),
+    f"{OURS} whole experts and channels": Row({**ALONE, "experts": "both"}),
 }
 STUDY: dict[str, Row] = {  # what parts of ours bring: one thing is changed
     f"{OURS} block target": Row({**ALONE, "reconstruct": "block"}),

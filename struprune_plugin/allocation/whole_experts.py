@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -98,10 +98,19 @@ class DropMeasurer:
     """Measures, on the dense model, which stays as it is, in which order the experts of every list go. One process.
 
     :param criterion: ``error``, what the experts that are left cannot make up; or REAP's score, once for all
+    :param solves: whether experts that are left are solved anew: errors are then what is left of them once each is re-scaled
     """
 
-    def __init__(self, mixture: Mixture, criterion: Criterion, sensitivity: Sensitivity, context: DeviceContext):
-        self._mixture, self._criterion, self._sensitivity, self._context = mixture, criterion, sensitivity, context
+    def __init__(
+        self,
+        mixture: Mixture,
+        criterion: Criterion,
+        sensitivity: Sensitivity,
+        context: DeviceContext,
+        solves: bool = True,
+    ):
+        self._mixture, self._criterion, self._sensitivity = mixture, criterion, sensitivity
+        self._context, self._solves = context, solves
 
     @torch.no_grad()
     def measure(self, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> dict[str, DropOrder]:
@@ -139,6 +148,9 @@ class DropMeasurer:
             return float((choice.combine(keep) - wanted).square().sum(dtype=torch.float64))
 
         energy, reap = (scores.tolist() for scores in choice.count_loads())
-        if self._criterion == "reap":
-            return order_drops(self._mixture, reap, 1, measure)
-        return order_drops(self._mixture, energy, _TRIED, measure)
+        scores, tried = (reap, 1) if self._criterion == "reap" else (energy, _TRIED)
+        order = order_drops(self._mixture, scores, tried, measure)
+        if not self._solves:
+            return order
+        kept = (order.list_kept(steps) for steps in range(1, len(order.errors)))
+        return replace(order, errors=[0.0, *(choice.measure_rescaled(keep, wanted) for keep in kept)])

@@ -142,6 +142,21 @@ class ExpertChoice:
             total = total + weights[:, place, None] * self.sketch[chosen[:, place], tokens]
         return total
 
+    def measure_rescaled(self, keep: Sequence[int], wanted: Tensor) -> float:
+        """Return the squared error, summed, if only some are left, each times the factor of least error, all together.
+
+        :param wanted: as :meth:`combine` gives it
+        """
+        chosen, weights = self.choose(keep)
+        tokens, parts = torch.arange(len(chosen), device=chosen.device), self.sketch.new_zeros(self.sketch.shape)
+        for place in range(chosen.shape[1]):
+            own = chosen[:, place]
+            parts[own, tokens] = weights[:, place, None] * self.sketch[own, tokens]
+        flat = parts[list(keep)].flatten(1)
+        gram, cross = (flat @ flat.mT).double(), (flat @ wanted.flatten()).double()
+        explained = cross @ (torch.linalg.pinv(gram, hermitian=True) @ cross)
+        return max(float(wanted.square().sum(dtype=torch.float64) - explained), 0.0)
+
     def count_loads(self) -> tuple[Tensor, Tensor]:
         """Return, of every expert, the sum over its tokens of the squared norm of its weighed and projected output, and the mean
         of its weight times the norm of its output (REAP), both [experts], float64."""

@@ -62,18 +62,16 @@ class MixturePlanner:
     def propose(self) -> dict[str, UnitAllocation]:
         """Return plans to try, the one of least error first; kept units are by the names of the dense model.
 
-        Beside it are the one that keeps all experts, where it can, and those of both nearer to uniform.
+        They are the best of those that keep all experts and the best of those that do not, and the same nearer to uniform.
 
         :raises ValueError: the budget cannot be met
         """
         found = self._list_candidates()
-        best = found[argmin_with_ties([candidate.error for candidate in found])]
         errors = {str(candidate.split.left): candidate.error for candidate in found}
-        chosen = dict.fromkeys(
-            [best.split.left, *([found[0].split.left] if found[0].split.left == self._total else [])]
-        )
+        kept = [[c for c in found if (c.split.left == self._total) == every] for every in (True, False)]
+        chosen = [part[argmin_with_ties([candidate.error for candidate in part])] for part in kept if part]
         proposed: dict[str, UnitAllocation] = {}
-        for candidate in [next(c for c in found if c.split.left == left) for left in chosen]:
+        for candidate in sorted(chosen, key=lambda candidate: candidate.error):
             name = f"{candidate.split.left} experts"
             record = replace(candidate.plan.record, error=candidate.error, experts=errors)
             proposed[name] = replace(candidate.plan, record=record)

@@ -159,7 +159,7 @@ class Planner:
                 return trial.measure(batches)
 
         if setup.mixture is not None:
-            plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity), held
+            plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity, context), held
         else:
             budget, tied = recipe.make_budget(setup.num_prunable, setup.share), tie_statistics(setup.sizes, measured)
             plans = {rule.rule: rule.decide(setup.sizes, tied, budget)}
@@ -180,14 +180,19 @@ class Planner:
         return [g for g in self.setup.groups if not (g.experts and experts is not None and experts.units == "whole")]
 
     def _propose_whole(
-        self, mixture: Mixture, measured: Mapping[str, GroupStatistics], fit: Batches, sensitivity: Sensitivity
+        self,
+        mixture: Mixture,
+        measured: Mapping[str, GroupStatistics],
+        fit: Batches,
+        sensitivity: Sensitivity,
+        context: DeviceContext,
     ) -> dict[str, UnitAllocation]:
         """Return plans that let whole experts go, the one of least error first."""
         recipe = self.recipe
         assert recipe.experts is not None
         solves = recipe.weight_update.solves
-        drops = DropMeasurer(mixture, recipe.experts.criterion, sensitivity, self.context, solves)
-        with calibrating(self.model), self.context.stage("experts"):
+        drops = DropMeasurer(mixture, recipe.experts.criterion, sensitivity, context, solves)
+        with calibrating(self.model), context.stage("experts"):
             orders = drops.measure(self.model, fit)
         return MixturePlanner(recipe, self.setup, mixture, orders, measured).propose()
 

@@ -123,6 +123,28 @@ def test_the_error_of_a_choice_is_that_of_the_lists_output(taken_apart):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+@torch.no_grad()
+def test_rescaling_is_least_squares_over_the_experts(taken_apart):
+    model, routing, groups = taken_apart
+    group, layer = groups[-1], model.get_submodule(groups[-1].layer_name)
+    choice, keep = ExpertChoice(layer, routing, group.experts, torch.eye(96)), [0, 1, 2, 4, 5, 6]
+    call = type("Call", (), {"tokens": None})()
+    with choice.watch() as take:
+        model(draw_tokens(model.config, 2, 16))
+        take(call)
+    choice.finish()
+    wanted, columns = choice.combine(range(8)).double(), []
+    chosen, weights = choice.choose(keep)
+    for index in keep:
+        factor = (weights * (chosen == index)).sum(1, keepdim=True)
+        columns.append((factor * choice.sketch[index]).double().flatten())
+    design = torch.stack(columns, 1)
+    left = wanted.flatten() - design @ torch.linalg.lstsq(design, wanted.flatten()[:, None]).solution[:, 0]
+    found = choice.measure_rescaled(keep, wanted.float())
+    assert found == pytest.approx(float(left.square().sum()), rel=1e-3)
+    assert found < float((choice.combine(keep).double() - wanted).square().sum())
+
+
 def test_a_sketch_keeps_errors_about_as_they_are(taken_apart):
     model, routing, groups = taken_apart
     lists = {}

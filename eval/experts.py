@@ -3,7 +3,8 @@
     python -m eval.experts --model moe --data ../shared/testbed/data --share 0.25,0.5 --output results/experts
 
 Attention, shared experts and dense FFNs stay whole. Each criterion alone (channels are sliced) and with our solve of
-the same channels; REAP drops whole experts. Finished rows are read back. Writes experts.json and experts-<rows>.md.
+the same channels; REAP drops whole experts, as some rows of ours do. Finished rows are read back.
+Writes experts.json and experts-<rows>.md.
 With one thread on a CPU, the seconds are the process' own.
 """
 
@@ -55,6 +56,12 @@ OWN: dict[str, Row] = {
     f"{OURS} per layer": Row({**ALONE, "experts": {"widths": "per_layer"}}),
     f"{OURS} deletion only": Row({**ALONE, "weight_update": "none"}),
 }
+WHOLE: dict[str, Row] = {
+    f"{OURS} whole experts": Row({**ALONE, "experts": "whole"}),
+    f"{OURS} whole experts by REAP's score": Row({**ALONE, "experts": {"units": "whole", "criterion": "reap"}}),
+    f"{OURS} whole experts deletion only": Row({**ALONE, "experts": "whole", "weight_update": "none"}),
+    f"{OURS} whole experts and channels": Row({**ALONE, "experts": "both"}),
+}
 STUDY: dict[str, Row] = {  # what parts of ours bring: one thing is changed
     f"{OURS} block target": Row({**ALONE, "reconstruct": "block"}),
     f"{OURS} local target": Row({**ALONE, "reconstruct": "local"}),
@@ -63,9 +70,10 @@ STUDY: dict[str, Row] = {  # what parts of ours bring: one thing is changed
     f"{OURS} all tokens": Row({**ALONE, "experts": {"calibrate_all_experts": True}}),
 }
 ROWS: dict[str, dict[str, Row]] = {
-    "all": {**PEERS, **PEERS_SOLVED, **OWN},
+    "all": {**PEERS, **PEERS_SOLVED, **OWN, **WHOLE},
     "main": {**PEERS, **OWN},
     "solved": PEERS_SOLVED,
+    "whole": {"REAP": PEERS["REAP"], f"REAP{SOLVED}": PEERS_SOLVED[f"REAP{SOLVED}"], OURS: OWN[OURS], **WHOLE},
     "study": {OURS: OWN[OURS], **STUDY},
     "curve": {"REAP": PEERS["REAP"], OURS: OWN[OURS]},
 }

@@ -277,6 +277,15 @@ def make_manifest() -> dict[str, Any]:
         "sensitivity": {},
         "tuning": {},
         "groups": groups,
+        "experts": [
+            {
+                "name": "model.layers.0.mlp.experts",
+                "layer": 0,
+                "num_experts": 4,
+                "keep": [0, 2],
+                "removed_parameters": 9,
+            }
+        ],
         "recovery": {"settings": {"rank": 8}, "steps": 3, "tokens_seen": 9, "seconds": 0.1},
     }
 

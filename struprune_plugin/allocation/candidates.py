@@ -7,7 +7,9 @@ divergence of the model's next tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +23,7 @@ from struprune_plugin.layerwise.calls import States
 from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.ends import leave_layers
+from struprune_plugin.layerwise.expert_choice import route_among
 from struprune_plugin.layerwise.head import Head
 from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.layerwise.passes import stream_layers
@@ -32,7 +35,7 @@ from struprune_plugin.linalg.second_moments import SecondMoments, move_moments
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
-from struprune_plugin.pruning.config import PruningConfig
+from struprune_plugin.pruning.config import KeptExperts, PruningConfig, UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
 
@@ -43,11 +46,13 @@ Kept = Mapping[str, int]  # units by group
 class _Path:
     """What one plan carries from layer to layer.
 
-    :param kept: of every group
+    :param kept: of every group; those of experts that go may be missing
+    :param experts: that stay; None where all do
     :param states: that enter the layer at hand, by batch, on the host; none while they are the dense ones
     """
 
     kept: Kept
+    experts: KeptExperts | None = None
     states: list[States] = field(default_factory=list)
 
 
@@ -72,7 +77,7 @@ class Trial:
     batches, on weights that the first one has solved.
 
     :param groups: of all layers
-    :param plans: kept units of every group, one per plan
+    :param plans: kept units of every group, by the names of the dense model, one per plan
     :param config: the methods
     :param fit: what the weights are solved on
     """
@@ -81,13 +86,13 @@ class Trial:
         self,
         model: PreTrainedModel,
         groups: Sequence[UnitGroup],
-        plans: Sequence[Kept],
+        plans: Sequence[UnitAllocation],
         config: PruningConfig,
         fit: Fit,
         context: DeviceContext,
     ):
         self._model, self._groups, self._config, self._context = model, groups, config, context
-        self._paths = [_Path(plan) for plan in plans]
+        self._paths = [_Path(plan.kept, plan.experts) for plan in plans]
         self._measured, self._known = fit.measured, fit.moments or {}
         self._num_fit = 0 if self._known else fit.num_batches
         self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
@@ -100,11 +105,12 @@ class Trial:
         """
         for step in stream_layers(self._model, batches, self._context, "trials"):
             own, num_fit = select_groups(self._groups, step.name), self._num_fit
-            for _ in step.observe(self._statistics, own, slice(num_fit)):
+            cut = [group for group in own if self._list_counts(group)]
+            for _ in step.observe(self._statistics, cut, slice(num_fit)):
                 pass
             tried = step.observe(self._statistics, [], slice(num_fit, None))
             self._dense = [self._context.park(output.hidden) for _, output in tried]
-            weights = {group.name: self._solve(step.layer, group) for group in own}
+            weights = {group.name: self._solve(step.layer, group) for group in cut}
             for path in self._paths:
                 self._advance(path, step.layer, own, weights)
             self._statistics.finish_layer()
@@ -130,13 +136,15 @@ class Trial:
         *sums, tokens = sum_over_ranks(torch.tensor([*totals, count], dtype=torch.float64)).tolist()
         return [total / max(tokens, 1) for total in sums]
 
+    def _list_counts(self, group: UnitGroup) -> list[int]:
+        """Return the numbers of kept units that plans ask for, but for all."""
+        return sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
+
     def _solve(self, layer: nn.Module, group: UnitGroup) -> dict[int, tuple[Tensor, Tensor]]:
         """Return a consumer's weights, in the module's order, and bias, on the host, for every number of kept units asked for."""
         known = self._known.get(group.name)
         moments = self._statistics.collect_moments(layer, group, "trials").all if known is None else known
-        counts = sorted({path.kept[group.name] for path in self._paths} - {group.num_units})
-        if not counts:
-            return {}
+        counts = self._list_counts(group)
         with self._context.stage("trials"), self._context.solving():
             solve = partial(self._solve_counts, layer, group, moments, counts)
             return compute_on_rank0(solve, dict[int, tuple[Tensor, Tensor]], torch.device("cpu"))
@@ -169,6 +177,14 @@ class Trial:
         solved = solve_nested_weights(rotate_moments(damped, basis, copies), order, copies, counts, group.name)
         return {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
 
+    def _list_dropped(self, path: _Path, groups: Sequence[UnitGroup]) -> dict[str, Sequence[int]]:
+        """Return the experts of a layer that stay, by their list, where a plan lets others go."""
+        if path.experts is None:
+            return {}
+        keep = {group.experts: path.experts.keep[group.output_name] for group in groups if group.experts}
+        members = Counter(group.experts for group in groups)
+        return {experts: kept for experts, kept in keep.items() if len(kept) < members[experts]}
+
     def _advance(
         self,
         path: _Path,
@@ -180,13 +196,19 @@ class Trial:
         gone = {
             group.consumer: weights[group.name][kept]
             for group in groups
-            if (kept := path.kept[group.name]) < group.num_units
+            if (kept := path.kept.get(group.name, group.num_units)) < group.num_units
         }
-        if not gone and not path.states:
+        dropped = self._list_dropped(path, groups)
+        if not gone and not dropped and not path.states:
             return
         calls = self._statistics.calls[self._num_fit :]
         inputs = path.states or [call.states for call in calls]
-        with self._context.stage("trials"), replace_weights(layer, gone):
+        with ExitStack() as stack:
+            stack.enter_context(self._context.stage("trials"))
+            stack.enter_context(replace_weights(layer, gone))
+            for experts, keep in dropped.items():
+                assert path.experts is not None
+                stack.enter_context(route_among(layer, path.experts.routing, experts, keep))
             path.states = [
                 call.run(layer, self._context, states).map(self._context.park)
                 for call, states in zip(calls, inputs, strict=True)

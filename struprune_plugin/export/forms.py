@@ -113,6 +113,10 @@ def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[i
 def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
     kinds = [record.kind for record in manifest.groups]
     unit: Any = next((kind for kind in kinds if kind not in ("ffn", "experts")), "none")
+    if manifest.experts:
+        raise ValueError(
+            "masked must start from a model that has all its experts, got one that has lost some. Use uniform-padded."
+        )
     if "experts" in kinds:
         take_apart(model)
     groups = {g.name: g for g in find_groups(model, unit, "ffn" in kinds, prune_experts="experts" in kinds)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -178,16 +178,19 @@ class LayerStatistics:
                 target = self.dense.find_target(group, stream, -1)
                 self._moments.add(layer, group, Visit(stream.source, stream.inputs, target, call))
         if experts:
-            self._count_experts(layer, take_experts(call, self.dense.find_repair(experts[0], take_sum, -1)))
+            for group, visit in take_experts(call, self.dense.find_repair(experts[0], take_sum, -1)):
+                self._moments.add(layer, group, visit)
         return output
 
     def _list_together(self, group: UnitGroup) -> list[UnitGroup]:
         """Return the groups whose moments are gathered together with a group's: of an expert, those of all experts beside it."""
         return [other for other in self._groups if other.experts == group.experts] if group.experts else [group]
 
-    def _count_experts(self, layer: nn.Module, visits: Iterable[tuple[UnitGroup, Visit]]) -> None:
-        for group, visit in visits:
-            self._moments.add(layer, group, visit)
+    def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
+        """Go on with the groups of a layer that are left once whole experts have gone, whose tokens are others now."""
+        if self._groups[0].experts:
+            self._moments.clear()
+        self._groups = groups
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
         """Return the moments of the next group: gathered already for a layer's first, by a pass for the others."""
@@ -204,7 +207,8 @@ class LayerStatistics:
         with capture_experts(layer, groups) as take, capture_sum(layer, groups[0]) as take_sum:
             for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
                 call.repeat(layer, self.context)
-                self._count_experts(layer, take(call, self.dense.find_repair(groups[0], take_sum, index)))
+                for group, visit in take(call, self.dense.find_repair(groups[0], take_sum, index)):
+                    self._moments.add(layer, group, visit)
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the layer, as it now is, on every recorded batch of the pruned path."""

@@ -58,17 +58,22 @@ class Fisher(Config):
 
 
 class Experts(Config):
-    """Channels of the experts of a mixture: every expert keeps its own.
+    """Channels of the experts of a mixture, of which every expert keeps its own, and whole experts.
 
-    :param units: ``channels``
-    :param widths: ``same``: all experts of the model keep the same number, which stock classes and engines load by one number of
-        the configuration; ``per_layer``: those of a layer do
+    :param units: ``channels``; ``whole``: experts go with their entries in the router, of every layer as many, and those that stay
+        keep their width; ``both``, in one budget
+    :param widths: ``same``: all experts of the model keep the same number of channels, which stock classes and engines load by one
+        number of the configuration; ``per_layer``: those of a layer do
+    :param criterion: of whole experts: ``error``, what the experts that are left cannot make up, see
+        :func:`~struprune_plugin.allocation.whole_experts.order_drops`; ``reap``, the mean of weight times norm of the output
+        over an expert's tokens
     :param calibrate_all_experts: send every token through every expert for the statistics, so that experts that see few are
         solved, too; the router's choice stays in what layers give
     """
 
-    units: Literal["channels"] = "channels"
+    units: Literal["channels", "whole", "both"] = "channels"
     widths: Literal["same", "per_layer"] = "same"
+    criterion: Literal["error", "reap"] = "error"
     calibrate_all_experts: bool = False
 
     def place(self, group: UnitGroup) -> UnitGroup:
@@ -76,10 +81,28 @@ class Experts(Config):
         tie = group.output_name if group.tie and self.widths == "per_layer" else group.tie
         return replace(group, tie=tie, all_tokens=self.calibrate_all_experts) if group.experts else group
 
+    @property
+    def drops(self) -> bool:
+        """Whether whole experts may go."""
+        return self.units != "channels"
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> Experts:
+        if self.units == "channels" and self.criterion != "error":
+            raise ValueError(
+                f"criterion={self.criterion} has no effect with units: channels. Remove it, or set units: whole."
+            )
+        if self.units == "whole" and self.widths != "same":
+            raise ValueError(f"widths={self.widths} has no effect with units: whole. Remove it, or set units: both.")
+        return self
+
+
+_SHORT = {"fisher": {}, "channels": {}, "whole": {"units": "whole"}, "both": {"units": "both"}, "none": None}
+
 
 def _read_short_forms(value: Any) -> Any:
-    """Return the settings that ``fisher``, ``channels`` and ``none`` are short for."""
-    return {"fisher": {}, "channels": {}, "none": None}.get(value, value) if isinstance(value, str) else value
+    """Return the settings that ``fisher``, ``channels``, ``whole``, ``both`` and ``none`` are short for."""
+    return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
 class StageModifier(Modifier):
@@ -119,8 +142,8 @@ class StructuredModifier(StageModifier):
     :param ignore: the same, for modules to leave alone
     :param attention_unit: ``head``; ``value_channels`` (the same number from every head; ``vo`` is short for it); ``none``
     :param prune_ffn: whether to prune FFN channels
-    :param experts: ``channels``, a mapping with their ``widths``, or ``none``: whether channels of a mixture's experts go; without
-        effect where a model has none that can
+    :param experts: ``channels``, ``whole``, ``both``, a mapping with ``units`` and more, or ``none``: what of a mixture's experts
+        goes; ``channels`` is without effect where a model has none that can
     :param width_multiple: kept FFN widths are whole multiples of this, and of what later quantisers and sparsity modifiers ask
     :param importance: how units are ranked: a name, or a mapping with ``method`` and that method's fields
     :param weight_update: the same: ``least_squares`` re-solves the consumers, ``none`` deletes only

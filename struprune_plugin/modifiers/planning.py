@@ -26,11 +26,14 @@ from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose
 from struprune_plugin.allocation.rules import GroupStatistics
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
+from struprune_plugin.allocation.whole_experts import DropMeasurer, Mixture
 from struprune_plugin.linalg.rounding import check_budget, expand_counts
 from struprune_plugin.linalg.ties import argmin_with_ties
+from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating
+from struprune_plugin.modifiers.mixture_plans import MixturePlanner, settle_experts
 from struprune_plugin.modifiers.setup import RunSetup, place_run
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
@@ -39,6 +42,9 @@ from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore
+
+Batches = list[dict[str, Tensor]]
+_SEQUENCES = 16  # of calibration data, to choose whole experts on, where the rule names no number
 
 
 def plan_early(
@@ -50,7 +56,7 @@ def plan_early(
     :raises ValueError: the budget cannot be met
     """
     rule = recipe.allocation
-    if rule.measures and rule.sequences is None:
+    if (rule.measures and rule.sequences is None) or setup.mixture is not None:
         return None
     if rule.measures or allowed is not None:
         plan = allocate_uniformly(setup.sizes, setup.share, allowed)
@@ -89,10 +95,12 @@ class Planner:
             made = plan or early
             assert made is not None
             return made, sensitivity
-        sensitivity = self._measure_sensitivity(allocated)
+        groups, sensitivity = self.setup.groups, self._measure_sensitivity(allocated)
         plan = early or self._plan(allocated, sensitivity)
         if early is None:
-            check_widths(self.setup.groups, plan.kept, self.setup.roundings)
+            check_widths(plan.list_left(groups), plan.kept, self.setup.roundings)
+        if plan.experts is not None:
+            sensitivity = replace(sensitivity, saliency=plan.experts.rename(groups, sensitivity.saliency))
         if store is not None:
             keep_allocation(store, "allocation", None if early else plan, sensitivity)
         return plan, sensitivity
@@ -122,52 +130,77 @@ class Planner:
             return self._allocate(sensitivity)
 
     def _allocate(self, sensitivity: Sensitivity) -> UnitAllocation:
-        """Make the allocation from curves measured on the dense model, and try it against others."""
-        recipe, setup, model, fit, held = self.recipe, self.setup, self.model, self.batches, list[dict[str, Tensor]]()
-        rule = recipe.allocation
-        if rule.sequences is not None:
+        """Make the allocation from what is measured on the dense model, and try it against others."""
+        recipe, setup, model, held = self.recipe, self.setup, self.model, list[dict[str, Tensor]]()
+        rule, fit = recipe.allocation, self.batches
+        sequences = rule.sequences or (_SEQUENCES if setup.mixture is not None else None)
+        if sequences is not None:
             fit, held = _hold_back(fit, getattr(rule, "trial_samples", 0))
-            fit = take_batches(fit, setup.groups, rule.sequences)
+            fit = take_batches(fit, setup.groups, sequences)
         context = self.context.replace(place_run(recipe, model, setup.groups, fit, together=True))
-        hidden_size = model.config.get_text_config(decoder=True).hidden_size
-        keeps = bool(held) and all(gather(can_keep_moments(setup.groups, hidden_size)))
+        hidden_size, groups = model.config.get_text_config(decoder=True).hidden_size, self._list_measured()
+        keeps = bool(held) and all(gather(can_keep_moments(groups, hidden_size)))
         config = recipe.make_config(model)
         measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
         cache = None if recipe.importance.aims else self.cache  # what is measured is the same at other sparsities
         measured = None if cache is None else cache.take_curves(recipe.dump_fields())
         if measured is None:
             with calibrating(model):
-                measured = measurer.measure(model, fit, setup.groups)
+                measured = measurer.measure(model, fit, groups) if groups else {}
             if cache is not None:
                 cache.keep_curves(recipe.dump_fields(), measured)
-        tied = tie_statistics(setup.sizes, measured)
-        budget = recipe.make_budget(setup.num_prunable, setup.share)
-        own = rule.decide(setup.sizes, tied, budget)
-        if not held:
-            return own
-        probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
         found = Fit(measured, len(fit), measurer.moments)
 
-        def measure_plans(plans: Sequence[Mapping[str, int]], batches: list[dict[str, Tensor]]) -> list[float]:
+        def measure_plans(plans: Sequence[UnitAllocation], batches: list[dict[str, Tensor]]) -> list[float]:
             trial = Trial(model, setup.groups, plans, config, found, context)
             with calibrating(model):
                 trial.run(batches if found.moments else [*fit, *batches])
             with context.stage("trials"):
                 return trial.measure(batches)
 
-        proposed = {rule.rule: own}
-        if bent := self._probe(tied, own, lambda plans: measure_plans(plans, probes)):
-            proposed["probed"] = rule.decide(setup.sizes, bent, budget)
-        plans = self._spread(proposed)
-        if len(plans) < 2:
-            return own
-        return _take_best(own, dict(zip(plans, measure_plans(list(plans.values()), judges), strict=True)), plans)
+        if setup.mixture is not None:
+            plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity, context), held
+        else:
+            budget, tied = recipe.make_budget(setup.num_prunable, setup.share), tie_statistics(setup.sizes, measured)
+            plans = {rule.rule: rule.decide(setup.sizes, tied, budget)}
+            probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
+            if held and (bent := self._probe(tied, plans[rule.rule], lambda blocks: measure_plans(blocks, probes))):
+                plans["probed"] = rule.decide(setup.sizes, bent, budget)
+            plans = self._spread(plans) if held else plans
+        if len(plans) > 1 and judges:
+            plans = {"": _take_best(plans, measure_plans(list(plans.values()), judges))}
+        taken = next(iter(plans.values()))
+        return taken if setup.mixture is None else settle_experts(taken, setup.mixture, setup.groups)
+
+    def _list_measured(self) -> list[UnitGroup]:
+        """Return the groups whose curves the rule needs: of experts, where their channels may go."""
+        experts = self.recipe.experts
+        if not self.recipe.allocation.measures:
+            return []
+        return [g for g in self.setup.groups if not (g.experts and experts is not None and experts.units == "whole")]
+
+    def _propose_whole(
+        self,
+        mixture: Mixture,
+        measured: Mapping[str, GroupStatistics],
+        fit: Batches,
+        sensitivity: Sensitivity,
+        context: DeviceContext,
+    ) -> dict[str, UnitAllocation]:
+        """Return plans that let whole experts go, the one of least error first."""
+        recipe = self.recipe
+        assert recipe.experts is not None
+        solves = recipe.weight_update.solves
+        drops = DropMeasurer(mixture, recipe.experts.criterion, sensitivity, context, solves)
+        with calibrating(self.model), context.stage("experts"):
+            orders = drops.measure(self.model, fit)
+        return MixturePlanner(recipe, self.setup, mixture, orders, measured).propose()
 
     def _probe(
         self,
         tied: Mapping[str, GroupStatistics],
         own: UnitAllocation,
-        measure: Callable[[Sequence[Mapping[str, int]]], list[float]],
+        measure: Callable[[Sequence[UnitAllocation]], list[float]],
     ) -> dict[str, GroupStatistics]:
         """Return the statistics as blocks of modules, tried alone, say that they are; none where there are no two blocks."""
         sizes, layers = self.setup.sizes, {group.name: group.layer_index for group in self.setup.groups}
@@ -176,27 +209,28 @@ class Planner:
             return {}
         members = [(size.members or ((size.name, 1),))[0] for size in sizes]
         counts = [own.kept[name] // factor for name, factor in members]
-        found = measure(propose_blocks(sizes, counts, blocks))
+        found = measure([replace(own, kept=kept) for kept in propose_blocks(sizes, counts, blocks)])
         logger.info(f"blocks tried: {found}")
         return bend_curves(tied, sizes, counts, dict(zip(blocks, found, strict=True)))
 
-    def _spread(self, proposed: Mapping[str, UnitAllocation]) -> dict[str, Mapping[str, int]]:
+    def _spread(self, proposed: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
         """Return plans, and a rule's others near them that meet the budget and fit the widths that were asked for."""
-        setup, found = self.setup, dict[str, Mapping[str, int]]()
+        setup, found = self.setup, dict[str, UnitAllocation]()
+        first = next(iter(proposed.values()))
+
+        def add(name: str, kept: Mapping[str, int]) -> None:
+            if all(kept != other.kept for other in found.values()):
+                found[name] = replace(first, kept=kept)
+
         for label, own in proposed.items():
-            if own.kept not in found.values():
-                found[label] = own.kept
+            add(label, own.kept)
             for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
                 kept = expand_counts(setup.sizes, counts)
                 with suppress(ValueError):
                     check_budget(setup.sizes, counts, setup.share)
                     check_widths(setup.groups, kept, setup.roundings)
-                    if kept not in found.values():
-                        found[name if label == self.recipe.allocation.rule else f"{label}, {name}"] = kept
+                    add(name if label == self.recipe.allocation.rule else f"{label}, {name}", kept)
         return found
-
-
-Batches = list[dict[str, Tensor]]
 
 
 def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:
@@ -207,17 +241,16 @@ def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:
     return (rest, held) if min(counts) >= 2 else (batches, [])
 
 
-def _take_best(
-    own: UnitAllocation, divergences: Mapping[str, float], proposed: Mapping[str, Mapping[str, int]]
-) -> UnitAllocation:
+def _take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:
     """Return the allocation that moves the model's output least on the batches held out; the first of those that tie.
 
-    :param divergences: by what an allocation is called
-    :param proposed: kept units by group, the same
+    :param proposed: by what an allocation is called; the first is taken where no divergence is finite
+    :param divergences: in the same order
     """
-    tried = {name: divergence for name, divergence in divergences.items() if math.isfinite(divergence)}
+    tried = {name: value for name, value in zip(proposed, divergences, strict=True) if math.isfinite(value)}
     if not tried:
-        return own
+        return next(iter(proposed.values()))
     taken = list(tried)[argmin_with_ties(list(tried.values()))]
     logger.info(f"plans tried, KL divergence: {tried}; taken: {taken}")
-    return replace(own, kept=proposed[taken], record=replace(own.record, tried=tried, taken=taken))
+    plan = proposed[taken]
+    return replace(plan, record=replace(plan.record, tried=tried, taken=taken))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,16 +21,17 @@ from struprune_plugin.export.stock_config import (
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.token_digest import digest_tokens
 from struprune_plugin.model.layers import count_parameters, describe_weights
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import check_alone
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
+from struprune_plugin.modifiers.mixtures import count_rows, describe_experts
 from struprune_plugin.modifiers.planning import Planner, plan_early
 from struprune_plugin.modifiers.replay import Replay, read_replay
 from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
 from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, check_single_stage, find_allocator
+from struprune_plugin.modifiers.uniform_output import check_uniform
 from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.ffn_tuning import FFNTuning
@@ -132,7 +132,7 @@ class StruPruneModifier(StructuredModifier):
         groups = self._find_own_groups(model)
         check_single_stage()
         if self.output == "uniform":
-            self._check_uniform(model, groups)
+            check_uniform(self, model, groups, self._stage_before is not None)
         self._setup = prepare_run(self, model, groups, state.data.calib)
         self._weights_digest = describe_weights(model)
         self._plan = self._plan_early(model, self._setup)
@@ -167,6 +167,8 @@ class StruPruneModifier(StructuredModifier):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._pruned is None:
             return True  # an aborted run that llm-compressor winds down: nothing to export
+        if self._plan is not None and self._plan.experts is not None:
+            self._plan.experts.tell(state.model.config.get_text_config(decoder=True))
         if self.output == "uniform":
             adopt_stock(state.model, make_uniform_config(state.model))
         else:
@@ -183,7 +185,12 @@ class StruPruneModifier(StructuredModifier):
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe chooses; with ``output: uniform``, of which stock classes can have fewer units."""
         groups = super().find_groups(model)
-        return select_configurable(model, groups) if self.output == "uniform" and are_layers_alike(model) else groups
+        if self.output != "uniform" or not are_layers_alike(model):
+            return groups
+        keep_width = self.experts is not None and self.experts.units == "whole"
+        cut = [group for group in groups if not (group.experts and keep_width)]
+        chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
+        return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
 
     # -- before the pass ------------------------------------------------------------------------------------------
 
@@ -206,45 +213,14 @@ class StruPruneModifier(StructuredModifier):
             check_curves(self, stage, model, groups)
         return groups
 
-    def _check_uniform(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
-        """Refuse what no stock class could load.
-
-        :raises ValueError: the same
-        """
-        problem = ""
-        if self.allocation.measures or self._stage_before is not None:
-            problem = "uniform allocation, got one that gives layers different sizes. Set allocation: uniform"
-        elif self.attention_unit == "value_channels":
-            problem = (
-                "values as wide as queries and keys, which stock classes demand, got attention_unit: value_channels. "
-                "Set attention_unit: head or none"
-            )
-        elif not are_layers_alike(model):
-            problem = (
-                "a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
-                "queries. Convert it first (struprune convert --to uniform-padded)"
-            )
-        elif self.attention_unit == "head" and not any(
-            can_hold_heads(model, count) for count in range(1, groups[0].num_units)
-        ):
-            problem = (
-                f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
-                "attention_unit: head. Set attention_unit: none"
-            )
-        elif len(super().find_groups(model)) != len(
-            find_groups(model, self.attention_unit, self.prune_ffn, prune_experts=self.experts is not None)
-        ):
-            problem = "all layers, got targets or ignore that leave some out. Leave them at their defaults"
-        if problem:
-            raise ValueError(f"output: uniform must have {problem}.")
-
     def _plan_early(self, model: PreTrainedModel, setup: RunSetup) -> UnitAllocation | None:
         """Return the kept counts where they need no calibration data: replayed, or uniform."""
         if self.replay:
             self._replayed = read_replay(self.replay, setup, self._weights_digest)
             self.replay = None  # the saved recipe needs no such file
-            check_widths(setup.groups, self._replayed.plan.kept, setup.roundings)
-            return self._replayed.plan
+            plan = self._replayed.plan
+            check_widths(plan.list_left(setup.groups), plan.kept, setup.roundings)
+            return plan
         if self._stage_before is not None:
             return None
 
@@ -261,14 +237,14 @@ class StruPruneModifier(StructuredModifier):
         assert pruned is not None
         assert self._plan is not None
         assert self._calibration is not None
-        after = count_parameters(model)
-        removed = sum(record.removed_parameters for record in pruned.records)
+        after, experts = count_parameters(model), describe_experts(setup.mixture, self._plan.experts)
+        removed = sum(r.removed_parameters for r in pruned.records) + sum(r.removed_parameters for r in experts)
         return Manifest(
             model=ModelRecord(
                 base=model.config._name_or_path,
                 type=model.config.model_type,
                 weights_sha256=self._weights_digest,
-                parameters_before=after + removed,
+                parameters_before=after + removed + count_rows(setup.mixture, self._plan.experts),
                 parameters_after=after,
             ),
             settings=self.dump_fields(),
@@ -279,7 +255,7 @@ class StruPruneModifier(StructuredModifier):
                 asked_sparsity=self.sparsity or 0.0,
                 removed_parameters=removed,
                 met_sparsity=removed / setup.num_prunable,
-                rounding=describe_roundings(setup.groups, setup.roundings),
+                rounding=describe_roundings(self._plan.list_left(setup.groups), setup.roundings),
             ),
             allocation=self._plan.record,
             memory_measure=self._context.measure,
@@ -289,5 +265,6 @@ class StruPruneModifier(StructuredModifier):
             ],
             tuning=pruned.tuning,
             groups=pruned.records,
+            experts=experts,
             sensitivity=self._fisher_means,
         )

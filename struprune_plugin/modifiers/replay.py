@@ -8,7 +8,7 @@ import torch
 from loguru import logger
 
 from struprune_plugin.modifiers.setup import RunSetup
-from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
 from struprune_plugin.storage.manifest import Manifest, describe_versions, read_manifest
 from struprune_plugin.storage.records import CalibrationRecord
 
@@ -46,8 +46,14 @@ def read_replay(path: str, setup: RunSetup, weights_digest: str) -> Replay:
     """
     manifest = read_manifest(path)
     sizes = {record.name: record.num_units for record in manifest.groups}
-    if sizes != {group.name: group.num_units for group in setup.groups} or (
-        manifest.model.weights_sha256 != weights_digest
+    kept = {record.name: record.keep for record in manifest.experts}
+    known = {} if setup.mixture is None else {name: len(members) for name, members in setup.mixture.lists.items()}
+    experts = KeptExperts(setup.mixture.routing, kept) if setup.mixture is not None and kept else None
+    left = setup.groups if experts is None or kept.keys() != known.keys() else experts.list_left(setup.groups)
+    if (
+        sizes != {group.name: group.num_units for group in left}
+        or (kept and {record.name: record.num_experts for record in manifest.experts} != known)
+        or manifest.model.weights_sha256 != weights_digest
     ):
         raise ValueError(
             f"replay: the model must be the one that {path} was made from, got other modules, sizes, weights or dtype. "
@@ -55,7 +61,7 @@ def read_replay(path: str, setup: RunSetup, weights_digest: str) -> Replay:
         )
     _warn_of_changes(path, manifest)
     units = {record.name: record.keep for record in manifest.groups}
-    plan = UnitAllocation({name: len(keep) for name, keep in units.items()}, manifest.allocation, units=units)
+    plan = UnitAllocation({name: len(keep) for name, keep in units.items()}, manifest.allocation, units, experts)
     return Replay(path, plan, manifest.calibration)
 
 

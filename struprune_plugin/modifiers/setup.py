@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.footprint import read_sizes
@@ -29,6 +30,7 @@ from struprune_plugin.modifiers.checks import (
     split_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.mixtures import find_mixture, list_splits, measure_others
 from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
 from struprune_plugin.pruning.resume import describe_run
 from struprune_plugin.runtime.device_context import find_free_bytes
@@ -44,12 +46,13 @@ class RunSetup:
 
     :param groups: to prune, in the order in which the model computes them
     :param roundings: what kept counts are rounded to, by group name
-    :param sizes: of the groups, for the budget
+    :param sizes: of the groups, for the budget, beside whole experts
     :param num_prunable: parameters that sparsity is a share of
     :param share: the sparsity that the groups need on average
     :param num_sequences: of calibration data
     :param num_tokens: padding left out
     :param placement: what goes to the host
+    :param mixture: whole experts that may go; None where none may
     """
 
     groups: Sequence[UnitGroup]
@@ -60,6 +63,7 @@ class RunSetup:
     num_sequences: int
     num_tokens: int
     placement: OffloadPlan
+    mixture: Mixture | None = None
 
 
 def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None:
@@ -68,8 +72,8 @@ def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None
     :raises ValueError: as :func:`~struprune_plugin.export.rehearsal.rehearse`
     """
     units = modifier.attention_unit, modifier.prune_ffn
-    if modifier.experts is None:
-        rehearse(model, *units)
+    if modifier.experts is None or modifier.experts.drops:
+        rehearse(model, *units, prune_experts=modifier.experts is not None)
     elif not rehearse_with_experts(model, *units):
         modifier.experts = None
 
@@ -91,11 +95,11 @@ def prepare_run(
     _check_methods(modifier, model, later)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     _check_groups(model, groups, roundings)
-    sizes = measure_groups(groups, roundings)
+    mixture = find_mixture(modifier, model, groups, list_modifiers())
     num_prunable = count_prunable_parameters(model, modifier.experts is not None)
-    share = find_group_sparsity(sizes, num_prunable, modifier.sparsity)
+    sizes, share = find_share(modifier, groups, roundings, num_prunable, mixture)
     most = modifier.allocation.most
-    if most is not None and share > most:
+    if most is not None and share > most and mixture is None:
         raise ValueError(
             f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={modifier.sparsity}, "
             f"got {most}. Lower sparsity, raise max_sparsity or prune more kinds of units."
@@ -107,7 +111,34 @@ def prepare_run(
     placement = place_run(modifier, model, groups, loader, together=modifier.only_plans)
     if modifier.store is not None:
         open_store(modifier.store, model, loader)
-    return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement)
+    return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, mixture)
+
+
+def find_share(
+    modifier: StructuredModifier,
+    groups: Sequence[UnitGroup],
+    roundings: dict[str, Rounding],
+    num_prunable: int,
+    mixture: Mixture | None,
+) -> tuple[list[GroupSize], float]:
+    """Return what allocation needs to know of the groups, and the sparsity that they need on average; with whole experts, these
+    count, too.
+
+    :raises ValueError: the budget cannot be met
+    """
+    assert modifier.sparsity is not None
+    if mixture is None:
+        sizes = measure_groups(groups, roundings)
+        return sizes, find_group_sparsity(sizes, num_prunable, modifier.sparsity)
+
+    def measure(left: int) -> list[GroupSize]:
+        return measure_others(modifier, groups, roundings, left)
+
+    asked = modifier.sparsity * num_prunable
+    list_splits(mixture, measure, asked)
+    sizes = measure(mixture.counts[0])
+    beside = [size for size in sizes if size.kind != "experts"]
+    return sizes, asked / (sum(size.num_parameters for size in beside) + mixture.counts[0] * mixture.cost)
 
 
 def drop_lost_experts(setup: RunSetup, sparsity: float, model: PreTrainedModel) -> RunSetup:

@@ -62,6 +62,7 @@ def prune_layers(
         else:
             outcome = done.outcome
             if done.copy is not None:
+                pruner.drop_experts(step.layer, own)
                 restore_layer(step.layer, structure[step.index], done.copy)
                 context.release(step.layer)
         changed = outcome.changed

@@ -75,9 +75,9 @@ class LayerPruner:
     ) -> LayerOutcome:
         """Remove units from every group of a decoder layer, in place, and update what remains.
 
-        Each group in turn: statistics of its consumer's inputs, as the groups before it left them; which units stay and what
-        the weights on them are; surgery; where asked for, an FFN is tuned, and its consumer solved once more. A layer is left
-        alone as long as nothing has gone: its inputs are the dense ones.
+        Whole experts go first. Each group in turn: statistics of its consumer's inputs, as the groups before it left them; which
+        units stay and what the weights on them are; surgery; where asked for, an FFN is tuned, and its consumer solved once more. A
+        layer is left alone as long as nothing has gone: its inputs are the dense ones.
 
         :param groups: of this layer, in the order in which the model computes them
         :param statistics: what the layer has shown on the calibration data, and can show again
@@ -85,7 +85,11 @@ class LayerPruner:
         :param progress: where the run is, for progress bars
         """
         records, tuning = [], None
-        for group in groups:
+        left = self.drop_experts(layer, groups)
+        if len(left) < len(groups):
+            statistics.keep_groups(left)
+            changed = True
+        for group in left:
             module = ModuleView(layer, group, statistics)
             with self.context.stage("statistics"):
                 moments = module.collect_moments(f"{progress}{group.consumer.split('.')[-1]} statistics")
@@ -100,6 +104,19 @@ class LayerPruner:
                     tuning, record = self._tune(module.resize(record.kept), tune, record)
             records.append(record)
         return LayerOutcome(records, tuning, changed)
+
+    def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """Take the whole experts that are to go out of a layer; return the groups that are left.
+
+        :param groups: of the dense layer
+        """
+        experts = self.allocation.experts
+        if experts is not None:
+            for group in {group.experts: group for group in groups if group.experts}.values():
+                with self.context.stage("surgery"):
+                    experts.routing.drop(layer, group.experts, experts.keep[group.output_name])
+                    self.context.release(layer)
+        return self.allocation.list_left(groups)
 
     def decide(self, module: ModuleView, moments: GroupMoments, updates: bool = True) -> SelectionResult:
         """Rank, select and re-solve one group; the first of several processes decides for all. The layer stays as it is.

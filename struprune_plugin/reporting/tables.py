@@ -124,11 +124,14 @@ def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
     before, after, allocation = model.parameters_before, model.parameters_after, manifest.allocation
     removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
     temperature = "" if allocation.temperature is None else f", T = {allocation.temperature:g}"
+    left = sorted({(len(record.keep), record.num_experts) for record in manifest.experts})
+    told = ", ".join(f"{kept} of {every} stay" for kept, every in left) + f" in {len(manifest.experts)} layers"
     return [
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
         ("weights on disk", format_bytes(measure_weight_bytes(folder))),
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}, asked {budget.asked_sparsity:.3%})"),
         ("allocation", allocation.method + temperature),
+        *([("whole experts", told)] if left else []),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
     ]
 

@@ -21,6 +21,7 @@ from struprune_plugin.storage.records import (
     CalibrationRecord,
     Count,
     EvaluationRecord,
+    ExpertsRecord,
     GroupRecord,
     ModelRecord,
     StageEntry,
@@ -56,6 +57,7 @@ class Manifest(BaseModel):
     :param memory_measure: what ``peak_bytes`` of the stages counts
     :param sensitivity: of the model's output to a module's, by group: mean diagonal of the Fisher information; or empty
     :param tuning: by layer
+    :param experts: by layer, which whole experts are left; left out of the file where none has gone
     :param evaluation: left out of the file where nothing was measured yet
     :param recovery: None, and left out of the file, where there was none
     """
@@ -75,6 +77,7 @@ class Manifest(BaseModel):
     sensitivity: dict[str, float]
     tuning: dict[str, TuningRecord]
     groups: list[GroupRecord]
+    experts: list[ExpertsRecord] = Field(default_factory=list, exclude_if=lambda experts: not experts)
     evaluation: EvaluationRecord = Field(
         default_factory=EvaluationRecord, exclude_if=lambda e: not (e.perplexity or e.tasks)
     )

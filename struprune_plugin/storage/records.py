@@ -89,6 +89,7 @@ class AllocationRecord:
     :param sensitivity: what errors were weighed by
     :param tried: KL divergence of every plan that was tried, in nats a token
     :param taken: the one of them that was taken
+    :param experts: error of the best plan by how many whole experts of a layer stay
     """
 
     method: str
@@ -101,6 +102,7 @@ class AllocationRecord:
     sensitivity: str | None = None
     tried: dict[str, float] | None = None
     taken: str | None = None
+    experts: dict[str, float] | None = None
 
     @model_serializer(mode="wrap")
     def _leave_out_none(self, inner: Any) -> dict[str, Any]:
@@ -210,6 +212,31 @@ class UnitsRecord:
 @dataclass(frozen=True, config=CLOSED)
 class GroupRecord(SolveRecord, UnitsRecord):
     """What was decided of one group: which units stay, and how the weights on them were restored."""
+
+
+@dataclass(frozen=True, config=CLOSED)
+class ExpertsRecord:
+    """Which whole experts of one layer are left; in ``groups`` they are numbered anew.
+
+    :param name: of their list
+    :param keep: experts that stay, sorted
+    :param removed_parameters: of the others' linears
+    """
+
+    name: str
+    layer: Count
+    num_experts: Count
+    keep: list[Count]
+    removed_parameters: Count
+
+    @model_validator(mode="after")
+    def _check(self) -> ExpertsRecord:
+        ordered = all(first < second for first, second in pairwise(self.keep))
+        if not ordered or not self.keep or self.keep[-1] >= self.num_experts:
+            raise ValueError(
+                f"keep must be sorted, unique experts from 0 to {self.num_experts - 1}, got {shorten_value(self.keep)}"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -134,6 +134,7 @@ def format_plan(
         facts += [(where, f"{linear}: {what}") for linear, what in kind.units.items()]
         facts += [(where, f"{linear} stays whole: {reason}") for linear, reason in kind.whole.items()]
         facts += [] if kind.units or kind.whole else [(where, "nothing can go")]
+    facts += [("experts", outline.experts)] if outline.experts else []
     facts += [("widths", describe_rounding(entry)) for entry in outline.rounding]
     facts += [(f"runs on {engine}", how) for engine, how in engines.items()]
     return [f"{name}, sparsity {outline.sparsity:g}", Table(["", "now", "after", "change"], rows), format_facts(facts)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -31,6 +31,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import VALUE
 from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.mixtures import drop_evenly
 from struprune_plugin.modifiers.widths import describe_roundings, find_roundings, measure_groups
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.storage.checkpoint import check_whole, find_checkpoint, is_packed, read_config
@@ -72,12 +73,14 @@ class Outline:
     """What a recipe leaves of a model, all modules of a kind cut alike.
 
     :param rounding: as the manifest has it
+    :param experts: how many whole ones stay; empty where none may go
     """
 
     sparsity: float
     before: Footprint
     after: Footprint
     rounding: list[RoundingRecord]
+    experts: str = ""
 
 
 def read_shapes(model: str, dtype: str = "auto") -> Shapes:
@@ -125,15 +128,23 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
     model, later = shapes.model, list(modifiers[position + 1 :])
     groups = modifier.find_groups(model)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
-    sizes = measure_groups(groups, roundings)
     prunable = count_prunable_parameters(model, modifier.experts is not None)
-    share = find_group_sparsity(sizes, prunable, sparsity)
-    kept = allocate_uniformly(sizes, share).kept if sparsity else {}
+    whole = drop_evenly(modifier, model, groups, roundings, sparsity * prunable) if sparsity else None
+    after = shapes
+    if whole is None:
+        sizes = measure_groups(groups, roundings)
+        share = find_group_sparsity(sizes, prunable, sparsity)
+    else:
+        sizes, share, groups = whole.sizes, whole.share, whole.groups
+        after = replace(shapes, model=whole.model, weight_bytes=0)
+    kept = allocate_uniformly(sizes, share).kept if sparsity and sizes else {}
+    left = [(group, kept[group.name]) for group in groups if group.name in kept]
     return Outline(
         sparsity=sparsity,
         before=_measure(shapes, [], ()),
-        after=_measure(shapes, [(group, kept[group.name]) for group in groups] if kept else [], later),
+        after=_measure(after, left, later),
         rounding=describe_roundings(groups, roundings),
+        experts="" if whole is None else whole.told,
     )
 
 

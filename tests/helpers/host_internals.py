@@ -108,6 +108,12 @@ INTERNALS = [
         ("model",),
     ),
     Internal(
+        "llmcompressor.modifiers.pruning:REAPPruningModifier",
+        "modifiers/mixtures.py",
+        "it and our whole experts do not go together",
+        _LC,
+    ),
+    Internal(
         "llmcompressor.modeling.moe.linear_experts:LinearExperts2D.from_experts_module",
         "model/experts.py",
         "takes experts apart; its experts know num_experts",

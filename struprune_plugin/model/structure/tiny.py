@@ -59,7 +59,11 @@ def build_tiny(config: PreTrainedConfig, seed: int = 0, kind: type[PreTrainedMod
     :param kind: as :func:`find_class` takes it
     :raises ValueError: as :func:`find_class` does
     """
-    kind, small = find_class(shrink_config(config), kind)
+    return build_instance(*find_class(shrink_config(config), kind), seed)
+
+
+def build_instance(kind: Any, small: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Build an instance as :func:`build_tiny` does, of a configuration whose sizes are small already."""
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
     with torch.random.fork_rng(devices=[]):

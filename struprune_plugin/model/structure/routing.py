@@ -1,0 +1,225 @@
+"""How whole experts of a class go: what of a layer has an entry for every expert, found between instances of unlike numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, takewhile
+from typing import Any
+
+import torch
+from compressed_tensors.offload.cache import OffloadCache
+from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from struprune_plugin.model.experts import list_experts, pack_experts, take_apart
+from struprune_plugin.model.structure.config_parts import find_first
+from struprune_plugin.model.structure.finder import make_dense
+from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.shrinking import shrink_config
+from struprune_plugin.model.structure.tiny import build_instance, draw_tokens, find_class
+
+_WIDE, _NARROW, _KEEP = 8, 6, (0, 2, 3, 4, 6, 7)  # of two groups of four, as of one of eight, three quarters stay
+_TOLERANCE = 1e-5  # of the largest logit
+_GROUPS, _GROUPS_TAKEN = ("n_group", "num_expert_group"), ("topk_group",)
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
+_KNOWN: dict[str, Routing] = {}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What goes with an expert beside its linears.
+
+    :param key: of the text configuration, that says how many experts a layer has
+    :param tensors: parameters and buffers of a decoder layer with an entry for every expert, each with the axis of those
+    :param counts: attributes of a layer's modules that hold the number of experts: the module's name, and theirs
+    """
+
+    key: str
+    tensors: Mapping[str, int]
+    counts: Sequence[tuple[str, str]]
+
+    def find_block(self, layer: nn.Module, experts: str) -> str:
+        """Return the innermost module of a layer, by name, that holds a list of experts and its router; empty for the layer."""
+        names = [experts, *(name.rpartition(".")[0] for name in self.tensors if _has(layer, name))]
+        columns = zip(*(name.split(".") for name in names), strict=False)
+        return ".".join(part for part, *_ in takewhile(lambda column: len({*column}) == 1, columns))
+
+    def cut(self, layer: nn.Module, keep: Sequence[int]) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Give what a layer's router is to hold once only some experts are left: module, attribute, value.
+
+        :param keep: experts that stay, sorted
+        """
+        for name, axis in self.tensors.items():
+            if _has(layer, name):
+                owner, _, own = name.rpartition(".")
+                old = getattr(layer.get_submodule(owner), own).detach()
+                yield layer.get_submodule(owner), own, old.index_select(axis, torch.tensor(keep, device=old.device))
+        for name, own in self.counts:
+            if hasattr(_find(layer, name), own):
+                yield _find(layer, name), own, len(keep)
+
+    def drop(self, layer: nn.Module, experts: str, keep: Sequence[int]) -> None:
+        """Take whole experts out of a decoder layer, with their entries in its router.
+
+        :param experts: name of the list of experts, which have been taken apart
+        :param keep: experts that stay, sorted
+        """
+        members: Any = layer.get_submodule(experts)
+        left = {str(place): members[index] for place, index in enumerate(keep)}
+        others = {name: module for name, module in members._modules.items() if not name.isdigit()}
+        members._modules, members.num_experts = left | others, len(keep)
+        for module, own, value in list(self.cut(layer, keep)):
+            if isinstance(value, Tensor):
+                _replace(module, own, value)
+            else:
+                setattr(module, own, value)
+
+
+def _find(layer: nn.Module, name: str) -> Any:
+    """Return a module of a layer; None where it has none of that name."""
+    try:
+        return layer.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _has(layer: nn.Module, name: str) -> bool:
+    owner, _, own = name.rpartition(".")
+    return hasattr(_find(layer, owner), own)
+
+
+def _replace(module: nn.Module, own: str, value: Tensor) -> None:
+    """Give a module a parameter or buffer of another size, where the old one is."""
+    value = value.contiguous()
+    if own in module._buffers:
+        setattr(module, own, value)
+        return
+    held = module._parameters
+    requires_grad = (held.offloaded_values if isinstance(held, OffloadCache) else held)[own].requires_grad  # type: ignore[union-attr]
+    setattr(module, own, nn.Parameter(value, requires_grad))
+
+
+def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]:
+    """Return how many experts of a layer may stay, the most first, and of how many groups of experts the same number must.
+
+    A token goes to a number of experts that all have to be there; where it chooses among groups first, every group keeps the
+    same number, at least two: it is judged by its best two.
+
+    :param config: of the text model
+    :raises ValueError: the number of experts a token goes to is not known
+    """
+    values = vars(config)
+    top_k = find_first(values, _TOP_K)
+    groups, taken = find_first(values, _GROUPS) or 1, find_first(values, _GROUPS_TAKEN) or 1
+    if not top_k:
+        raise ValueError(
+            f"experts: a token must go to a number of experts that one of {', '.join(_TOP_K)} says, got none in "
+            f"{type(config).__name__}. Set experts: channels."
+        )
+    least = groups * max(-(-top_k // taken), 2) if groups > 1 else top_k
+    return range(num_experts, least - 1, -groups), groups
+
+
+def find_routing(model: nn.Module) -> Routing:
+    """Return how whole experts of a model go; measured once per class and configuration.
+
+    An instance of fewer experts, built from the configuration, must give what an instance without the others gives.
+
+    :raises ValueError: it does not, or no key of the configuration says the number
+    """
+    config: Any = make_dense(model.config)  # type: ignore[arg-type]
+    kind, config = find_class(config, next(k for k in type(model).__mro__ if not k.__name__.startswith("StruPrune")))
+    small = shrink_config(config)
+    key = f"{kind.__module__}.{kind.__name__} {small.to_json_string(use_diff=False)}"
+    if key not in _KNOWN:
+        try:
+            _KNOWN[key] = _measure(kind, small)
+        except Exception as error:  # whatever a class raises that counts on its number of experts
+            raise ValueError(
+                f"experts: whole ones must be able to go from {config.model_type!r}, got {type(error).__name__}: {error}. "
+                "Set experts: channels."
+            ) from None
+    return _KNOWN[key]
+
+
+@torch.no_grad()
+def _measure(kind: Any, small: PreTrainedConfig) -> Routing:
+    counts = {module.num_experts for _, module in get_non_linearized_moes(build_instance(kind, small))}
+    text = vars(small.get_text_config(decoder=True))
+    keys = [name for name, value in text.items() if type(value) is int and value in counts]
+    problem = "no key of the configuration says their number"
+    for key in sorted(keys, key=lambda name: "expert" not in name):
+        try:
+            wide, narrow = (_build(kind, small, key, number) for number in (_WIDE, _NARROW))
+        except Exception as error:  # another size that the key may say
+            problem = f"{key}: {error}"
+            continue
+        numbers = [{module.num_experts for _, module in get_non_linearized_moes(m)} for m in (wide, narrow)]
+        if numbers == [{_WIDE}, {_NARROW}]:
+            routing = Routing(key, *_compare(wide, narrow))
+            _prove(routing, wide, narrow)
+            return routing
+    raise ValueError(problem)
+
+
+def _build(kind: Any, small: PreTrainedConfig, key: str, number: int) -> Any:
+    changed = copy.deepcopy(small)
+    setattr(changed.get_text_config(decoder=True), key, number)
+    return build_instance(kind, changed)
+
+
+def _list_layers(model: Any) -> list[nn.Module]:
+    return list(model.get_submodule(locate_layers(model)).children())
+
+
+def _compare(wide: Any, narrow: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return what differs between layers of two numbers of experts, as :class:`Routing` has it.
+
+    :raises ValueError: something that is not as long as there are experts
+    """
+    tensors, counts = dict[str, int](), dict[tuple[str, str], None]()
+    for layer, other in zip(_list_layers(wide), _list_layers(narrow), strict=True):
+        packed = tuple(name for name, _ in get_non_linearized_moes(layer))
+        fewer = dict(chain(other.named_parameters(), other.named_buffers()))
+        for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
+            pairs = list(zip(tensor.shape, fewer[name].shape, strict=True))
+            axes = [axis for axis, (before, after) in enumerate(pairs) if before != after]
+            if not axes or name.rpartition(".")[0] in packed:
+                continue
+            if len(axes) > 1 or pairs[axes[0]] != (_WIDE, _NARROW):
+                raise ValueError(
+                    f"{name} has {[*tensor.shape]} of {_WIDE} experts, {[*fewer[name].shape]} of {_NARROW}"
+                )
+            tensors[name] = axes[0]
+        for name, module in layer.named_modules():
+            beside = vars(other.get_submodule(name))
+            facts = {own: (value, beside.get(own)) for own, value in vars(module).items() if type(value) is int}
+            counts |= {
+                (name, own): None for own, pair in facts.items() if pair == (_WIDE, _NARROW) and name not in packed
+            }
+    return tensors, list(counts)
+
+
+def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
+    """Refuse routers that do not give, without some experts, what the class gives that never had them.
+
+    :raises ValueError: the same
+    """
+    tokens, given = draw_tokens(wide.config, 2, 24), set[int]()
+    take_apart(wide)
+    for layer in _list_layers(wide):
+        for name, members in list_experts(layer):
+            routing.drop(layer, name, _KEEP)
+            members.register_forward_pre_hook(lambda _module, args: given.add(len(args)))
+    found = wide(input_ids=tokens, use_cache=False).logits
+    if given != {3}:
+        raise ValueError("its experts are not told which tokens go where")
+    pack_experts(wide)
+    narrow.load_state_dict(wide.state_dict())
+    wanted = narrow(input_ids=tokens, use_cache=False).logits
+    error = float((found - wanted).abs().max() / wanted.abs().max())
+    if not error <= _TOLERANCE:
+        raise ValueError(f"without some experts it gives something else than with fewer of them, by {error:.0e}")

@@ -1,0 +1,160 @@
+"""Plans that let whole experts go: for every number that may stay, what that and the rest of the budget cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from struprune_plugin.allocation.rules import GroupStatistics
+from struprune_plugin.allocation.rules.rule import tie_statistics
+from struprune_plugin.allocation.whole_experts import DropOrder, Mixture
+from struprune_plugin.linalg.rounding import GroupSize, check_budget, expand_counts
+from struprune_plugin.linalg.ties import argmin_with_ties
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.mixtures import Split, list_splits, measure_others, pick_even
+from struprune_plugin.modifiers.setup import RunSetup
+from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
+from struprune_plugin.storage.records import AllocationRecord
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One plan; kept units by the names of the dense model.
+
+    :param sizes: of the groups beside whole experts
+    :param error: of all
+    """
+
+    split: Split
+    plan: UnitAllocation
+    sizes: Sequence[GroupSize]
+    error: float
+
+
+def settle_experts(plan: UnitAllocation, mixture: Mixture, groups: Sequence[UnitGroup]) -> UnitAllocation:
+    """Return a plan by the names that groups have once experts have gone; one that keeps all has none to name.
+
+    :param groups: of the dense model
+    """
+    assert plan.experts is not None
+    gone = any(len(keep) < mixture.counts[0] for keep in plan.experts.keep.values())
+    return replace(plan, kept=plan.experts.rename(groups, plan.kept), experts=plan.experts if gone else None)
+
+
+@dataclass(frozen=True)
+class MixturePlanner:
+    """Spreads a budget over whole experts and what else goes.
+
+    :param setup: with a mixture
+    :param orders: in which experts go, by the full name of their list
+    :param measured: of every group; empty where the rule measures nothing
+    """
+
+    recipe: StructuredModifier
+    setup: RunSetup
+    mixture: Mixture
+    orders: Mapping[str, DropOrder]
+    measured: Mapping[str, GroupStatistics]
+
+    def propose(self) -> dict[str, UnitAllocation]:
+        """Return plans to try, the one of least error first; kept units are by the names of the dense model.
+
+        They are the best of those that keep all experts and the best of those that do not, and the same nearer to uniform.
+
+        :raises ValueError: the budget cannot be met
+        """
+        found = self._list_candidates()
+        errors = {str(candidate.split.left): candidate.error for candidate in found}
+        kept = [[c for c in found if (c.split.left == self._total) == every] for every in (True, False)]
+        chosen = [part[argmin_with_ties([candidate.error for candidate in part])] for part in kept if part]
+        proposed: dict[str, UnitAllocation] = {}
+        for candidate in sorted(chosen, key=lambda candidate: candidate.error):
+            name = f"{candidate.split.left} experts"
+            record = replace(candidate.plan.record, error=candidate.error, experts=errors)
+            proposed[name] = replace(candidate.plan, record=record)
+            proposed |= {f"{name}, {how}": plan for how, plan in self._vary(candidate, record).items()}
+        return proposed
+
+    @property
+    def _total(self) -> int:
+        return self.mixture.counts[0]
+
+    def _list_candidates(self) -> list[_Candidate]:
+        """Return the plan of every number of experts, the most first; of the nearest to even, where the rule compares no errors.
+
+        :raises ValueError: the budget cannot be met
+        """
+        recipe, setup = self.recipe, self.setup
+        splits = list_splits(
+            self.mixture,
+            lambda left: measure_others(recipe, setup.groups, setup.roundings, left),
+            (recipe.sparsity or 0.0) * setup.num_prunable,
+        )
+        if not recipe.allocation.weighs_errors:
+            splits = [pick_even(self.mixture, splits, setup.share)]
+        found, problem = list[_Candidate](), ValueError()
+        for split in splits:
+            try:
+                found.append(self._plan(split))
+            except ValueError as error:  # more than the rule lets a module lose, for instance
+                problem = error
+        if not found:
+            raise problem
+        return found
+
+    def _plan(self, split: Split) -> _Candidate:
+        recipe, setup = self.recipe, self.setup
+        steps = (self._total - split.left) // self.mixture.num_groups
+        experts = KeptExperts(
+            self.mixture.routing, {name: order.list_kept(steps) for name, order in self.orders.items()}
+        )
+        sizes = measure_others(recipe, setup.groups, setup.roundings, experts.keep)
+        error = sum(order.errors[steps] for order in self.orders.values())
+        plan = UnitAllocation({}, AllocationRecord(recipe.allocation.rule))
+        if sizes:
+            statistics = tie_statistics(sizes, self._scale(experts)) if self.measured else {}
+            plan = recipe.allocation.decide(sizes, statistics, recipe.make_budget(setup.num_prunable, split.share))
+        return _Candidate(split, self._complete(plan, experts), sizes, error + (plan.record.error or 0.0))
+
+    def _complete(self, plan: UnitAllocation, experts: KeptExperts) -> UnitAllocation:
+        """Return a plan with the experts that stay, which keep all channels that it says nothing of."""
+        whole = {
+            group.name: group.num_units
+            for group in self.setup.groups
+            if group.experts and group.expert_index in experts.keep[group.output_name]
+        }
+        return replace(plan, kept={**whole, **plan.kept}, experts=experts)
+
+    def _scale(self, experts: KeptExperts) -> dict[str, GroupStatistics]:
+        """Return what was measured, the errors of experts that stay as much larger as they have more to give.
+
+        The tokens of the others come to them: the sum of what all of a list give stays.
+        """
+        scaled = dict(self.measured)
+        for name, members in self.mixture.lists.items():
+            if members[0].name not in scaled:  # their channels stay
+                continue
+            given: list[Tensor] = [self.measured[group.name].curve[0] for group in members]
+            factor = float(sum(given) / max(sum(given[index] for index in experts.keep[name]), 1e-300))
+            for group in members:
+                scaled[group.name] = replace(scaled[group.name], curve=factor * scaled[group.name].curve)
+        return scaled
+
+    def _vary(self, candidate: _Candidate, record: AllocationRecord) -> dict[str, UnitAllocation]:
+        """Return the rule's other allocations beside the same experts, that meet the budget."""
+        found: dict[str, UnitAllocation] = {}
+        rule, sizes, share = self.recipe.allocation, candidate.sizes, candidate.split.share
+        if not sizes:
+            return found
+        for name, counts in rule.propose(sizes, candidate.plan, share).items():
+            try:
+                check_budget(sizes, counts, share)
+            except ValueError:
+                continue
+            kept = {**candidate.plan.kept, **expand_counts(sizes, counts)}
+            if kept != candidate.plan.kept and all(kept != plan.kept for plan in found.values()):
+                found[name] = replace(candidate.plan, kept=kept, record=record)
+        return found

@@ -1,0 +1,206 @@
+"""Whole experts in a budget: how many of every layer may stay, and which plan costs least beside channels, FFNs and values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.pruning import REAPPruningModifier
+from transformers import PreTrainedModel
+
+from struprune_plugin.allocation.whole_experts import Mixture
+from struprune_plugin.linalg.rounding import GroupSize
+from struprune_plugin.model.experts import list_experts
+from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.model.structure.routing import find_routing, list_counts
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.widths import Rounding, measure_groups
+from struprune_plugin.pruning.config import KeptExperts
+from struprune_plugin.runtime.distributed import check_one_process
+from struprune_plugin.storage.records import ExpertsRecord
+
+
+def find_mixture(
+    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], others: Sequence[Modifier] = ()
+) -> Mixture | None:
+    """Return the whole experts that a recipe lets go; None where it lets none.
+
+    :param groups: that the recipe chooses
+    :param others: modifiers in the recipe
+    :raises ValueError: none can go, or not the same number of every layer
+    """
+    if recipe.experts is None or not recipe.experts.drops:
+        return None
+    asked = f"experts: {recipe.experts.units}"
+    lists: dict[str, list[UnitGroup]] = {}
+    for group in groups:
+        if group.experts:
+            lists.setdefault(group.output_name, []).append(group)
+    there = {
+        f"{name}.{own}": members.num_experts
+        for name, layer in find_decoder_layers(model)
+        for own, members in list_experts(layer)
+    }
+    problem = ""
+    if not lists:
+        problem = "a mixture whose experts can go, got a model without. Leave it out"
+    elif {name: len(members) for name, members in lists.items()} != there:
+        problem = "the experts of all layers, got targets or ignore that leave some out. Leave them at their defaults"
+    elif len({len(members) for members in lists.values()}) > 1:
+        problem = "layers of one number of experts, got different ones. Set experts: channels"
+    elif any(isinstance(other, REAPPruningModifier) for other in others):
+        problem = "experts that no other modifier drops, got a REAPPruningModifier. Leave one of them out"
+    elif recipe.only_plans:
+        problem = "a StruPruneModifier alone, got a SparsityAllocatorModifier stage. Leave that stage out"
+    elif recipe.experts.units == "both" and not recipe.allocation.weighs_errors:
+        problem = f"an allocation that compares errors, got {recipe.allocation.rule}. Set allocation: error_curve"
+    if problem:
+        raise ValueError(f"{asked} must have {problem}.")
+    check_one_process(asked, "Set experts: channels, or run in one process.")
+    routing, firsts = find_routing(model), [members[0] for members in lists.values()]
+    total = len(lists[firsts[0].output_name])
+    counts, num_groups = list_counts(model.config.get_text_config(decoder=True), total)
+    layers = {name: dict(layer.named_parameters()) for name, layer in find_decoder_layers(model)}
+    owned = [layers[first.layer_name] for first in firsts]
+    cost = sum(
+        parameter.numel()
+        for first, held_there in zip(firsts, owned, strict=True)
+        for name, parameter in held_there.items()
+        if name.startswith(f"{first.experts}.{first.expert_index}.")
+    )
+    rows = sum(
+        held_there[name].numel() // total for held_there in owned for name in routing.tensors if name in held_there
+    )
+    return Mixture(routing, lists, list(counts), num_groups, cost, rows)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split a budget between whole experts and what else goes.
+
+    :param left: experts of a layer that stay
+    :param share: of the other groups' parameters that are to go
+    """
+
+    left: int
+    share: float
+
+
+def list_splits(mixture: Mixture, size: Callable[[int], Sequence[GroupSize]], asked: float) -> list[Split]:
+    """Return the splits that meet a budget; where none does, the nearest, to within half an expert of every layer.
+
+    :param size: the other groups, by the number of experts that stay
+    :param asked: parameters to remove
+    :raises ValueError: so much cannot go
+    """
+    found, misses = [], []
+    for left in mixture.counts:
+        sizes, wanted = size(left), asked - mixture.count_gone(left)
+        taken = min(max(wanted, 0.0), sum(group.max_removable for group in sizes))
+        total = sum(group.num_parameters for group in sizes)
+        found.append(Split(left, taken / total if total else 0.0))
+        misses.append((abs(wanted - taken), wanted))
+    if misses[-1][1] > 0 and misses[-1][0] > mixture.num_groups * mixture.cost / 2:
+        raise ValueError(
+            f"sparsity: experts and the other units must hold at least the {asked:,.0f} parameters to remove, got "
+            f"{asked - min(misses)[0]:,.0f} removable ({mixture.counts[-1]} of {mixture.counts[0]} experts of a layer must stay). "
+            "Lower sparsity, or prune more kinds of units."
+        )
+    least = min(misses)[0]
+    return [split for split, (miss, _) in zip(found, misses, strict=True) if miss <= least + 0.5]
+
+
+def pick_even(mixture: Mixture, splits: Sequence[Split], share: float) -> Split:
+    """Return the split in which experts lose most nearly a share."""
+    return min(splits, key=lambda split: abs(1 - split.left / mixture.counts[0] - share))
+
+
+def measure_others(
+    recipe: StructuredModifier,
+    groups: Sequence[UnitGroup],
+    roundings: Mapping[str, Rounding],
+    kept: Mapping[str, Sequence[int]] | int,
+) -> list[GroupSize]:
+    """Return what allocation needs to know of the groups beside whole experts: of experts that stay, where their channels may go.
+
+    :param kept: experts that stay, by their list; or how many
+    """
+    assert recipe.experts is not None
+    own = [group for group in groups if not group.experts]
+    if recipe.experts.units == "both":
+        own += [
+            group
+            for group in groups
+            if group.experts
+            and (group.expert_index < kept if isinstance(kept, int) else group.expert_index in kept[group.output_name])
+        ]
+    return measure_groups(own, roundings)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A model from which experts have gone as evenly as a budget lets them.
+
+    :param sizes: of the groups that are left, for the rest of the budget
+    :param share: of their parameters that are to go for it
+    :param told: how many experts stay
+    """
+
+    model: PreTrainedModel
+    groups: list[UnitGroup]
+    sizes: list[GroupSize]
+    share: float
+    told: str
+
+
+def drop_evenly(
+    recipe: StructuredModifier,
+    model: PreTrainedModel,
+    groups: Sequence[UnitGroup],
+    roundings: Mapping[str, Rounding],
+    asked: float,
+) -> Dropped | None:
+    """Return a copy of a model without the last experts of every layer, for what shapes alone say; None where none may go.
+
+    :param asked: parameters to remove
+    :raises ValueError: the budget cannot be met
+    """
+    mixture = find_mixture(recipe, model, groups)
+    if mixture is None:
+        return None
+
+    def measure(left: int) -> list[GroupSize]:
+        return measure_others(recipe, groups, roundings, left)
+
+    total, copied = mixture.counts[0], copy.deepcopy(model)
+    everything = total * mixture.cost + sum(g.num_units * g.unit_cost for g in groups if not g.experts)
+    split = pick_even(mixture, list_splits(mixture, measure, asked), asked / everything)
+    for members in mixture.lists.values():
+        layer = copied.get_submodule(members[0].layer_name)
+        mixture.routing.drop(layer, members[0].experts, range(split.left))
+    left = [group for group in groups if not group.experts or group.expert_index < split.left]
+    told = (
+        f"{split.left} of {total} stay in every layer"
+        if recipe.experts and recipe.experts.units == "whole"
+        else (f"whole ones of {total} in every layer, or channels of all, whichever costs least")
+    )
+    return Dropped(copied, left, measure(split.left), split.share, told)
+
+
+def describe_experts(mixture: Mixture | None, kept: KeptExperts | None) -> list[ExpertsRecord]:
+    """Return, for the manifest, which whole experts are left."""
+    if mixture is None or kept is None:
+        return []
+    each = mixture.cost // len(mixture.lists)
+    return [
+        ExpertsRecord(name, members[0].layer_index, len(members), [*keep], (len(members) - len(keep)) * each)
+        for (name, members), keep in zip(mixture.lists.items(), kept.keep.values(), strict=True)
+    ]
+
+
+def count_rows(mixture: Mixture | None, kept: KeptExperts | None) -> int:
+    """Return the routers' parameters that have gone with whole experts."""
+    return 0 if mixture is None or kept is None else (mixture.counts[0] - kept.count) * mixture.rows

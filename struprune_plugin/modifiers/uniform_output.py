@@ -1,0 +1,49 @@
+"""What ``output: uniform`` asks of a recipe and a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.fields import StructuredModifier
+
+
+def check_uniform(
+    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], has_allocator: bool
+) -> None:
+    """Refuse, with ``output: uniform``, what no stock class could load.
+
+    :param groups: that the recipe chooses
+    :param has_allocator: whether an allocator stage comes before
+    :raises ValueError: the same
+    """
+    problem = ""
+    if recipe.allocation.measures or has_allocator:
+        problem = "uniform allocation, got one that gives layers different sizes. Set allocation: uniform"
+    elif recipe.attention_unit == "value_channels":
+        problem = (
+            "values as wide as queries and keys, which stock classes demand, got attention_unit: value_channels. "
+            "Set attention_unit: head or none"
+        )
+    elif not are_layers_alike(model):
+        problem = (
+            "a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
+            "queries. Convert it first (struprune convert --to uniform-padded)"
+        )
+    elif recipe.attention_unit == "head" and not any(
+        can_hold_heads(model, count) for count in range(1, groups[0].num_units)
+    ):
+        problem = (
+            f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
+            "attention_unit: head. Set attention_unit: none"
+        )
+    elif len(StructuredModifier.find_groups(recipe, model)) != len(
+        find_groups(model, recipe.attention_unit, recipe.prune_ffn, prune_experts=recipe.experts is not None)
+    ):
+        problem = "all layers, got targets or ignore that leave some out. Leave them at their defaults"
+    if problem:
+        raise ValueError(f"output: uniform must have {problem}.")

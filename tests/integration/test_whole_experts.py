@@ -1,0 +1,278 @@
+"""Whole experts of mixtures, from a folder to a folder: what is left gives what masked routing gives."""
+
+import copy
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.mixtures import make_mixture, mask_routing
+from helpers.models import run_oneshot, save_model
+from llmcompressor.modifiers.pruning import REAPPruningModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
+from struprune_plugin.model.structure.tiny import draw_tokens
+from struprune_plugin.pruning.resume import LayerLog
+from struprune_plugin.storage.verify import find_damage
+
+TYPES = {
+    "qwen3_moe": "the plain kind",
+    "olmoe": "norms across heads",
+    "mixtral": "weights normed anew",
+    "deepseek_v3": "groups of experts, a bias of the choice, a dense layer first",
+    "gpt_oss": "a router with a bias, experts with biases",
+    "qwen2_moe": "a shared expert",
+    "qwen3_5_moe_text": "linear attention beside",
+    "granitemoe": "factors on every output",
+    "glm4_moe": "a bias of the choice",
+    "ernie4_5_moe": "a bias of the choice in a module of its own",
+    "minimax_m2": "a bias of the choice in the block",
+    "phimoe": "a router of its own",
+    "gemma4_text": "a router beside a dense FFN, scales of experts",
+    "jamba": "layers of a state space between",
+}
+ALONE = {"attention_unit": "none", "prune_ffn": False}
+PLAIN = {**ALONE, "weight_update": "none", "sensitivity": "none", "output": "uniform"}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def save_mixture(dense, folder):
+    """Save a mixture; return what a run takes: its folder, the options of the data, and tokens."""
+    save_model(dense, folder / "dense")
+    ids = draw_tokens(dense.config, 16, 32, seed=1)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    return str(folder / "dense"), {"dataset": data, "num_calibration_samples": 16}, ids[:2]
+
+
+def find_share(dense, num_experts):
+    """Return the sparsity that so many of eight experts are."""
+    dense = copy.deepcopy(dense)
+    take_apart(dense)
+    every, without = (count_prunable_parameters(dense, experts=experts) for experts in (True, False))
+    return num_experts / 8 * (every - without) / every
+
+
+def list_kept(out):
+    return {record.name: record.keep for record in read_manifest(out).experts}
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def case(request, tmp_path_factory):
+    """A dense mixture, what is left without a quarter of its experts and the folder of that, and tokens."""
+    folder = tmp_path_factory.mktemp(request.param)
+    dense = make_mixture(request.param)
+    model, options, tokens = save_mixture(dense, folder)
+    fields = {"experts": "whole", "sparsity": find_share(dense, 2)}
+    pruned = run_oneshot(model, output_dir=str(folder / "out"), **fields, **options, **PLAIN)
+    return dense, pruned.eval(), folder / "out", tokens
+
+
+def test_what_is_left_gives_what_masked_routing_gives(case):
+    dense, pruned, out, tokens = case
+    kept = list_kept(out)
+    assert all(len(keep) == 6 for keep in kept.values())
+    with mask_routing(dense, kept):
+        wanted = dense(tokens).logits
+    assert (dense(tokens).logits - wanted).abs().max() > 1e-2  # the experts that are gone did something
+    torch.testing.assert_close(pruned(tokens).logits, wanted, **CLOSE)
+
+
+def test_the_stock_class_loads_it_by_one_number_and_generates(case):
+    dense, pruned, out, tokens = case
+    stock = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False).eval()
+    assert type(stock).__name__ == type(dense).__name__
+    torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, rtol=0, atol=2e-5)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (out.parent / "dense", out))
+    assert [after[name] for name in before if before[name] != after.get(name)] == [6]
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cached, uncached = (stock.generate(tokens, use_cache=cache, **options) for cache in (True, False))
+    assert torch.equal(cached, uncached)
+    assert not find_damage(out)
+
+
+def test_the_manifest_counts_every_parameter(case):
+    dense, pruned, out, _ = case
+    manifest = read_manifest(out)
+    assert (manifest.model.parameters_before, manifest.model.parameters_after) == (
+        count_parameters(dense),
+        count_parameters(pruned),
+    )
+    assert manifest.budget.met_sparsity == pytest.approx(find_share(dense, 2))
+    assert manifest.budget.removed_parameters == sum(record.removed_parameters for record in manifest.experts)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A dense mixture with a shared expert, saved."""
+    dense = make_mixture("glm4_moe")
+    return dense, save_mixture(dense, tmp_path_factory.mktemp("mixture"))
+
+
+def prune(mixture, out, **fields):
+    model, options, _ = mixture[1]
+    allocation = {} if "output" in fields else {"allocation": {"rule": "error_curve", "trial_samples": 4}}
+    return run_oneshot(model, output_dir=str(out), **{**allocation, **options, **fields}).eval()
+
+
+@pytest.mark.parametrize("units", ["whole", "both"])
+def test_one_budget_over_experts_channels_ffns_and_values(units, mixture, tmp_path):
+    pruned, tokens = prune(mixture, tmp_path / "out", experts=units, sparsity=0.4), mixture[1][2]
+    manifest = read_manifest(tmp_path / "out")
+    step = 2 * 8 * 4 * 288  # four channels of every expert
+    assert abs(manifest.budget.removed_parameters - 0.4 * manifest.budget.prunable_parameters) < step
+    assert manifest.allocation.experts
+    left = {len(record.keep) for record in manifest.experts}
+    kinds = {record.kind for record in manifest.groups if record.kept < record.num_units}
+    assert len(left) <= 1
+    assert ("experts" in kinds) <= (units == "both")
+    assert kinds or left
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(again(tokens).logits, pruned(tokens).logits, rtol=0, atol=2e-5)
+    if units == "whole":
+        (tmp_path / "padded").mkdir()
+        convert_folder(tmp_path / "out", "uniform-padded", tmp_path / "padded")
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "padded", trust_remote_code=False).eval()
+        torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, **CLOSE)
+        (tmp_path / "masked").mkdir()
+        with pytest.raises(ValueError, match="masked must start from a model that has all its experts"):
+            convert_folder(tmp_path / "out", "masked", tmp_path / "masked")
+
+
+def silence(dense, expert):
+    """Let no token go to an expert."""
+    for layer in dense.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.e_score_correction_bias[expert] = -1e3
+
+
+def test_both_takes_an_expert_that_no_token_goes_to_before_any_channel(tmp_path):
+    dense = make_mixture("glm4_moe")
+    silence(dense, 3)
+    mixture = dense, save_mixture(dense, tmp_path)
+    prune(mixture, tmp_path / "out", experts="both", sparsity=find_share(dense, 1), **ALONE)
+    manifest = read_manifest(tmp_path / "out")
+    assert all(record.keep == [0, 1, 2, 4, 5, 6, 7] for record in manifest.experts)
+    assert manifest.experts
+    assert all(record.kept == record.num_units for record in manifest.groups)
+
+
+def duplicate(dense):
+    """Give an expert another one's weights and rows of the router: of two scores that tie, either is the largest."""
+    for layer in dense.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            mlp = layer.mlp
+            for tensor in (mlp.gate.weight, mlp.gate.e_score_correction_bias, *mlp.experts.parameters()):
+                tensor.data[5] = tensor.data[2]
+
+
+def test_an_expert_that_another_one_repeats_costs_less_than_any_other(tmp_path):
+    dense = make_mixture("glm4_moe", num_experts_per_tok=1)
+    duplicate(dense)
+    mixture = dense, save_mixture(dense, tmp_path)
+    prune(mixture, tmp_path / "out", experts="whole", sparsity=find_share(dense, 1), **ALONE)
+    assert all(len({2, 5} & {*keep}) == 1 for keep in list_kept(tmp_path / "out").values())
+
+
+def test_the_host_s_criterion_takes_the_experts_that_the_host_takes(mixture, tmp_path):
+    model, options, _ = mixture[1]
+    share = find_share(mixture[0], 2)
+    prune(mixture, tmp_path / "out", experts={"units": "whole", "criterion": "reap"}, sparsity=share, **PLAIN)
+    report = tmp_path / "report.json"
+    recipe = REAPPruningModifier(sparsity=0.25, report_path=str(report))
+    run_oneshot(model, recipe=recipe, moe_calibrate_all_experts=False, **options)
+    theirs = json.loads(report.read_text())
+    assert {f"{block}.experts": keep for block, keep in theirs.items()} == list_kept(tmp_path / "out")
+
+
+def test_experts_that_stay_are_solved_on_their_new_tokens(mixture, tmp_path):
+    share, tokens = find_share(mixture[0], 4), draw_tokens(mixture[0].config, 16, 32, seed=1)
+    wanted, errors = mixture[0](tokens).logits, {}
+    for update in ("least_squares", "none"):
+        pruned = prune(mixture, tmp_path / update, experts="whole", sparsity=share, weight_update=update, **ALONE)
+        errors[update] = float((pruned(tokens).logits - wanted).square().mean())
+    assert list_kept(tmp_path / "least_squares") == list_kept(tmp_path / "none")
+    assert errors["least_squares"] < 0.9 * errors["none"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_replay_takes_the_same_experts_and_a_killed_run_goes_on(mixture, tmp_path, monkeypatch):
+    fields = {"experts": "both", "sparsity": 0.4}
+    prune(mixture, tmp_path / "first", **fields)
+    assert list_kept(tmp_path / "first")
+    model, options, _ = mixture[1]
+    replayed = StruPruneModifier(replay=str(tmp_path / "first" / "struprune.json"))
+    run_oneshot(model, recipe=replayed, output_dir=str(tmp_path / "again"), **options)
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+    def die(log, index, outcome, copy, keep=LayerLog.keep):
+        keep(log, index, outcome, copy)
+        if index == 1:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerLog, "keep", die)
+        with pytest.raises(Killed):
+            prune(mixture, tmp_path / "killed", checkpoint_dir=str(tmp_path / "store"), **fields)
+    prune(mixture, tmp_path / "resumed", checkpoint_dir=str(tmp_path / "store"), **fields)
+    resumed = load_file(tmp_path / "resumed" / "model.safetensors")
+    assert all(torch.equal(first[name], resumed[name]) for name in first)
+
+
+def test_a_quantiser_may_follow(mixture, tmp_path):
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 4}
+    groups = {"experts": {"targets": ["re:.*experts\\.\\d+\\..*proj$"], "weights": weights}}
+    ours = StruPruneModifier(sparsity=find_share(mixture[0], 2), experts="whole", output="uniform", **ALONE)
+    quantised = prune(mixture, tmp_path / "out", recipe=[ours, QuantizationModifier(config_groups=groups)])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = mixture[1][2]
+    assert again.config.n_routed_experts == 6
+    torch.testing.assert_close(again(tokens).logits, quantised(tokens).logits, **CLOSE)
+
+
+REFUSED = {
+    "too many": ({"experts": "whole", "sparsity": 0.9, **ALONE}, "2 of 8 experts of a layer must stay"),
+    "no errors compared": (
+        {"experts": "both", "sparsity": 0.3, "allocation": "uniform"},
+        "allocation that compares errors",
+    ),
+    "some layers": (
+        {"experts": "whole", "sparsity": 0.1, "ignore": ["re:.*layers\\.2\\..*experts.*"]},
+        "experts of all layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_before_any_work(name, mixture, tmp_path):
+    fields, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        prune(mixture, tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_host_s_modifier_beside_whole_experts_is_refused(mixture, tmp_path):
+    recipe = [REAPPruningModifier(sparsity=0.25), StruPruneModifier(sparsity=0.1, experts="whole")]
+    with pytest.raises(ValueError, match="experts that no other modifier drops"):
+        prune(mixture, tmp_path / "out", recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ({"criterion": "reap"}, "criterion=reap has no effect"),
+        ({"units": "whole", "widths": "per_layer"}, "widths=per_layer has no effect"),
+    ],
+)
+def test_fields_without_an_effect_are_refused(experts, message):
+    with pytest.raises(ValueError, match=message):
+        StruPruneModifier(sparsity=0.1, experts=experts)

@@ -139,9 +139,13 @@ def test_one_budget_over_experts_channels_ffns_and_values(units, mixture, tmp_pa
         convert_folder(tmp_path / "out", "uniform-padded", tmp_path / "padded")
         stock = AutoModelForCausalLM.from_pretrained(tmp_path / "padded", trust_remote_code=False).eval()
         torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, **CLOSE)
-        (tmp_path / "masked").mkdir()
-        with pytest.raises(ValueError, match="masked must start from a model that has all its experts"):
-            convert_folder(tmp_path / "out", "masked", tmp_path / "masked")
+
+
+def test_a_masked_form_needs_all_experts(mixture, tmp_path):
+    prune(mixture, tmp_path / "out", experts="whole", sparsity=find_share(mixture[0], 1), **ALONE)
+    (tmp_path / "masked").mkdir()
+    with pytest.raises(ValueError, match="masked must start from a model that has all its experts"):
+        convert_folder(tmp_path / "out", "masked", tmp_path / "masked")
 
 
 def silence(dense, expert):

@@ -113,13 +113,14 @@ def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]
     """
     values = vars(config)
     top_k = find_first(values, _TOP_K)
-    groups, taken = find_first(values, _GROUPS) or 1, find_first(values, _GROUPS_TAKEN) or 1
+    named, taken = find_first(values, _GROUPS), find_first(values, _GROUPS_TAKEN) or 1
+    groups = named or 1
     if not top_k:
         raise ValueError(
             f"experts: a token must go to a number of experts that one of {', '.join(_TOP_K)} says, got none in "
             f"{type(config).__name__}. Set experts: channels."
         )
-    least = groups * max(-(-top_k // taken), 2) if groups > 1 else top_k
+    least = groups * max(-(-top_k // taken), 2) if named else top_k
     return range(num_experts, least - 1, -groups), groups
 
 

@@ -23,7 +23,7 @@ from struprune_plugin.allocation.curves import (
 )
 from struprune_plugin.allocation.measurements import measure_sensitivity
 from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
-from struprune_plugin.allocation.rules import GroupStatistics
+from struprune_plugin.allocation.rules import Budget, GroupStatistics
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.linalg.rounding import check_budget, expand_counts
@@ -53,7 +53,7 @@ def plan_early(
     if rule.measures and rule.sequences is None:
         return None
     if rule.measures or allowed is not None:
-        plan = allocate_uniformly(setup.sizes, setup.share, allowed)
+        plan = allocate_uniformly(setup.sizes, setup.share, None if rule.takes_layers else allowed)
     else:
         plan = rule.decide(setup.sizes, {}, recipe.make_budget(setup.num_prunable, setup.share))
     check_widths(setup.groups, plan.kept, setup.roundings)  # what uniform counts cannot meet, no curves mend
@@ -142,7 +142,7 @@ class Planner:
                 cache.keep_curves(recipe.dump_fields(), measured)
         tied = tie_statistics(setup.sizes, measured)
         budget = recipe.make_budget(setup.num_prunable, setup.share)
-        own = rule.decide(setup.sizes, tied, budget)
+        own, *others = self._decide(tied, budget)
         if not held:
             return own
         probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
@@ -155,13 +155,21 @@ class Planner:
             with context.stage("trials"):
                 return trial.measure(batches)
 
-        proposed = {rule.rule: own}
-        if bent := self._probe(tied, own, lambda plans: measure_plans(plans, probes)):
-            proposed["probed"] = rule.decide(setup.sizes, bent, budget)
+        proposed = dict(zip((rule.rule, "all sublayers"), (own, *others), strict=False))
+        if bent := self._probe(tied, (own, *others)[-1], lambda plans: measure_plans(plans, probes)):
+            proposed |= zip(("probed", "probed, all sublayers"), self._decide(bent, budget), strict=False)
         plans = self._spread(proposed)
         if len(plans) < 2:
             return own
         return _take_best(own, dict(zip(plans, measure_plans(list(plans.values()), judges), strict=True)), plans)
+
+    def _decide(self, statistics: Mapping[str, GroupStatistics], budget: Budget) -> list[UnitAllocation]:
+        """Return the rule's plan and, where whole sublayers go by it, its plan with all of them."""
+        rule, sizes = self.recipe.allocation, self.setup.sizes
+        own = rule.decide(sizes, statistics, budget)
+        if all(own.kept.values()):
+            return [own]
+        return [own, rule.decide([replace(size, rest=None) for size in sizes], statistics, budget)]
 
     def _probe(
         self,
@@ -183,13 +191,14 @@ class Planner:
     def _spread(self, proposed: Mapping[str, UnitAllocation]) -> dict[str, Mapping[str, int]]:
         """Return plans, and a rule's others near them that meet the budget and fit the widths that were asked for."""
         setup, found = self.setup, dict[str, Mapping[str, int]]()
+        slack = self.recipe.allocation.measure_slack(setup.sizes)
         for label, own in proposed.items():
             if own.kept not in found.values():
                 found[label] = own.kept
             for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
                 kept = expand_counts(setup.sizes, counts)
                 with suppress(ValueError):
-                    check_budget(setup.sizes, counts, setup.share)
+                    check_budget(setup.sizes, counts, setup.share, slack)
                     check_widths(setup.groups, kept, setup.roundings)
                     if kept not in found.values():
                         found[name if label == self.recipe.allocation.rule else f"{label}, {name}"] = kept

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.export.convert import adopt_attention, adopt_config, adopt_stock, wrap_save
+from struprune_plugin.export.layer_list import drop_layers
 from struprune_plugin.export.stock_config import (
     are_layers_alike,
     can_hold_heads,
@@ -141,14 +142,13 @@ class StruPruneModifier(StructuredModifier):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
         model = state.model
-        assert self._setup is not None
-        assert self.sparsity is not None
+        assert self._setup is not None and self.sparsity is not None  # noqa: PT018
         setup = drop_lost_experts(self._setup, self.sparsity, model)
         if setup is not self._setup:
             self._setup, self._plan = setup, self._plan_early(model, setup)
         batches = list(state.data.calib)
-        digest = digest_tokens(batch["input_ids"] for batch in batches)
-        self._calibration = CalibrationRecord(setup.num_sequences, setup.num_tokens, digest)
+        tokens = setup.num_sequences, setup.num_tokens
+        self._calibration = CalibrationRecord(*tokens, digest_tokens(batch["input_ids"] for batch in batches))
         if self._replayed is not None:
             self._replayed.check(self._calibration)
         with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
@@ -167,13 +167,13 @@ class StruPruneModifier(StructuredModifier):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._pruned is None:
             return True  # an aborted run that llm-compressor winds down: nothing to export
+        drop_layers(state.model)
         if self.output == "uniform":
             adopt_stock(state.model, make_uniform_config(state.model))
         else:
             adopt_config(state.model)
-        manifest = self._make_manifest(state.model)
+        budget = (manifest := self._make_manifest(state.model)).budget
         wrap_save(state.model, lambda folder: write_manifest(manifest, folder))
-        budget = manifest.budget
         logger.info(
             f"removed {budget.removed_parameters:,} of {budget.prunable_parameters:,} parameters of the decoder "
             f"layers ({budget.met_sparsity:.4%}, asked {budget.asked_sparsity:.4%})"
@@ -211,10 +211,10 @@ class StruPruneModifier(StructuredModifier):
 
         :raises ValueError: the same
         """
-        problem = ""
-        if self.allocation.measures or self._stage_before is not None:
+        problem, layers = "", self.allocation.takes_layers
+        if (self.allocation.measures and not layers) or self._stage_before is not None:
             problem = "uniform allocation, got one that gives layers different sizes. Set allocation: uniform"
-        elif self.attention_unit == "value_channels":
+        elif self.attention_unit == "value_channels" and not layers:
             problem = (
                 "values as wide as queries and keys, which stock classes demand, got attention_unit: value_channels. "
                 "Set attention_unit: head or none"
@@ -224,8 +224,10 @@ class StruPruneModifier(StructuredModifier):
                 "a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
                 "queries. Convert it first (struprune convert --to uniform-padded)"
             )
-        elif self.attention_unit == "head" and not any(
-            can_hold_heads(model, count) for count in range(1, groups[0].num_units)
+        elif (
+            not layers
+            and self.attention_unit == "head"
+            and not any(can_hold_heads(model, count) for count in range(1, groups[0].num_units))
         ):
             problem = (
                 f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
@@ -261,15 +263,14 @@ class StruPruneModifier(StructuredModifier):
         assert pruned is not None
         assert self._plan is not None
         assert self._calibration is not None
-        after = count_parameters(model)
         removed = sum(record.removed_parameters for record in pruned.records)
         return Manifest(
             model=ModelRecord(
                 base=model.config._name_or_path,
                 type=model.config.model_type,
                 weights_sha256=self._weights_digest,
-                parameters_before=after + removed,
-                parameters_after=after,
+                parameters_before=pruned.num_before,
+                parameters_after=count_parameters(model),
             ),
             settings=self.dump_fields(),
             seed=torch.initial_seed(),

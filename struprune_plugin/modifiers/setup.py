@@ -69,8 +69,8 @@ def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None
     """
     units = modifier.attention_unit, modifier.prune_ffn
     if modifier.experts is None:
-        rehearse(model, *units)
-    elif not rehearse_with_experts(model, *units):
+        rehearse(model, *units, sublayers=modifier.sublayers)
+    elif not rehearse_with_experts(model, *units, modifier.sublayers):
         modifier.experts = None
 
 

@@ -252,7 +252,7 @@ def make_manifest() -> dict[str, Any]:
                 "num_blocks": blocks,
             },
             **{"unit_cost": 9, "kept": len(keep), "sparsity": 1 - len(keep) / units, "scores": None, **solve},
-            **{"condition_number": 10.0, "scale": None, "keep": keep},
+            **{"condition_number": 10.0, "scale": None, "rest": 0, "keep": keep},
         }
         for layer in range(2)
         for name, kind, units, blocks, keep in (

@@ -39,7 +39,14 @@ _METHODS: dict[str, dict[str, dict[str, Any]]] = {  # field -> name -> that meth
     "sensitivity": {"fisher": {"method": "fisher", "samples": 16}},
 }
 _SPELLED: dict[str, Any] = {
-    **{"attention_unit": "head", "prune_ffn": True, "experts": "channels", "width_multiple": 1, "output": "per_layer"},
+    **{
+        "attention_unit": "head",
+        "prune_ffn": True,
+        "experts": "channels",
+        "sublayers": "none",
+        "width_multiple": 1,
+        "output": "per_layer",
+    },
     **{"importance": "obs", "weight_update": "least_squares", "reconstruct": "residual", "dampening_frac": 0.01},
     **{"allocation": "uniform", "sensitivity": "none", "rotate_values": False, "ffn_tuning": None},
 }

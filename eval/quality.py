@@ -49,6 +49,7 @@ LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
 ASIDE: dict[str, Row] = {  # measured beside the ladder
     "uniform, rotated values": Row(spell(**_VO, rotate_values=True)),
     "default with ADMM": Row(spell(**_DAMPED, weight_update="admm")),
+    "default with whole sublayers": Row(spell(**_DAMPED, sublayers="both")),
 }
 PEERS: dict[str, Row] = {"FASP": FASP, "SliceGPT": SLICEGPT, **MORE_PEERS}
 ROWS: dict[str, dict[str, Row]] = {

@@ -158,6 +158,8 @@ class Trial:
         moments = move_moments(moments, lambda part: self._context.place(part, dense))
         damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
         solved = self._find_weights(group, damped, dense, counts)
+        for weight in [weight for count, weight in solved.items() if not count]:
+            weight.zero_()  # the whole sublayer goes, with its bias
         parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}
         dtype = linear.weight.dtype
         return {count: (host(weight.to(dtype)), host(bias.to(dtype))) for count, (weight, bias) in parts.items()}

@@ -118,6 +118,8 @@ class CurveMeasurer:
             root = sensitivity.fisher_sqrt.get(group.output_name)
             moved = dense if root is None else self._context.place(root, dense) @ dense
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
+        if group.sublayer is not None:  # the bias goes, too
+            curve[0] = weighed.target_energy
         subject = Subject(model, module.layer, group, scores, moments, dense, influence)
         parts = [self._context.to_host(part) for part in (curve, scores, order, *([] if basis is None else [basis]))]
         return GroupStatistics(self._rule.weigh(subject), *parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,6 +127,8 @@ def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
     if any(hasattr(module, "nf") and isinstance(module, nn.Linear) for module in model.modules()):
         layout["conv1d"] = True
         modeling.replace_conv1d(dense)
+    layout |= describe_absent(model, layers)
+    modeling.skip_sublayers(dense, SimpleNamespace(layout=layout))
     pairs = zip(*(m.get_submodule(layout["layers"]).children() for m in (model, dense)), strict=True)
     for layer, before in pairs:
         linears, known = {}, dict(before.named_modules())
@@ -145,6 +148,22 @@ def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
     if problems:
         raise ValueError(f"{problems[0]}. Only linears of decoder layers may be cut.")
     return layout
+
+
+def describe_absent(model: nn.Module, layers: str) -> dict[str, Any]:
+    """Return, for the layout, the modules that are gone from the decoder layers: what stands for them, and their names by layer.
+
+    :param layers: name of the list of decoder layers
+    """
+    gone = [list_absent(layer) for layer in model.get_submodule(layers).children()]
+    absent = {name: parts for layer in gone for name, parts in layer.items()}
+    return {"absent": absent, "skip": [list(layer) for layer in gone]} if absent else {}
+
+
+def list_absent(layer: nn.Module) -> dict[str, int]:
+    """Return the modules that are gone from a decoder layer, and what stands for them, by name."""
+    named, kind = layer.named_modules(), modeling.StruPruneAbsent.__name__
+    return {name: module.parts for name, module in named if type(module).__name__ == kind}  # type: ignore[misc]
 
 
 def describe_parameters(model: nn.Module, dense: nn.Module, layers: str) -> dict[str, Any]:

@@ -17,12 +17,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import (
     build_dense,
+    describe_absent,
     describe_form,
     describe_linears,
     describe_parameters,
     find_stock,
     grow_padded,
     keep_offload,
+    list_absent,
     list_padded,
     make_dense_config,
     mark_padded,
@@ -65,7 +67,9 @@ def can_narrow(model: PreTrainedModel) -> bool:
     if config.get_text_config(decoder=True) is not config or describe_form(config) == "linears":
         return False
     modules = {
-        layout.attention and find_stock(type(_find_attention(layer, layout))) for layer, layout in find_layouts(model)
+        layout.attention and find_stock(type(_find_attention(layer, layout)))
+        for layer, layout in find_layouts(model)
+        if not list_absent(layer)
     }
     one_each = all(len(kind.ffns) <= 1 for kind in structure.kinds)
     known = all(module and module.__name__ in modeling.NARROWING for module in modules)
@@ -97,8 +101,7 @@ def adopt_attention(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None
     """
     if can_narrow(model):
         said = describe_layout(find_structure(model), _find_width_key(model.config))
-        for layer, layout in find_layouts(model):
-            attention = _find_attention(layer, layout)
+        for attention in [_find_attention(*each) for each in find_layouts(model) if each[1].attention]:
             with keep_offload(attention):
                 modeling.adopt_attention(attention, said)
         return
@@ -134,6 +137,8 @@ def adopt_config(model: PreTrainedModel) -> None:
     if narrows and structure.has_experts:
         dense = build_dense(find_stock(type(model)), make_dense_config(old))
         layout |= describe_parameters(model, dense, structure.layers)
+    if narrows:
+        layout |= describe_absent(model, structure.layers)
     if is_custom(model):
         config_class, model_class, auto_map = derive_beside(model)
     else:
@@ -156,11 +161,14 @@ def _set_sizes(config: Any, model: PreTrainedModel) -> None:
     config.value_head_dim = config.layout["head_dim"] = sizes[0][1].head_dim
     config.per_layer_config = None  # of an earlier run, after which no one value is to be asked for
     has_groups = hasattr(config, "num_key_value_heads")
-    per_layer: dict[int, dict[str, int]] = {}
+    per_layer: dict[int, dict[str, Any]] = {}
+    skipped = config.layout.pop("skip", None) or [[]] * len(sizes)
     for index, (layout, size) in enumerate(sizes):
-        per_layer[index] = {"num_attention_heads": size.num_heads, "value_head_dim": size.value_head_dim}
-        if has_groups:
-            per_layer[index]["num_key_value_heads"] = size.num_key_value_heads
+        per_layer[index] = {"skip": skipped[index]}  # of what is gone the dense model's sizes are said
+        if layout.attention:
+            per_layer[index] |= {"num_attention_heads": size.num_heads, "value_head_dim": size.value_head_dim}
+            if has_groups:
+                per_layer[index]["num_key_value_heads"] = size.num_key_value_heads
         if layout.ffns:
             per_layer[index][config.layout["width_key"]] = size.width
     config.per_layer_config = per_layer

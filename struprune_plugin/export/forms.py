@@ -26,6 +26,7 @@ from struprune_plugin.export.stock_config import (
     find_stock_config,
     list_sizes,
 )
+from struprune_plugin.export.sublayers import restore_sublayers
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
@@ -68,6 +69,8 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
     - ``static``: every layer's own sizes, linears that read the same input joined: the fewest steps in transformers
     - ``gguf``: one file for llama.cpp: every layer's own FFN width and heads, values padded to the width of keys
 
+    Whole sublayers that are gone stay gone but in ``uniform-padded``, where they are zeros; in ``gguf`` an FFN is a few zeros.
+
     :param output: an empty folder
     :raises ValueError: the class or the folder cannot take that form
     """
@@ -83,6 +86,8 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
         _pad_values(model)
         write_gguf(model, config, source, output / FILE_NAME)
         return
+    if form in ("masked", "uniform-padded"):
+        restore_sublayers(model)
     if form == "masked":
         _restore_units(model, read_manifest(source / MANIFEST_NAME))
     elif form == "uniform-padded":
@@ -122,6 +127,10 @@ def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
     groups = {g.name: g for g in find_groups(model, unit, "ffn" in kinds, prune_experts="experts" in kinds)}
     config = make_dense_config(model.config)
     dense = list_sizes(build_stock(model, {})[0])
+    if any(not record.keep for record in manifest.groups):
+        raise ValueError(
+            "masked: must start from a model that has all its sublayers, got one from which some are gone. Use uniform-padded."
+        )
     largest = max(max(size.width, size.num_key_value_heads * size.head_dim) for size in dense)
     for record in manifest.groups:
         group = groups.get(record.name)
@@ -215,13 +224,10 @@ def _adopt_blocks(model: PreTrainedModel) -> PreTrainedModel:
     _pad_heads(model, stock.num_key_value_heads)
     blocks = []
     for sizes in list_sizes(model):
-        group = sizes.num_heads // sizes.num_key_value_heads
-        blocks.append(
-            {
-                "attention": {"no_op": False, "replace_with_linear": False, "n_heads_in_group": group},
-                "ffn": {"no_op": False, "replace_with_linear": False, "intermediate_size": sizes.width},
-            }
-        )
+        group = sizes.num_heads // sizes.num_key_value_heads if sizes.num_heads else None
+        attention = {"no_op": group is None, "replace_with_linear": False, "n_heads_in_group": group}
+        ffn = {"no_op": not sizes.width, "replace_with_linear": False, "intermediate_size": sizes.width or None}
+        blocks.append({"attention": attention, "ffn": ffn})
     values = {name: value for name, value in stock.to_dict().items() if name not in ("model_type", "architectures")}
     config = DeciLMConfig(**values, block_configs=blocks)
     modeling.copy_settings(stock, config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from struprune_plugin.model.layers import LayerSizes
 
 FILE_NAME = "model.gguf"
 _ARCHITECTURE = "deci"  # LLaMA's computation with sizes a layer; keys and values are of one width there
+_NO_FFN = 32  # channels that stand for an FFN that is gone: a block of quantised numbers
 _LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # how its expression begins
 
 
@@ -56,12 +59,14 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     import gguf
 
     writer, sizes = gguf.GGUFWriter(output, _ARCHITECTURE), list_sizes(model)
+    gone = [index for index, size in enumerate(sizes) if not size.width]
+    sizes = [size if size.width else replace(size, width=_NO_FFN) for size in sizes]
     _write_sizes(writer, config, sizes)
     _write_tokenizer(writer, config, source)
     kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[model.dtype]
     writer.add_file_type({"F32": 0, "F16": 1, "BF16": 32}[kind])
     names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(sizes))
-    for name, weight in model.named_parameters():  # a tied head is not there twice
+    for name, weight in [*model.named_parameters(), *_make_ffns(gone, config)]:  # a tied head is not there twice
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = _pair_channels(weight, len(weight) // sizes[0].head_dim)
         form = gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
@@ -71,6 +76,16 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=False)
     writer.close()
+
+
+def _make_ffns(layers: list[int], config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give the weights of FFNs that add nothing, by name: without any, llama.cpp passes over a layer's attention, too."""
+    for index in layers:
+        prefix, wide = f"model.layers.{index}", config.hidden_size
+        yield f"{prefix}.post_attention_layernorm.weight", torch.ones(wide)
+        yield f"{prefix}.mlp.gate_proj.weight", torch.zeros(_NO_FFN, wide)
+        yield f"{prefix}.mlp.up_proj.weight", torch.zeros(_NO_FFN, wide)
+        yield f"{prefix}.mlp.down_proj.weight", torch.zeros(wide, _NO_FFN)
 
 
 def _pair_channels(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

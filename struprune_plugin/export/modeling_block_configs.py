@@ -9,7 +9,9 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -26,6 +28,21 @@ class Block(dict):
 
 def _open(value: Any) -> Any:
     return Block({k: _open(v) for k, v in value.items()}) if isinstance(value, dict) else value
+
+
+class Nothing(nn.Module):
+    """Attention or an FFN that is gone.
+
+    :param parts: of what it would return; 0 where that is a tensor
+    """
+
+    def __init__(self, parts: int):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, *[None] * (self.parts - 1)) if self.parts else zeros
 
 
 @strict
@@ -45,6 +62,11 @@ class DeciLMForCausalLM(LlamaForCausalLM):
     def __init__(self, config: DeciLMConfig):
         super().__init__(config)
         for layer, block in zip(self.model.layers, config.block_configs, strict=True):
+            if block.attention.no_op:
+                layer.self_attn, layer.input_layernorm = Nothing(2), nn.Identity()
+            if block.ffn.no_op:
+                layer.mlp, layer.post_attention_layernorm = Nothing(0), nn.Identity()
+                continue
             sized = copy(config)
             sized.intermediate_size = block.ffn.intermediate_size
             layer.mlp = LlamaMLP(sized)

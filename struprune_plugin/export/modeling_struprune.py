@@ -8,7 +8,9 @@ without the prefix. Their configuration is the dense model's, with additions of 
 - ``layout`` alone, for any class: the linears that differ from the dense model's, by layer and name, with their shapes. A
   linear whose attention module reshapes to a fixed width lays zeros after its rows (``spread``) or reads some columns (``gather``)
 
-In both, ``parameters`` of ``layout`` holds the shapes of tensors that are no linears': experts of a mixture, all in one.
+In both, ``parameters`` of ``layout`` holds the shapes of tensors that are no linears': experts of a mixture, all in one. Whole
+sublayers that are gone, attention or an FFN with its norms, are in ``skip`` of ``per_layer_config``, or of ``layout``; a layer that
+has lost both is not in the model.
 """
 
 from __future__ import annotations
@@ -81,12 +83,14 @@ def _derive_model(stock: Any, config_class: Any, module: str) -> Any:
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
         if "linears" in config.layout:
             super(made, self).__init__(config)
+            skip_sublayers(self, config)
             fit_linears(self, config.layout)
             fit_parameters(self, config.layout)
             return
         dense = make_dense_config(config)
         super(made, self).__init__(dense)
         copy_settings(dense, config)
+        skip_sublayers(self, config)
         fit_layers(self, dense, config)
         fit_parameters(self, config.layout)
         if "fused" in config.layout:
@@ -130,6 +134,46 @@ def list_layers(model: Any, layout: dict[str, Any]) -> Any:
     if not hasattr(model, path.split(".")[0]):
         path = path.removeprefix(f"{model.base_model_prefix}.")
     return model.get_submodule(path)
+
+
+def skip_sublayers(model: Any, config: Any) -> None:
+    """Take the modules out of a dense model's layers that the configuration skips: by their names, whole sublayers.
+
+    :param config: ``absent`` of its ``layout`` says what stands for each of them, as :func:`remove_module` takes it
+    """
+    layout = config.layout
+    if "absent" in layout:
+        skipped = layout.get("skip") or [getattr(sizes, "skip", ()) for sizes in config.per_layer_config]
+        for layer, names in zip(list_layers(model, layout), skipped, strict=True):
+            for name in names:
+                remove_module(layer, name, layout["absent"][name])
+
+
+def remove_module(layer: Any, name: str, parts: int) -> None:
+    """Take a module out of a decoder layer, with all its weights.
+
+    :param parts: of what it gave, zeros from now on: 0 where that was a tensor; or -1 where what comes is to go through
+    """
+    owner, _, own = name.rpartition(".")
+    setattr(layer.get_submodule(owner), own, StruPruneAbsent(parts))
+
+
+class StruPruneAbsent(nn.Module):
+    """What stands for a module that is gone: attention that touches no cache, an FFN, their norms. It has no weights.
+
+    :param parts: as in :func:`remove_module`
+    """
+
+    def __init__(self, parts: int):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        states = args[0] if args else kwargs["hidden_states"]
+        if self.parts < 0:
+            return states
+        zeros = torch.zeros_like(states)
+        return (zeros, *[None] * (self.parts - 1)) if self.parts else zeros
 
 
 def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
@@ -277,22 +321,11 @@ def fit_layers(model: Any, dense: Any, config: Any) -> None:
     """Give every layer of a dense model, fresh or on the meta device, the sizes that the configuration says."""
     layout = config.layout
     for layer, sizes in zip(list_layers(model, layout), config.per_layer_config, strict=True):
-        attention = layer.get_submodule(layout["attention"])
-        heads, wide = sizes.num_attention_heads, _read_width(attention)
-        if sizes.value_head_dim != wide or _cuts_by_config(layout):  # else the stock class does, and is faster
-            adopt_attention(attention, layout)
-            attention.value_head_dim = sizes.value_head_dim
-        value_heads = heads // getattr(attention, "num_key_value_groups", 1)
-        for name, count in (("num_heads", heads), ("num_key_value_heads", value_heads)):
-            if hasattr(attention, name):
-                setattr(attention, name, count)
-        rows = {
-            "query": heads * wide,
-            "key": value_heads * wide,
-            "value": value_heads * sizes.value_head_dim,
-            "ffn": getattr(sizes, layout["width_key"]),
-        }
-        columns = {"attention": heads * sizes.value_head_dim, "ffn": rows["ffn"]}
+        rows = {"ffn": getattr(sizes, layout["width_key"])}
+        columns = dict(rows)
+        if layout["attention"] not in getattr(sizes, "skip", ()):
+            rows |= _fit_attention(layer, sizes, layout)
+            columns["attention"] = sizes.num_attention_heads * sizes.value_head_dim
         linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
         for name, parts in layout["rows"].items():
             if name in linears:
@@ -301,6 +334,20 @@ def fit_layers(model: Any, dense: Any, config: Any) -> None:
             if name in linears:
                 _resize(linears[name], in_features=columns[part])
     share_config(model, dense, config)
+
+
+def _fit_attention(layer: Any, sizes: Any, layout: dict[str, Any]) -> dict[str, int]:
+    """Give a layer's attention module its sizes; return the rows that its linears are to have, by part."""
+    attention = layer.get_submodule(layout["attention"])
+    heads, wide = sizes.num_attention_heads, _read_width(attention)
+    if sizes.value_head_dim != wide or _cuts_by_config(layout):  # else the stock class does, and is faster
+        adopt_attention(attention, layout)
+        attention.value_head_dim = sizes.value_head_dim
+    value_heads = heads // getattr(attention, "num_key_value_groups", 1)
+    for name, count in (("num_heads", heads), ("num_key_value_heads", value_heads)):
+        if hasattr(attention, name):
+            setattr(attention, name, count)
+    return {"query": heads * wide, "key": value_heads * wide, "value": value_heads * sizes.value_head_dim}
 
 
 def fuse_layers(model: Any, layout: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.export.any_class import find_stock, make_dense_config, replace_conv1d
 from struprune_plugin.export.convert import adopt_attention, adopt_config
+from struprune_plugin.export.layer_list import drop_layers
+from struprune_plugin.export.sublayers import allow_sublayers, remove_sublayer
 from struprune_plugin.layerwise.ends import leave_layers
 from struprune_plugin.layerwise.head import Head
 from struprune_plugin.layerwise.passes import stream_layers
@@ -22,7 +24,7 @@ from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
-from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
+from struprune_plugin.model.surgery import mask_group, read_consumer, set_consumer, slice_group
 from struprune_plugin.model.units import AttentionUnit, find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -33,7 +35,11 @@ _PASSED: set[tuple[Any, ...]] = set()
 
 
 def rehearse(
-    model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool = False
+    model: PreTrainedModel,
+    attention_unit: AttentionUnit,
+    prune_ffn: bool,
+    prune_experts: bool = False,
+    sublayers: str = "none",
 ) -> None:
     """Prune, save and load a tiny instance of a model's class; once per class, configuration and kinds of units.
 
@@ -45,16 +51,17 @@ def rehearse(
     """
     config = make_dense_config(model.config)
     kind = find_stock(type(model))
-    passed = (kind, config.to_json_string(), attention_unit, prune_ffn, prune_experts)
+    choice = attention_unit, prune_ffn, prune_experts, sublayers
+    passed = (kind, config.to_json_string(), *choice)
     if passed in _PASSED:
         return
-    do_once(
-        lambda: _rehearse(kind, config, attention_unit, prune_ffn, prune_experts)
-    )  # the first process alone can save
+    do_once(lambda: _rehearse(kind, config, *choice))  # the first process alone can save
     _PASSED.add(passed)
 
 
-def _rehearse(kind: Any, config: Any, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool) -> None:
+def _rehearse(
+    kind: Any, config: Any, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool, sublayers: str
+) -> None:
     tiny = build_tiny(config, kind=kind)
     replace_conv1d(tiny)
     tokens = draw_tokens(tiny.config, 2, 12, seed=3)
@@ -62,7 +69,8 @@ def _rehearse(kind: Any, config: Any, attention_unit: AttentionUnit, prune_ffn: 
         check_passes(tiny, [{"input_ids": tokens}])
         if prune_experts and find_structure(tiny).has_experts:
             take_apart(tiny)
-        _check_pruning(tiny, tokens, find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts))
+        groups = find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts)
+        _check_pruning(tiny, tokens, allow_sublayers(tiny, groups, sublayers))
     except Exception as error:  # whatever a class raises that counts on its sizes
         raise ValueError(
             f"model: a tiny instance of {kind.__name__} must be pruned, saved and loaded without another change of what it "
@@ -70,17 +78,19 @@ def _rehearse(kind: Any, config: Any, attention_unit: AttentionUnit, prune_ffn: 
         ) from error
 
 
-def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> bool:
+def rehearse_with_experts(
+    model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool, sublayers: str = "none"
+) -> bool:
     """Rehearse the pruning of experts, too; tell whether it is right. Where it is not, they are to stay whole, which the log tells.
 
     Parameters and errors as of :func:`rehearse`.
     """
     try:
-        rehearse(model, attention_unit, prune_ffn, prune_experts=True)
+        rehearse(model, attention_unit, prune_ffn, True, sublayers)
     except ValueError as error:
         if not find_structure(model).has_experts:
             raise
-        rehearse(model, attention_unit, prune_ffn)
+        rehearse(model, attention_unit, prune_ffn, sublayers=sublayers)
         logger.warning(f"experts stay whole: {error}")
         return False
     return True
@@ -97,6 +107,7 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     _remove(tiny, groups, kept, slice_group)
     wanted = run(tiny)
     _check_equal(wanted, run(masked), "with units gone as with zeros in their place")
+    drop_layers(tiny)
     adopt_config(tiny)
     with tempfile.TemporaryDirectory() as folder:
         tiny.save_pretrained(folder)
@@ -106,7 +117,10 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
 
 
 def _pick_two_thirds(group: UnitGroup) -> Tensor:
-    """Return the units of a group that stay, the same number of every block, shape [kept], int64."""
+    """Return the units of a group that stay, two thirds, the same number of every block; none, in every second layer, where that
+    may be; shape [kept], int64."""
+    if group.sublayer is not None and group.layer_index % 2:
+        return torch.arange(0)
     per_block = group.num_units // group.num_blocks
     units = torch.arange(group.num_units)
     return units[(units % per_block % 3 != 1) | (per_block == 1)]
@@ -118,6 +132,9 @@ def _remove(
     for group, keep in zip(groups, kept, strict=True):
         layer = model.get_submodule(group.layer_name)
         weight = read_consumer(layer, group)
+        if not len(keep):
+            remove_sublayer(layer, group) if remove is slice_group else set_consumer(layer, group, 0 * weight)
+            continue
         columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
         remove(layer, group, keep, weight[:, columns])
 

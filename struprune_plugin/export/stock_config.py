@@ -14,13 +14,20 @@ from struprune_plugin.export.any_class import (
     build_dense,
     describe_form,
     find_stock,
+    list_absent,
     list_differences,
     list_shapes,
     list_stock_shapes,
     make_dense_config,
 )
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.layers import LayerSizes, find_layouts, has_uniform_layers, measure_layer
+from struprune_plugin.model.layers import (
+    LayerSizes,
+    find_decoder_layers,
+    find_layouts,
+    has_uniform_layers,
+    measure_layer,
+)
 from struprune_plugin.model.units.group import UnitGroup
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 makes the width of another number, unless told not to
@@ -36,6 +43,11 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
 
     :raises ValueError: the stock class cannot have the sizes
     """
+    if any(list_absent(layer) for _, layer in find_decoder_layers(model)):
+        raise ValueError(
+            f"output: uniform must leave a model of all its sublayers, got layers that {type(model).__name__} counts. "
+            "Set output: per_layer."
+        )
     heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
     return find_stock_config(
         model, change_heads(model, heads.pop()) if len(heads) == 1 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,7 +66,8 @@ def allocate_error_curves(
 
     Steps along the lower convex hulls are taken in the order of error saved a parameter; that is optimal wherever
     they end on the budget. Where the next does not fit, what is left is filled by the best steps that do, hull or not. At
-    least one step stays in every group, and no group loses more than ``max_sparsity``, to within one step.
+    least one step stays in every group, and no group loses more than ``max_sparsity``, to within one step; or all units of it go,
+    with what goes then beside them, where that is allowed (:attr:`~struprune_plugin.linalg.rounding.GroupSize.rest`).
     Source: method.md section 5, ``error_curve``.
 
     :param curves: error with k = 0 ... num_units units kept, comparable between groups, one a group, shape [num_units + 1]
@@ -74,9 +76,36 @@ def allocate_error_curves(
     """
     if budget >= sum(group.num_parameters for group in groups):
         return [group.num_units for group in groups]
+    best = tried = _allocate(groups, curves, budget, max_sparsity)
+    groups = list(groups)
+    while gone := [
+        g for g, kept in enumerate(tried.kept) if not kept
+    ]:  # the first step from nothing is a large one: where it
+        last = max(gone, key=lambda g: tried.savings[g])  # did not fit, the others may do better to make room for it
+        groups[last] = replace(groups[last], rest=None)
+        tried = _allocate(groups, curves, budget, max_sparsity)
+        best = min(best, tried, key=lambda choice: choice.error)
+    return best.kept
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Kept counts, one a group.
+
+    :param savings: the error saved a parameter by every group's first step along its hull
+    :param error: of all
+    """
+
+    kept: list[int]
+    savings: list[float]
+    error: float
+
+
+def _allocate(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float, max_sparsity: float) -> _Choice:
+    """Return the choice that steps along the hulls lead to."""
     counts = [_list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
-    costs = [[k * group.unit_cost for k in ks] for group, ks in zip(groups, counts, strict=True)]
+    costs = [[group.find_cost(k) for k in ks] for group, ks in zip(groups, counts, strict=True)]
     at = [0] * len(groups)  # the index of every group's choice among its counts
     left = budget - sum(cost[0] for cost in costs)
     steps = [  # along each hull, saved error a parameter falls, so that a sort over all keeps every group's own order
@@ -91,16 +120,22 @@ def allocate_error_curves(
     left = _fill_budget(costs, errors, at, left)
     if left > max(group.step * group.unit_cost for group in groups):
         _fill_evenly(costs, at, left)
-    return [ks[i] for ks, i in zip(counts, at, strict=True)]
+    savings = [0.0] * len(groups)
+    for saving, g, _, _ in reversed(steps):
+        savings[g] = saving
+    error = sum(errors[g][i] for g, i in enumerate(at)) if left >= 0 else math.inf
+    return _Choice([ks[i] for ks, i in zip(counts, at, strict=True)], savings, error)
 
 
 def _list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
     """Return the kept counts that a group may have, fewest first; rounded down, so that the least of all groups fit."""
     step = min(group.step, group.num_units)
     fewest = max(math.floor((1 - max_sparsity) * group.num_units / step + 1e-9), 1) * step
-    return list(
-        range(fewest, group.num_units + 1, step)
-    )  # not all units where these are no multiple: nobody could take that
+    none = [] if group.rest is None else [0]
+    return [
+        *none,
+        *range(fewest, group.num_units + 1, step),
+    ]  # not all where these are no multiple: nobody could take that
 
 
 def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:

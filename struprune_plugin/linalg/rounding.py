@@ -20,6 +20,8 @@ class GroupSize:
     :param step: kept counts are whole multiples of this many units
     :param members: groups that it stands for, by name, where these are several that are tied, with how many of their units go with
         one; their costs are added up
+    :param rest: parameters that go with the last unit, beside it; None where one step stays
+    :param layer: position of the decoder layer; -1 where it stands for groups of several
     """
 
     name: str
@@ -28,10 +30,16 @@ class GroupSize:
     unit_cost: int
     step: int
     members: tuple[tuple[str, int], ...] = ()
+    rest: int | None = None
+    layer: int = -1
 
     @property
     def num_parameters(self) -> int:
         return self.num_units * self.unit_cost
+
+    def find_cost(self, kept: int) -> int:
+        """Return the parameters of kept units; of none, what goes with the last one is taken off."""
+        return kept * self.unit_cost if kept else -(self.rest or 0)
 
     @property
     def max_removable(self) -> int:
@@ -178,7 +186,7 @@ def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float,
     :raises ValueError: the same, with the figure; bounds or a coarse multiple are why
     """
     total = sum(group.num_parameters for group in groups)
-    removed = sum((group.num_units - count) * group.unit_cost for group, count in zip(groups, kept, strict=True))
+    removed = total - sum(group.find_cost(count) for group, count in zip(groups, kept, strict=True))
     allowed = slack or max(group.step * group.unit_cost for group in groups)
     if abs(removed - share * total) > allowed:
         raise ValueError(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
-from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.locate import ABSENT, locate_layers
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
 SOFT_CAP = "attn_logit_softcapping"  # too far out for a random instance to reach it, so that no measurement shows it
@@ -30,8 +30,25 @@ def find_decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def find_layouts(model: nn.Module) -> list[tuple[nn.Module, LayerLayout]]:
     """Return every decoder layer, first to last, with what can be cut of it."""
-    structure = find_structure(model)
-    return [(layer, structure[index]) for index, (_, layer) in enumerate(find_decoder_layers(model))]
+    structure, named = find_structure(model), find_decoder_layers(model)
+    return [(layer, list_present(layer, structure[index])) for index, (_, layer) in enumerate(named)]
+
+
+def list_present(layer: nn.Module, layout: LayerLayout) -> LayerLayout:
+    """Return a layer's layout without the attention and the FFNs that are gone from it."""
+    there = [
+        module.output for module in (layout.attention, *layout.ffns) if module and has_linear(layer, module.output)
+    ]
+    attention, ffns = layout.attention, []
+    for ffn in layout.ffns:
+        gone = ffn.join.parallel and not has_linear(layer, ffn.join.parallel)
+        ffns += [replace(ffn, join=replace(ffn.join, parallel="")) if gone else ffn] if ffn.output in there else []
+    return replace(layout, attention=attention if attention and attention.output in there else None, ffns=tuple(ffns))
+
+
+def has_linear(layer: nn.Module, name: str) -> bool:
+    """Tell whether a layer has a linear, which goes with a whole sublayer."""
+    return any(hasattr(module, "weight") for own, module in layer.named_modules() if own == name)
 
 
 def find_linear(layer: nn.Module, name: str) -> nn.Linear:
@@ -162,7 +179,10 @@ def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:
 
 
 def has_uniform_layers(model: nn.Module) -> bool:
-    """Tell whether all layers have the same sizes (modules that are not there apart), values as wide as queries and keys."""
+    """Tell whether all layers have the same sizes, values as wide as queries and keys; modules that the dense class does not have
+    in a layer are passed over."""
+    if any(type(module).__name__ == ABSENT for module in model.modules()):
+        return False
     sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
     widths = {size.width for size in sizes if size.width}
     heads = {replace(size, width=0) for size in sizes if size.num_heads}

@@ -180,7 +180,10 @@ class LayerCopy:
 
 
 def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
-    """Take down the linears of a decoder layer that may change, and the sizes that its attention module keeps in attributes."""
+    """Take down the linears of a decoder layer that may change, and the sizes that its attention module keeps in attributes.
+
+    :param layout: without what is gone
+    """
 
     def hold(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True)
@@ -193,7 +196,7 @@ def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
 
 
 def restore_layer(layer: nn.Module, layout: LayerLayout, copy: LayerCopy) -> None:
-    """Give a layer back what was taken down of it, to the bit."""
+    """Give a layer back what was taken down of it, to the bit; the layout is without what is gone."""
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
     for name, known in copy.padding.items():

@@ -24,6 +24,7 @@ from struprune_plugin.allocation.measurements import Asked
 from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_heads
+from struprune_plugin.export.sublayers import SUBLAYERS, allow_sublayers
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
@@ -38,7 +39,7 @@ from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
 from struprune_plugin.storage.registry import Config
 from struprune_plugin.storage.resume_store import ResumeStore
 
-GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "width_multiple")
+GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "sublayers", "width_multiple")
 PLAN_FIELDS = ("allocation", "sensitivity")  # that an allocator stage rules
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
@@ -144,6 +145,8 @@ class StructuredModifier(StageModifier):
     :param prune_ffn: whether to prune FFN channels
     :param experts: ``channels``, ``whole``, ``both``, a mapping with ``units`` and more, or ``none``: what of a mixture's experts
         goes; ``channels`` is without effect where a model has none that can
+    :param sublayers: ``attention``, ``ffn`` or ``both`` may lose all units, and with them their norms, queries, keys and cache; a
+        layer that loses both goes itself. For rules that can leave a module nothing (``error_curve``)
     :param width_multiple: kept FFN widths are whole multiples of this, and of what later quantisers and sparsity modifiers ask
     :param importance: how units are ranked: a name, or a mapping with ``method`` and that method's fields
     :param weight_update: the same: ``least_squares`` re-solves the consumers, ``none`` deletes only
@@ -168,6 +171,7 @@ class StructuredModifier(StageModifier):
     ] = "value_channels"
     prune_ffn: bool = True
     experts: Annotated[Experts | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Experts)
+    sublayers: Literal[tuple(SUBLAYERS)] = "none"  # type: ignore[valid-type]
     width_multiple: int = Field(default=1, ge=1)
     importance: ImportanceField = Field(default="obs", validate_default=True)  # type: ignore[arg-type]
     weight_update: WeightUpdateField = Field(default="least_squares", validate_default=True)  # type: ignore[arg-type]
@@ -210,6 +214,15 @@ class StructuredModifier(StageModifier):
                 f"sensitivity.samples has no effect with importance: {self.importance.method} and allocation: "
                 f"{self.allocation.rule}, got {self.sensitivity.samples}. Remove it, or set importance: obs."  # type: ignore[union-attr]
             )
+        if self.sublayers != "none" and not self.allocation.empties:
+            raise ValueError(
+                f"sublayers: {self.sublayers} has no effect with allocation: {self.allocation.rule}, which leaves units in every "
+                "module. Remove it, or set allocation: error_curve."
+            )
+        if self.allocation.takes_layers and self.sublayers != "both":
+            raise ValueError(
+                f"sublayers: must be both for allocation: {self.allocation.rule}, got {self.sublayers}. Set sublayers: both."
+            )
         return self
 
     def set_cache(self, cache: MeasurementCache) -> None:
@@ -226,6 +239,7 @@ class StructuredModifier(StageModifier):
         groups = find_groups(
             model, self.attention_unit, self.prune_ffn, self.targets, self.ignore, self.experts is not None
         )
+        groups = allow_sublayers(model, groups, self.sublayers)
         return groups if self.experts is None else [self.experts.place(group) for group in groups]
 
     def make_config(

@@ -199,8 +199,3 @@ def describe_experts(mixture: Mixture | None, kept: KeptExperts | None) -> list[
         ExpertsRecord(name, members[0].layer_index, len(members), [*keep], (len(members) - len(keep)) * each)
         for (name, members), keep in zip(mixture.lists.items(), kept.keep.values(), strict=True)
     ]
-
-
-def count_rows(mixture: Mixture | None, kept: KeptExperts | None) -> int:
-    """Return the routers' parameters that have gone with whole experts."""
-    return 0 if mixture is None or kept is None else (mixture.counts[0] - kept.count) * mixture.rows

@@ -23,7 +23,7 @@ from struprune_plugin.allocation.curves import (
 )
 from struprune_plugin.allocation.measurements import measure_sensitivity
 from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
-from struprune_plugin.allocation.rules import GroupStatistics
+from struprune_plugin.allocation.rules import Budget, GroupStatistics
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.whole_experts import DropMeasurer, Mixture
@@ -59,7 +59,7 @@ def plan_early(
     if (rule.measures and rule.sequences is None) or setup.mixture is not None:
         return None
     if rule.measures or allowed is not None:
-        plan = allocate_uniformly(setup.sizes, setup.share, allowed)
+        plan = allocate_uniformly(setup.sizes, setup.share, None if rule.takes_layers else allowed)
     else:
         plan = rule.decide(setup.sizes, {}, recipe.make_budget(setup.num_prunable, setup.share))
     check_widths(setup.groups, plan.kept, setup.roundings)  # what uniform counts cannot meet, no curves mend
@@ -162,10 +162,11 @@ class Planner:
             plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity, context), held
         else:
             budget, tied = recipe.make_budget(setup.num_prunable, setup.share), tie_statistics(setup.sizes, measured)
-            plans = {rule.rule: rule.decide(setup.sizes, tied, budget)}
+            plans = dict(zip((rule.rule, "all sublayers"), self._decide(tied, budget), strict=False))
             probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
-            if held and (bent := self._probe(tied, plans[rule.rule], lambda blocks: measure_plans(blocks, probes))):
-                plans["probed"] = rule.decide(setup.sizes, bent, budget)
+            last = list(plans.values())[-1]
+            if held and (bent := self._probe(tied, last, lambda blocks: measure_plans(blocks, probes))):
+                plans |= zip(("probed", "probed, all sublayers"), self._decide(bent, budget), strict=False)
             plans = self._spread(plans) if held else plans
         if len(plans) > 1 and judges:
             plans = {"": _take_best(plans, measure_plans(list(plans.values()), judges))}
@@ -196,6 +197,14 @@ class Planner:
             orders = drops.measure(self.model, fit)
         return MixturePlanner(recipe, self.setup, mixture, orders, measured).propose()
 
+    def _decide(self, statistics: Mapping[str, GroupStatistics], budget: Budget) -> list[UnitAllocation]:
+        """Return the rule's plan and, where whole sublayers go by it, its plan with all of them."""
+        rule, sizes = self.recipe.allocation, self.setup.sizes
+        own = rule.decide(sizes, statistics, budget)
+        if all(own.kept.values()):
+            return [own]
+        return [own, rule.decide([replace(size, rest=None) for size in sizes], statistics, budget)]
+
     def _probe(
         self,
         tied: Mapping[str, GroupStatistics],
@@ -216,7 +225,7 @@ class Planner:
     def _spread(self, proposed: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
         """Return plans, and a rule's others near them that meet the budget and fit the widths that were asked for."""
         setup, found = self.setup, dict[str, UnitAllocation]()
-        first = next(iter(proposed.values()))
+        slack, first = self.recipe.allocation.measure_slack(setup.sizes), next(iter(proposed.values()))
 
         def add(name: str, kept: Mapping[str, int]) -> None:
             if all(kept != other.kept for other in found.values()):
@@ -227,7 +236,7 @@ class Planner:
             for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
                 kept = expand_counts(setup.sizes, counts)
                 with suppress(ValueError):
-                    check_budget(setup.sizes, counts, setup.share)
+                    check_budget(setup.sizes, counts, setup.share, slack)
                     check_widths(setup.groups, kept, setup.roundings)
                     add(name if label == self.recipe.allocation.rule else f"{label}, {name}", kept)
         return found

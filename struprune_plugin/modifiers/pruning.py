@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.export.convert import adopt_attention, adopt_config, adopt_stock, wrap_save
+from struprune_plugin.export.layer_list import drop_layers
 from struprune_plugin.export.stock_config import (
     are_layers_alike,
     can_hold_heads,
@@ -26,7 +27,7 @@ from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import check_alone
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
-from struprune_plugin.modifiers.mixtures import count_rows, describe_experts
+from struprune_plugin.modifiers.mixtures import describe_experts
 from struprune_plugin.modifiers.planning import Planner, plan_early
 from struprune_plugin.modifiers.replay import Replay, read_replay
 from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
@@ -141,14 +142,13 @@ class StruPruneModifier(StructuredModifier):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
         model = state.model
-        assert self._setup is not None
-        assert self.sparsity is not None
+        assert self._setup is not None and self.sparsity is not None  # noqa: PT018
         setup = drop_lost_experts(self._setup, self.sparsity, model)
         if setup is not self._setup:
             self._setup, self._plan = setup, self._plan_early(model, setup)
         batches = list(state.data.calib)
-        digest = digest_tokens(batch["input_ids"] for batch in batches)
-        self._calibration = CalibrationRecord(setup.num_sequences, setup.num_tokens, digest)
+        tokens = setup.num_sequences, setup.num_tokens
+        self._calibration = CalibrationRecord(*tokens, digest_tokens(batch["input_ids"] for batch in batches))
         if self._replayed is not None:
             self._replayed.check(self._calibration)
         with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
@@ -169,13 +169,13 @@ class StruPruneModifier(StructuredModifier):
             return True  # an aborted run that llm-compressor winds down: nothing to export
         if self._plan is not None and self._plan.experts is not None:
             self._plan.experts.tell(state.model.config.get_text_config(decoder=True))
+        drop_layers(state.model)
         if self.output == "uniform":
             adopt_stock(state.model, make_uniform_config(state.model))
         else:
             adopt_config(state.model)
-        manifest = self._make_manifest(state.model)
+        budget = (manifest := self._make_manifest(state.model)).budget
         wrap_save(state.model, lambda folder: write_manifest(manifest, folder))
-        budget = manifest.budget
         logger.info(
             f"removed {budget.removed_parameters:,} of {budget.prunable_parameters:,} parameters of the decoder "
             f"layers ({budget.met_sparsity:.4%}, asked {budget.asked_sparsity:.4%})"
@@ -244,7 +244,7 @@ class StruPruneModifier(StructuredModifier):
                 base=model.config._name_or_path,
                 type=model.config.model_type,
                 weights_sha256=self._weights_digest,
-                parameters_before=after + removed + count_rows(setup.mixture, self._plan.experts),
+                parameters_before=pruned.num_before,
                 parameters_after=after,
             ),
             settings=self.dump_fields(),

@@ -73,8 +73,8 @@ def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None
     """
     units = modifier.attention_unit, modifier.prune_ffn
     if modifier.experts is None or modifier.experts.drops:
-        rehearse(model, *units, prune_experts=modifier.experts is not None)
-    elif not rehearse_with_experts(model, *units):
+        rehearse(model, *units, prune_experts=modifier.experts is not None, sublayers=modifier.sublayers)
+    elif not rehearse_with_experts(model, *units, modifier.sublayers):
         modifier.experts = None
 
 

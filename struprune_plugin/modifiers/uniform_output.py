@@ -21,10 +21,10 @@ def check_uniform(
     :param has_allocator: whether an allocator stage comes before
     :raises ValueError: the same
     """
-    problem = ""
-    if recipe.allocation.measures or has_allocator:
+    problem, layers = "", recipe.allocation.takes_layers
+    if (recipe.allocation.measures and not layers) or has_allocator:
         problem = "uniform allocation, got one that gives layers different sizes. Set allocation: uniform"
-    elif recipe.attention_unit == "value_channels":
+    elif recipe.attention_unit == "value_channels" and not layers:
         problem = (
             "values as wide as queries and keys, which stock classes demand, got attention_unit: value_channels. "
             "Set attention_unit: head or none"
@@ -34,8 +34,10 @@ def check_uniform(
             "a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
             "queries. Convert it first (struprune convert --to uniform-padded)"
         )
-    elif recipe.attention_unit == "head" and not any(
-        can_hold_heads(model, count) for count in range(1, groups[0].num_units)
+    elif (
+        not layers
+        and recipe.attention_unit == "head"
+        and not any(can_hold_heads(model, count) for count in range(1, groups[0].num_units))
     ):
         problem = (
             f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from struprune_plugin.export.sublayers import remove_sublayer
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.model.layers import count_parameters, list_present
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import copy_layer, restore_layer
 from struprune_plugin.model.units.group import UnitGroup, select_groups
@@ -23,10 +25,12 @@ from struprune_plugin.storage.records import GroupRecord, TuningRecord
 class PrunedLayers:
     """What became of the layers.
 
+    :param num_before: parameters of the model before
     :param records: one per group, in order
     :param tuning: by layer
     """
 
+    num_before: int = 0
     records: list[GroupRecord] = field(default_factory=list)
     tuning: dict[str, TuningRecord] = field(default_factory=dict)
 
@@ -48,7 +52,7 @@ def prune_layers(
     statistics = LayerStatistics(
         config.reconstruct, context, hold_out=config.chooses_dampening, num_before=before, propagates=True
     )
-    pruned, changed = PrunedLayers(), False
+    pruned, changed = PrunedLayers(count_parameters(model)), False
     for step in stream_layers(model, batches, context, "pruning", propagates=True):
         own, done = select_groups(groups, step.name), None if log is None else log.take(step.index)
         for _ in step.observe(statistics, [] if done else own):  # of a layer that is done only the dense path is wanted
@@ -57,13 +61,16 @@ def prune_layers(
             outcome = pruner.prune(step.layer, own, statistics, changed, step.progress)
             if log is not None:
                 with context.stage("checkpoint"):
-                    copy = copy_layer(step.layer, structure[step.index]) if outcome.changed else None
+                    layout = list_present(step.layer, structure[step.index])
+                    copy = copy_layer(step.layer, layout) if outcome.changed else None
                     log.keep(step.index, outcome, copy)
         else:
             outcome = done.outcome
             if done.copy is not None:
-                pruner.drop_experts(step.layer, own)
-                restore_layer(step.layer, structure[step.index], done.copy)
+                left = pruner.drop_experts(step.layer, own)
+                for group in (group for group, record in zip(left, outcome.groups, strict=True) if not record.kept):
+                    remove_sublayer(step.layer, group)
+                restore_layer(step.layer, list_present(step.layer, structure[step.index]), done.copy)
                 context.release(step.layer)
         changed = outcome.changed
         pruned.records += outcome.groups

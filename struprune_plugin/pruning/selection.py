@@ -56,7 +56,7 @@ def select_units(ranking: Ranking, allocation: UnitAllocation, config: PruningCo
     """Return the units that an allocation leaves, by the importance that the recipe names."""
     group, device = ranking.group, ranking.damped.gram.device
     num_keep = allocation.kept[group.name]
-    if num_keep == group.num_units:
+    if num_keep in (0, group.num_units):
         return SelectedUnits(torch.arange(num_keep, device=device))
     known = None if allocation.units is None else torch.tensor(allocation.units[group.name], device=device)
     if known is not None and not config.rotates(group):
@@ -80,6 +80,7 @@ def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve:
         sparsity=1 - len(keep) / group.num_units,
         scores=summarize_scores(scores, keep),
         keep=keep.tolist(),
+        rest=0 if len(keep) else group.rest,
         **vars(solve),
     )
 

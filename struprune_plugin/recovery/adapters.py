@@ -14,8 +14,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts
 from struprune_plugin.recovery.recovery_config import Adapters
 
 
@@ -24,12 +23,8 @@ def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
 
     :raises ValueError: a target that matches nothing; a rank above the sides of all linears
     """
-    structure = find_structure(model)
-    names = [
-        f"{name}.{linear}"
-        for index, (name, _) in enumerate(find_decoder_layers(model))
-        for linear in structure[index].list_linears()
-    ]
+    layers = zip(find_decoder_layers(model), find_layouts(model), strict=True)
+    names = [f"{name}.{linear}" for (name, _), (_, layout) in layers for linear in layout.list_linears()]
     chosen = names if adapters.targets is None else _choose(names, adapters.targets)
     modules: list[Any] = [model.get_submodule(name) for name in chosen]
     widest = max(min(module.weight.shape) for module in modules)

@@ -79,20 +79,37 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
         width = config.get("value_head_dim") or config.get("head_dim")
         width = width or config["hidden_size"] // config["num_attention_heads"]
         own = {int(index): sizes for index, sizes in (config.get("per_layer_config") or {}).items()}
-        padded = "linears" in config.get("layout", ())  # narrowed values reach the cache padded
+        layout = config.get("layout") or {}
+        padded = "linears" in layout  # narrowed values reach the cache padded
         kinds = ("head",) if padded else ("head", "value_channels")
         whole = {(g.layer, g.kind): g.num_units // g.num_blocks for g in manifest.groups if g.kind in kinds}
         dense = pruned = 0
-        for layer in range(config["num_hidden_layers"]):
+        for group in (g for g in manifest.groups if g.kind in ("head", "value_channels") and not g.kept):
+            heads_there = group.num_units if group.kind == "head" else group.num_blocks
+            dense += heads_there * (width + whole.get((group.layer, "value_channels"), width))
+        for layer, before in enumerate(_list_layers(manifest, config["num_hidden_layers"])):
             sizes = own.get(layer, {})
+            skipped = sizes.get("skip") or (layout["skip"][layer] if "skip" in layout else ())
+            if any(layout["absent"][name] > 0 for name in skipped):  # attention
+                continue
             count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", heads))
             values = sizes.get("value_head_dim", width)
             pruned += count * (width + values)
-            dense += whole.get((layer, "head"), count) * (width + whole.get((layer, "value_channels"), values))
+            dense += whole.get((before, "head"), count) * (width + whole.get((before, "value_channels"), values))
         item = _ITEM_BYTES[config["dtype"]]
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return None
     return dense * item, pruned * item
+
+
+def _list_layers(manifest: Manifest, left: int) -> list[int]:
+    """Return the positions that layers had before those of which nothing is left went."""
+    kept: dict[int, int] = {}
+    for group in manifest.groups:
+        kept[group.layer] = kept.get(group.layer, 0) + group.kept
+    count = max(0, max(kept, default=-1) + 1 - left)
+    gone = [layer for layer, units in kept.items() if not units][:count]
+    return [layer for layer in range(left + len(gone)) if layer not in gone]
 
 
 def describe_units(group: GroupRecord) -> tuple[str, str]:

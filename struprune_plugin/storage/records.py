@@ -173,7 +173,7 @@ class UnitsRecord:
 
     :param kind: of its units
     :param scores: extremes of the scores, of kept and of removed units; None where nothing had to be ranked
-    :param keep: kept units, sorted, of the units that this run found
+    :param keep: kept units, sorted, of the units that this run found; none where the whole sublayer is gone
     """
 
     name: str
@@ -197,8 +197,9 @@ class UnitsRecord:
         keep, units, blocks = self.keep, self.num_units, self.num_blocks
         if not 1 <= blocks <= units or units % blocks:
             raise ValueError(f"num_units must be a multiple of num_blocks, both at least 1, got {units} and {blocks}")
-        ordered = all(first < second for first, second in pairwise(keep)) and keep and keep[-1] < units
-        per_block, size = [0] * (blocks if len(keep) >= blocks else 0), units // blocks  # no larger than what was read
+        ordered = all(first < second for first, second in pairwise(keep)) and (not keep or keep[-1] < units)
+        held = blocks if len(keep) >= blocks else int(not keep)
+        per_block, size = [0] * held, units // blocks  # no larger than what was read
         for unit in keep if ordered and per_block else ():
             per_block[unit // size] += 1
         if not ordered or len(set(per_block)) != 1 or self.kept != len(keep):
@@ -211,7 +212,16 @@ class UnitsRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class GroupRecord(SolveRecord, UnitsRecord):
-    """What was decided of one group: which units stay, and how the weights on them were restored."""
+    """What was decided of one group: which units stay, and how the weights on them were restored.
+
+    :param rest: parameters that went beside the units, with the last of them: as queries, keys and norms
+    """
+
+    rest: Count = 0
+
+    @property
+    def removed_parameters(self) -> int:
+        return super().removed_parameters + self.rest
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -15,9 +15,9 @@ import yaml
 from helpers.families import make_model
 from helpers.models import ROOT, make_dataset, save_model
 from llmcompressor.modifiers import Modifier
-from transformers import AutoTokenizer, OPTForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTForCausalLM
 
-from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, quantisation, rows, zeroshot
+from eval import deepen, ledger, memory, methods, paper_sizes, paper_tables, quality, quantisation, rows, zeroshot
 from eval.peers.fasp import prune_fasp
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
@@ -679,3 +679,14 @@ def test_quality_runs_both_studies_and_reads_finished_rows(opt, texts, tmp_path,
     monkeypatch.setattr(quality, "run_row", lambda *_, **__: pytest.fail("a finished row was made again"))
     quality.main()
     assert {"ladder.md", "data.md", "quality.json"} <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_deepen_puts_copies_that_add_nothing_between(name, tmp_path, monkeypatch):
+    folder, ids = save_model(make_model(name, num_hidden_layers=4), tmp_path / "m"), torch.arange(4, 30)[None]
+    options = ["--every", "2", "--scale", "0", "--output", str(tmp_path / "deep")]
+    monkeypatch.setattr(sys, "argv", ["deepen", "--model", str(folder), *options])
+    assert deepen.main() == 0
+    model, deep = (AutoModelForCausalLM.from_pretrained(each) for each in (folder, tmp_path / "deep"))
+    assert deep.config.num_hidden_layers == 6
+    torch.testing.assert_close(deep(ids).logits, model(ids).logits)

@@ -32,10 +32,11 @@ class ErrorCurve(AllocationRule):
     :param trial_samples: calibration sequences, the last of them, on which allocations are tried, by the KL divergence of the
         model's own output, the best being taken; as many before them are for blocks of modules. Both at most a quarter of all;
         0 takes the curves' own
-    :param max_sparsity: the most that a module may lose, to within one step
+    :param max_sparsity: the most that a module may lose, to within one step; whole sublayers apart
     """
 
     weighs_errors: ClassVar[bool] = True
+    empties: ClassVar[bool] = True
     rule: Literal["error_curve"] = "error_curve"
     samples: int = Field(default=16, ge=1)
     trial_samples: int = Field(default=4, ge=0)

@@ -79,11 +79,15 @@ class AllocationRule(Config):
     :cvar measures: whether it needs an allocation pass over the dense model
     :cvar weighs_errors: whether it compares errors of different modules, so that a sensitivity is needed
     :cvar compares_layers: whether it asks for :attr:`Subject.influence`
+    :cvar empties: whether it may leave a module nothing
+    :cvar takes_layers: whether layers go whole, and all others stay alike
     """
 
     measures: ClassVar[bool] = True
     weighs_errors: ClassVar[bool] = False
     compares_layers: ClassVar[bool] = False
+    empties: ClassVar[bool] = False
+    takes_layers: ClassVar[bool] = False
     rule: str
 
     @property
@@ -110,6 +114,10 @@ class AllocationRule(Config):
     def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> Mapping[str, Sequence[int]]:
         """Return kept units of allocations to try beside the rule's own, by their names; none where it is taken untried."""
         return {}
+
+    def measure_slack(self, sizes: Sizes) -> int | None:
+        """Return the parameters by which a plan may miss the budget; None for one step of the largest kind."""
+        return None
 
     def check(self, importance: str) -> None:
         """Refuse an importance that the rule is not defined for.

@@ -119,7 +119,7 @@ def measure_structure(model: Any) -> Structure:
     calls = _record_calls(model, layers, tokens.expand(COPIES, -1))
     kinds: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(_describe(layer), []).append(index)
+        kinds.setdefault(describe_kind(layer), []).append(index)
 
     def run() -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
@@ -245,7 +245,7 @@ def _record_calls(model: Any, layers: list[nn.Module], tokens: Tensor) -> dict[i
     return calls
 
 
-def _describe(layer: nn.Module) -> str:
+def describe_kind(layer: nn.Module) -> str:
     """Return what tells one kind of layer from another: classes, shapes, and what modules keep in attributes."""
     return repr([(name, type(module).__name__, *_list_facts(module)) for name, module in layer.named_modules()])
 
@@ -253,6 +253,10 @@ def _describe(layer: nn.Module) -> str:
 def _list_facts(module: nn.Module) -> Iterator[Any]:
     yield [(name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)]
     known = (int, str, bool, type(None))
-    positions = {"idx", "layer"}  # a layer's place is no fact about it
     facts = {name: value for name, value in vars(module).items() if type(value) in known and name[0] != "_"}
-    yield sorted((name, repr(value)) for name, value in facts.items() if not positions & {*name.split("_")})
+    yield sorted((name, repr(value)) for name, value in facts.items() if not is_position(name))
+
+
+def is_position(name: str) -> bool:
+    """Tell whether an attribute of that name holds a layer's place, which is no fact about it."""
+    return bool({"idx", "layer"} & {*name.split("_")})

@@ -105,6 +105,21 @@ class ExpertsLayout:
 
 
 @dataclass(frozen=True)
+class Sublayer:
+    """A module with all that goes from its decoder layer when its last unit goes, as its norms.
+
+    :param absent: modules that go, by their names in the layer: what stands for them, as
+        :func:`~struprune_plugin.export.modeling_struprune.remove_module` takes it
+    :param shared: modules that go where all other sublayers of the layer are gone, too
+    :param flaw: why it has to keep units; empty where it need not
+    """
+
+    absent: Mapping[str, int] = field(default_factory=dict)
+    shared: Sequence[str] = ()
+    flaw: str = ""
+
+
+@dataclass(frozen=True)
 class LayerLayout:
     """The units of one kind of decoder layer.
 

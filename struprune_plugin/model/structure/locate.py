@@ -7,6 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+ABSENT = "StruPruneAbsent"  # class of what stands for a module that is gone
+
 
 def locate_layers(model: nn.Module) -> str:
     """Return the name of the list of a model's decoder layers: of its lists on the text's way, that with the most parameters.
@@ -41,4 +43,6 @@ def _list_stacks(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def _holds_linear(layer: nn.Module) -> bool:
-    return any(isinstance(module, nn.Linear | Conv1D) for module in layer.modules())
+    """Tell whether a layer has a linear, or had one: whole sublayers may have gone from it."""
+    kinds = (nn.Linear, Conv1D)
+    return any(isinstance(each, kinds) or type(each).__name__ == ABSENT for each in layer.modules())

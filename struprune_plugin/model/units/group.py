@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.structure.layout import Join, LayerLayout, Part, Producers, Rows
+from struprune_plugin.model.structure.layout import Join, LayerLayout, Part, Producers, Rows, Sublayer
 
 
 class UnitKind(ABC):
@@ -76,6 +76,8 @@ class UnitGroup:
     :param experts: the list of experts that the module is one of; empty elsewhere
     :param all_tokens: whether the statistics of the module count the tokens of all experts beside it
     :param tie: groups of one tie keep the same number of units; empty where a group's number is its own
+    :param sublayer: what goes with the last unit; None where one stays
+    :param rest: parameters that go with it beside the units
     :param query_key: the linears that make queries and keys, where no positions are rotated in between; empty else
     """
 
@@ -101,6 +103,8 @@ class UnitGroup:
     all_tokens: bool = False
     tie: str = ""
     query_key: tuple[str, ...] = ()
+    sublayer: Sublayer | None = None
+    rest: int = 0
 
     @property
     def kind(self) -> str:

@@ -1,0 +1,83 @@
+"""Whole layers: those of which nothing is left go from the list, and the others are numbered anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from loguru import logger
+from torch import nn
+from transformers import PreTrainedModel
+
+from struprune_plugin.export import modeling_struprune as modeling
+from struprune_plugin.export.any_class import build_dense, describe_form, find_stock, make_dense_config
+from struprune_plugin.model.structure.finder import describe_kind, is_position
+from struprune_plugin.model.structure.locate import locate_layers
+
+_BY_LAYER = ("linears", "parameters", "skip")  # of a layout
+
+
+def drop_layers(model: PreTrainedModel) -> None:
+    """Take layers that have nothing left off a model's list, and number the others anew, as caches and configuration count them.
+
+    They stay, as layers that do nothing, where the class would make other layers of the shorter configuration.
+    """
+    path = locate_layers(model)
+    layers = list(model.get_submodule(path).children())
+    left = [index for index, layer in enumerate(layers) if next(layer.parameters(), None) is not None]
+    if len(left) == len(layers):
+        return
+    made = build_dense(find_stock(type(model)), before := make_dense_config(model.config))
+    changes = _list_changes(before.get_text_config(decoder=True), len(layers), left)
+    try:
+        twins = _build_shorter(model, before, changes).get_submodule(path)
+        wanted = [describe_kind(layer) for layer in made.get_submodule(path)]
+        if [describe_kind(layer) for layer in twins] != [wanted[index] for index in left]:
+            raise ValueError("its layers would be of other kinds")
+    except Exception as error:  # whatever a class raises that counts its layers in a way of its own
+        logger.warning(f"{len(layers) - len(left)} layers that do nothing stay in the list: {error}")
+        return
+    for index, twin in zip(left, twins, strict=True):
+        _renumber(layers[index], twin)
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, nn.ModuleList(layers[index] for index in left))
+    config = model.config
+    if describe_form(config) == "per_layer":
+        config.per_layer_config = None  # read off the layers again in saving
+    for name, value in changes.items():
+        setattr(config.get_text_config(decoder=True), name, value)
+    if describe_form(config) == "linears":
+        config.layout = {
+            name: [said[i] for i in left] if name in _BY_LAYER else said for name, said in config.layout.items()
+        }
+
+
+def _list_changes(text: Any, count: int, left: Sequence[int]) -> dict[str, Any]:
+    """Return what a configuration says of fewer layers: their number, and lists that hold something of each."""
+    lists = {name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == count}
+    number = next(
+        name for name in (text.attribute_map.get("num_hidden_layers", ""), "num_hidden_layers") if hasattr(text, name)
+    )
+    return {name: [value[index] for index in left] for name, value in lists.items()} | {number: len(left)}
+
+
+def _build_shorter(model: PreTrainedModel, config: Any, changes: Mapping[str, Any]) -> PreTrainedModel:
+    """Return a model of the stock class, without memory for its weights, by a configuration of fewer layers."""
+    short = deepcopy(config)
+    text = short.get_text_config(decoder=True)
+    for name, value in changes.items():
+        setattr(text, name, value)
+    values = {name: value for name, value in short.to_dict().items() if name != "model_type"}
+    made = type(short)(**values)  # as it will be read from the file
+    modeling.copy_settings(config, made)
+    return build_dense(find_stock(type(model)), made)
+
+
+def _renumber(layer: nn.Module, twin: nn.Module) -> None:
+    """Give the modules of a layer the positions that those of another one know."""
+    twins = dict(twin.named_modules())
+    for name, module in layer.named_modules():
+        known = vars(twins[name]) if name in twins else {}
+        for key in [key for key in vars(module) if is_position(key) and isinstance(known.get(key), int)]:
+            setattr(module, key, known[key])

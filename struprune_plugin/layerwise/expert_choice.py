@@ -15,6 +15,8 @@ from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Stopped
 from struprune_plugin.model.structure.routing import Routing
 
+_RANK = 1e-10  # of the largest eigenvalue: below it experts repeat each other
+
 
 @contextmanager
 def route_among(layer: nn.Module, routing: Routing, experts: str, keep: Sequence[int]) -> Iterator[None]:
@@ -152,9 +154,9 @@ class ExpertChoice:
         for place in range(chosen.shape[1]):
             own = chosen[:, place]
             parts[own, tokens] = weights[:, place, None] * self.sketch[own, tokens]
-        flat = parts[list(keep)].flatten(1)
-        gram, cross = (flat @ flat.mT).double(), (flat @ wanted.flatten()).double()
-        explained = cross @ (torch.linalg.pinv(gram, hermitian=True) @ cross)
+        flat, given = parts[list(keep)].flatten(1).double(), wanted.flatten().double()
+        gram, cross = flat @ flat.mT, flat @ given
+        explained = cross @ (torch.linalg.pinv(gram, rtol=_RANK, hermitian=True) @ cross)
         return max(float(wanted.square().sum(dtype=torch.float64) - explained), 0.0)
 
     def count_loads(self) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,9 @@ def test_rescaling_is_least_squares_over_the_experts(taken_apart):
         factor = (weights * (chosen == index)).sum(1, keepdim=True)
         columns.append((factor * choice.sketch[index]).double().flatten())
     design = torch.stack(columns, 1)
-    left = wanted.flatten() - design @ torch.linalg.lstsq(design, wanted.flatten()[:, None]).solution[:, 0]
+    left = (
+        wanted.flatten() - design @ torch.linalg.lstsq(design, wanted.flatten()[:, None], driver="gelsd").solution[:, 0]
+    )
     found = choice.measure_rescaled(keep, wanted.float())
     assert found == pytest.approx(float(left.square().sum()), rel=1e-3)
     assert found < float((choice.combine(keep).double() - wanted).square().sum())

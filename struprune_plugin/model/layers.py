@@ -48,7 +48,7 @@ def list_present(layer: nn.Module, layout: LayerLayout) -> LayerLayout:
 
 def has_linear(layer: nn.Module, name: str) -> bool:
     """Tell whether a layer has a linear, which goes with a whole sublayer."""
-    return any(hasattr(module, "weight") for own, module in layer.named_modules() if own == name)
+    return any("weight" in module._parameters for own, module in layer.named_modules() if own == name)
 
 
 def find_linear(layer: nn.Module, name: str) -> nn.Linear:

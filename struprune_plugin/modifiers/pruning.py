@@ -96,6 +96,7 @@ class StruPruneModifier(StructuredModifier):
     _context: DeviceContext = PrivateAttr(default_factory=DeviceContext)
     _calibration: CalibrationRecord | None = PrivateAttr(default=None)
     _pruned: PrunedLayers | None = PrivateAttr(default=None)
+    _num_before: int = PrivateAttr(default=0)
     _fisher_means: dict[str, float] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
@@ -146,7 +147,7 @@ class StruPruneModifier(StructuredModifier):
         setup = drop_lost_experts(self._setup, self.sparsity, model)
         if setup is not self._setup:
             self._setup, self._plan = setup, self._plan_early(model, setup)
-        batches = list(state.data.calib)
+        batches, self._num_before = list(state.data.calib), count_parameters(model)
         tokens = setup.num_sequences, setup.num_tokens
         self._calibration = CalibrationRecord(*tokens, digest_tokens(batch["input_ids"] for batch in batches))
         if self._replayed is not None:
@@ -244,7 +245,7 @@ class StruPruneModifier(StructuredModifier):
                 base=model.config._name_or_path,
                 type=model.config.model_type,
                 weights_sha256=self._weights_digest,
-                parameters_before=pruned.num_before,
+                parameters_before=self._num_before,
                 parameters_after=after,
             ),
             settings=self.dump_fields(),

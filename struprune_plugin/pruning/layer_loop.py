@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.export.sublayers import remove_sublayer
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.layers import count_parameters, list_present
+from struprune_plugin.model.layers import list_present
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import copy_layer, restore_layer
 from struprune_plugin.model.units.group import UnitGroup, select_groups
@@ -25,12 +25,10 @@ from struprune_plugin.storage.records import GroupRecord, TuningRecord
 class PrunedLayers:
     """What became of the layers.
 
-    :param num_before: parameters of the model before
     :param records: one per group, in order
     :param tuning: by layer
     """
 
-    num_before: int = 0
     records: list[GroupRecord] = field(default_factory=list)
     tuning: dict[str, TuningRecord] = field(default_factory=dict)
 
@@ -52,7 +50,7 @@ def prune_layers(
     statistics = LayerStatistics(
         config.reconstruct, context, hold_out=config.chooses_dampening, num_before=before, propagates=True
     )
-    pruned, changed = PrunedLayers(count_parameters(model)), False
+    pruned, changed = PrunedLayers(), False
     for step in stream_layers(model, batches, context, "pruning", propagates=True):
         own, done = select_groups(groups, step.name), None if log is None else log.take(step.index)
         for _ in step.observe(statistics, [] if done else own):  # of a layer that is done only the dense path is wanted

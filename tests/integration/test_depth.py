@@ -8,7 +8,6 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from helpers.families import make_model
 from helpers.models import make_dataset, make_opt, run_oneshot, save_model
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.transform import AWQModifier
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -257,10 +256,9 @@ def _quantise(kind=QuantizationModifier, **fields):
     [
         lambda: [_quantise(kv_cache_scheme=CACHE)],
         lambda: [_quantise(GPTQModifier)],
-        lambda: [AWQModifier(), _quantise()],
         lambda: [LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1})],
     ],
-    ids=["quantised cache", "GPTQ", "AWQ", "LoRA"],
+    ids=["quantised cache", "GPTQ", "LoRA"],
 )
 def test_what_follows_in_a_recipe_works_without_sublayers(later, prompts, tmp_path):
     folder, out = make_free("qwen3", tmp_path / "m", **WIDE), tmp_path / "out"

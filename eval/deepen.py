@@ -57,7 +57,7 @@ def deepen(model: PreTrainedModel, every: int, scale: float) -> PreTrainedModel:
         if place and sources[place] == sources[place - 1]:
             for module in (layout.attention, *layout.ffns):
                 for parameter in layer.get_submodule(module.output).parameters() if module else ():
-                    parameter *= scale
+                    parameter.mul_(scale)
     return made.eval()
 
 

@@ -34,7 +34,6 @@ class Mixture:
     :param counts: how many experts of a layer may stay, the most first
     :param num_groups: equal runs of experts that keep the same number each
     :param cost: parameters of the linears that go with one expert of every layer
-    :param rows: parameters of the routers that do
     """
 
     routing: Routing
@@ -42,7 +41,6 @@ class Mixture:
     counts: Sequence[int]
     num_groups: int
     cost: int
-    rows: int = 0
 
     def count_gone(self, left: int) -> int:
         """Return the parameters that have gone once so many experts of a layer are left."""

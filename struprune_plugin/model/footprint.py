@@ -40,6 +40,7 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
             layers=tuple(dict.fromkeys(map(tuple, consumers.values()))),
             tokens=batch.numel(),
             activations=max(_count_activations(model, layout, layer, batch, everyone) for layer, layout in layouts),
+            vocabulary=model.config.get_text_config(decoder=True).vocab_size,
         )
 
 

@@ -64,17 +64,13 @@ def find_mixture(
     total = len(lists[firsts[0].output_name])
     counts, num_groups = list_counts(model.config.get_text_config(decoder=True), total)
     layers = {name: dict(layer.named_parameters()) for name, layer in find_decoder_layers(model)}
-    owned = [layers[first.layer_name] for first in firsts]
     cost = sum(
         parameter.numel()
-        for first, held_there in zip(firsts, owned, strict=True)
-        for name, parameter in held_there.items()
+        for first in firsts
+        for name, parameter in layers[first.layer_name].items()
         if name.startswith(f"{first.experts}.{first.expert_index}.")
     )
-    rows = sum(
-        held_there[name].numel() // total for held_there in owned for name in routing.tensors if name in held_there
-    )
-    return Mixture(routing, lists, list(counts), num_groups, cost, rows)
+    return Mixture(routing, lists, list(counts), num_groups, cost)
 
 
 @dataclass(frozen=True)

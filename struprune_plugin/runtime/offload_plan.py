@@ -69,6 +69,7 @@ class Sizes:
     :param layers: the consuming linears of every decoder layer that loses units; alike layers once
     :param tokens: of a micro-batch
     :param activations: bytes of the forward pass of the layer that takes most
+    :param vocabulary: logits of a token
     """
 
     layer: int
@@ -78,6 +79,7 @@ class Sizes:
     layers: tuple[tuple[Consumer, ...], ...]
     tokens: int
     activations: int
+    vocabulary: int = 0
 
     @property
     def consumers(self) -> list[Consumer]:
@@ -157,8 +159,11 @@ def estimate_device(plan: OffloadPlan, sizes: Sizes, demands: Demands) -> int:
     solve = 0 if plan.solve_on_host else _measure_solve(sizes) + _measure_waiting(sizes, sums, plan.hold_on_host)
     kept = 1 if plan.release_weights else 3  # what a backward pass needs waits on the host then
     backward = kept * sizes.activations + _measure_fisher(sizes) if demands.sensitivity else 0
-    ends = 0 if plan.embed_on_host else max(sizes.embeddings, sizes.head * demands.sensitivity) - weights
-    return weights + max(sizes.activations + sums + held + pieces, solve, backward, ends)
+    head = sizes.head * (not plan.embed_on_host)
+    logits = 4 * _LOGIT_COPIES * min(plan.logits, sizes.tokens * sizes.vocabulary) if demands.sensitivity else 0
+    return max(
+        weights + max(sizes.activations + sums + held + pieces, solve, backward), head + sizes.activations + logits
+    )
 
 
 def find_least_budget(sizes: Sizes, demands: Demands) -> int:

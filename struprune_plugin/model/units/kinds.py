@@ -84,7 +84,7 @@ class ValueChannel(UnitKind):
     """The same number from every value head, with the columns of all query heads that share it, and the rows that gate it."""
 
     name = "value_channels"
-    solve_copies = 12
+    solve_copies = 17
 
     def describe(self, layout: LayerLayout, layer: nn.Module) -> Iterable[UnitGroup]:
         attention = layout.attention

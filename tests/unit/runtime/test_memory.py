@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from helpers.models import make_dataset, run_oneshot, save_model, save_opt
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from eval.account import CountedContext, LiveBytes, count_memory
 from eval.measure import count_live_bytes
@@ -165,6 +165,15 @@ def test_a_mixture_keeps_its_budget_and_the_plan_tells_its_peak(tmp_path, fields
     for factor in (1, 2, 4):
         budget = int(factor * needs.least)
         assert run_with_budget(tmp_path / str(factor), model, budget, **fields)[0] <= budget
+
+
+def test_a_budget_is_kept_where_values_take_most(tmp_path):
+    sizes = {"hidden_size": 144, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 2048}
+    config = LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3)
+    model = save_model(AutoModelForCausalLM.from_config(config), tmp_path / "model")
+    free, _ = run_with_budget(tmp_path / "free", model, None, **FAST)
+    for share in (0.8, 0.9, 0.97):
+        assert run_with_budget(tmp_path / str(share), model, int(share * free), **FAST)[0] <= share * free
 
 
 def test_a_budget_is_refused_with_methods_that_keep_none(opt):

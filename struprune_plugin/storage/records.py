@@ -77,11 +77,7 @@ class BudgetRecord:
     removed_parameters: Count
     met_sparsity: float
     rounding: list[RoundingRecord]
-    limits: list[LimitRecord] = Field(default_factory=list)
-
-    @model_serializer(mode="wrap")
-    def _leave_out_limits(self, inner: Any) -> dict[str, Any]:
-        return {name: value for name, value in inner(self).items() if name != "limits" or value}
+    limits: list[LimitRecord] = Field(default_factory=list, exclude_if=lambda limits: not limits)
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -164,7 +164,7 @@ def test_trials_keep_to_the_budgets(llama, tmp_path, monkeypatch):
     real = planning.Trial
 
     def watch(model, groups, plans, *rest):
-        tried[:] = plans  # the last ones; those before are blocks of modules, tried alone
+        tried[:] = [plan.kept for plan in plans]  # the last ones; those before are blocks of modules, tried alone
         return real(model, groups, plans, *rest)
 
     monkeypatch.setattr(planning, "Trial", watch)

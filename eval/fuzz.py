@@ -270,6 +270,17 @@ def make_manifest() -> dict[str, Any]:
         "budget": {
             **{"prunable_parameters": 180, "asked_sparsity": 0.3, "removed_parameters": 54, "met_sparsity": 0.3},
             "rounding": [{"kind": "ffn", "width_multiple": 2, "because": ["x"], "modules": ["y"]}],
+            "limits": [
+                {
+                    "name": "bytes",
+                    "asked": 4e2,
+                    "planned": 399.5,
+                    "met": 399.5,
+                    "dense": 8e2,
+                    "fixed": 99.5,
+                    "modules": {"y": 3e2},
+                }
+            ],
         },
         "allocation": {"method": "softmax", "temperature": 1.0, "searched": [{"temperature": 1.0, "error": 0.1}]},
         "memory_measure": "none",

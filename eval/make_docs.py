@@ -48,6 +48,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "How much, and where": (
         *(
             "sparsity",
+            *("budget", "budget.parameters", "budget.bytes", "budget.cache", "budget.speedup"),
+            *("budget.phase", "budget.batch", "budget.length", "budget.engine"),
             "targets",
             "ignore",
             "attention_unit",
@@ -98,7 +100,16 @@ TOPICS: dict[str, tuple[str, ...]] = {
 
 # When to touch a field; by "Modifier.field" where two modifiers mean different things by one name.
 WHEN: dict[str, str] = {
-    "sparsity": "always",
+    "sparsity": "always, unless a budget says what counts",
+    "budget": "where bytes, the cache or the clock count, not parameters",
+    "budget.parameters": "beside others; alone it is `sparsity`",
+    "budget.bytes": "where the model must fit a disk, a download or a memory",
+    "budget.cache": "where long contexts or many users fill the memory; `attention_unit: head` takes keys, too",
+    "budget.speedup": "where seconds count",
+    "budget.phase": "`prompt` where prompts are long and answers short",
+    "budget.batch": "as the model will be served",
+    "budget.length": "as the model will be served",
+    "budget.engine": "a file of `struprune costs` where another machine or engine serves",
     "targets": "to prune some layers or one kind of module alone: `['re:.*layers\\.[0-7]\\..*fc2']`",
     "ignore": "to spare layers, the first and the last for instance",
     "attention_unit": "`head` where attention itself is to get faster, `none` where stock classes are to load the output",
@@ -431,6 +442,8 @@ def describe_type(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in parts)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(part) for part in parts if part is not type(None))
+    if origin is list and find_nested(annotation):
+        return "fields below, or a list of such"
     if origin is list:
         return f"list of {describe_type(parts[0])}s"
     if origin is dict:

@@ -13,7 +13,7 @@ from struprune_plugin.runtime.payload import dump, load
 from struprune_plugin.storage.resume_store import ResumeStore
 
 _OWN = (  # fields of a recipe that neither sensitivity nor curves depend on
-    *("sparsity", "width_multiple", "reconstruct", "output", "replay", "ffn_tuning"),
+    *("sparsity", "budget", "width_multiple", "reconstruct", "output", "replay", "ffn_tuning"),
 )
 _OF_PLANS = (  # fields of an allocation rule that curves do not depend on
     *("max_sparsity", "temperature", "as_printed", "trial_samples"),

@@ -13,6 +13,7 @@ from struprune_plugin import __version__
 from struprune_plugin.cli.compare_command import compare
 from struprune_plugin.cli.console import show_error
 from struprune_plugin.cli.convert_command import convert
+from struprune_plugin.cli.costs_command import costs
 from struprune_plugin.cli.doctor_command import doctor
 from struprune_plugin.cli.eval_command import score
 from struprune_plugin.cli.inspect_command import inspect
@@ -28,6 +29,7 @@ from struprune_plugin.cli.verify_command import verify
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "prune": prune,
     "plan": plan,
+    "costs": costs,
     "eval": score,
     "convert": convert,
     "inspect": inspect,

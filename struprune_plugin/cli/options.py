@@ -18,6 +18,7 @@ from huggingface_hub import constants
 
 from struprune_plugin.cli.console import Screen, run_command
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
+from struprune_plugin.storage.files import read_bytes
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -77,17 +78,7 @@ def whole(help: str, low: int = 1, high: int = 10**9 - 1) -> Any:
 def num_bytes(help: str) -> Any:
     """Return an option that is a number of bytes: digits, or digits before kB, MB, GB."""
 
-    def read(value: Any) -> int:
-        number, unit = str(value), 1
-        for name, size in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
-            if number.endswith(name):
-                number, unit = number.removesuffix(name), size
-        is_number = number.isascii() and number.replace(".", "", 1).isdigit()
-        if not is_number or not 1 <= float(number) * unit < 2**63:
-            raise ValueError(f"must be a number of bytes, e.g. 500MB or 4GB, got {value!r}")
-        return round(float(number) * unit)
-
-    return option(help, "BYTES", parser=read)
+    return option(help, "BYTES", parser=lambda value: read_bytes(str(value)))
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
@@ -122,6 +113,21 @@ class Calibration(Amount):
     text_column: Annotated[str, option("column that holds the text", "NAME")] = "text"
 
 
+def read_yaml(where: str, text: str) -> Any:
+    """Return a value that is written as YAML.
+
+    :param where: for messages
+    :raises ValueError: it is none
+    """
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{where} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
+
+
 @dataclass(frozen=True)
 class Settings:
     """Fields of the recipe that are set."""
@@ -136,18 +142,14 @@ class Settings:
 
         :raises ValueError: no FIELD=VALUE, no YAML, or a field that is set twice
         """
-        import yaml
-
         changes = {name: value for name, value in vars(self).items() if name != "settings" and value is not None}
+        if "budget" in changes:
+            changes["budget"] = read_yaml("--budget", changes["budget"])
         for setting in self.settings or ():
             name, equals, text = setting.partition("=")
             if not name or not equals:
                 raise ValueError(f"--set: must be FIELD=VALUE, got {setting!r}.")
-            try:
-                value = yaml.safe_load(text)
-            except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
-                problem = " ".join(str(error).split())
-                raise ValueError(f"--set: {name} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
+            value = read_yaml(f"--set: {name}", text)
             if name in changes:
                 raise ValueError(f"--set: {name} must be set once, got {changes[name]!r} and {value!r}. Give one.")
             changes[name] = value
@@ -159,6 +161,9 @@ class Changes(Settings):
     """Fields of the recipe that are set, two of them with an option of their own."""
 
     sparsity: Annotated[float | None, option("fraction of decoder parameters to remove, in [0, 1)", "R")] = None
+    budget: Annotated[
+        str | None, option("what the result may take, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML")
+    ] = None
     memory_budget: Annotated[int | None, num_bytes("what the device may hold; refused where too little")] = None
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.cli.options import (
@@ -20,6 +21,7 @@ from struprune_plugin.cli.options import (
     check_names,
     option,
     prepare,
+    read_yaml,
 )
 from struprune_plugin.recipes.shipped import find_default
 from struprune_plugin.storage.files import write_whole
@@ -33,6 +35,9 @@ class Points:
 
     output: Annotated[Path, option("folder for table, JSON and pictures", "DIR")]
     sparsities: Annotated[str, option("or a list: 0.2,0.4", "A:B:STEP", name="--sparsity")] = "0.1:0.6:0.1"
+    budget: Annotated[
+        list[str] | None, option("in place of sparsities, e.g. '{speedup: 1.3}'; may be repeated", "YAML")
+    ] = None
     methods: Annotated[str, option("default, allocations (uniform, …) or names of recipes", "a,b")] = "default"
     recipe: Annotated[str | None, RECIPE] = None
     pick: Annotated[str | None, option("write the smallest model within it, e.g. '+5% perplexity'", "LOSS")] = None
@@ -72,6 +77,7 @@ def sweep(
         changes=changes,
         methods=list(dict.fromkeys(name.strip() for name in points.methods.split(","))),
         sparsities=sparsities,
+        budgets=read_budgets(points.budget or []),
         calibration=sweeping.Calibration(**vars(calibration) | {"data": calibration.data or str(DEMO_CALIBRATION)}),
         scoring=sweeping.Scoring(**vars(scores) | {"text": scores.text or DEMO_TEST, "tasks": tasks}),
         seed=points.seed,
@@ -93,6 +99,17 @@ def sweep(
         record = {**record, "picked": {"point": name, "output": str(picked)}}
         told.append(f"picked {name}: wrote {picked}")
     screen.show({name: part for name, part in record.items() if name != "identity"}, *told)
+
+
+def read_budgets(texts: Sequence[str]) -> dict[str, Any]:
+    """Return budgets by the names of their points: the text without its braces.
+
+    :raises ValueError: no YAML, or one twice
+    """
+    found = {text.strip().strip("{[]}").strip(): read_yaml("--budget", text) for text in texts}
+    if len(found) < len(texts):
+        raise ValueError(f"--budget: must be given once each, got {list(texts)}. Leave one out.")
+    return found
 
 
 def read_sparsities(text: str) -> list[float]:

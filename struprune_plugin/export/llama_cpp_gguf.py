@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,12 @@ from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.layers import LayerSizes
 
 FILE_NAME = "model.gguf"
-_ARCHITECTURE = "deci"  # LLaMA's computation with sizes a layer; keys and values are of one width there
+ARCHITECTURE = "deci"  # LLaMA's computation with sizes a layer; keys and values are of one width there
+FILE_TYPES = {
+    torch.float32: ("F32", 0),
+    torch.float16: ("F16", 1),
+    torch.bfloat16: ("BF16", 32),
+}  # and llama.cpp's number
 _NO_FFN = 32  # channels that stand for an FFN that is gone: a block of quantised numbers
 _LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # how its expression begins
 
@@ -43,7 +48,7 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
     ):
         if got != wanted:
             raise ValueError(
-                f"gguf: {name} must be {wanted!r}, which llama.cpp's {_ARCHITECTURE} architecture computes, got {got!r}. "
+                f"gguf: {name} must be {wanted!r}, which llama.cpp's {ARCHITECTURE} architecture computes, got {got!r}. "
                 "Use uniform-padded, and llama.cpp's own converter."
             )
     _name_splitting(_read_tokenizer(tokenizer))
@@ -58,13 +63,13 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     """
     import gguf
 
-    writer, sizes = gguf.GGUFWriter(output, _ARCHITECTURE), list_sizes(model)
+    writer, sizes = gguf.GGUFWriter(output, ARCHITECTURE), list_sizes(model)
     gone = [index for index, size in enumerate(sizes) if not size.width]
     sizes = [size if size.width else replace(size, width=_NO_FFN) for size in sizes]
-    _write_sizes(writer, config, sizes)
+    write_sizes(writer, config, sizes)
     _write_tokenizer(writer, config, source)
-    kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[model.dtype]
-    writer.add_file_type({"F32": 0, "F16": 1, "BF16": 32}[kind])
+    kind, number = FILE_TYPES[model.dtype]
+    writer.add_file_type(number)
     names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(sizes))
     for name, weight in [*model.named_parameters(), *_make_ffns(gone, config)]:  # a tied head is not there twice
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -94,7 +99,8 @@ def _pair_channels(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _write_sizes(writer: Any, config: Any, sizes: list[LayerSizes]) -> None:
+def write_sizes(writer: Any, config: Any, sizes: Sequence[LayerSizes]) -> None:
+    """Write what a file says of a model's sizes, every layer's own among them."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(sizes))

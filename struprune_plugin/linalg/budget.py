@@ -103,7 +103,7 @@ class _Choice:
 
 def _allocate(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float, max_sparsity: float) -> _Choice:
     """Return the choice that steps along the hulls lead to."""
-    counts = [_list_counts(group, max_sparsity) for group in groups]
+    counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
     costs = [[group.find_cost(k) for k in ks] for group, ks in zip(groups, counts, strict=True)]
     at = [0] * len(groups)  # the index of every group's choice among its counts
@@ -127,7 +127,7 @@ def _allocate(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: flo
     return _Choice([ks[i] for ks, i in zip(counts, at, strict=True)], savings, error)
 
 
-def _list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
+def list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
     """Return the kept counts that a group may have, fewest first; rounded down, so that the least of all groups fit."""
     step = min(group.step, group.num_units)
     fewest = max(math.floor((1 - max_sparsity) * group.num_units / step + 1e-9), 1) * step

@@ -6,7 +6,7 @@ change or ``.data =`` would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,20 @@ def slice_group(
         set_weight(find_linear(layer, name), new)
     set_consumer(layer, group, weight)
     group.unit.update_counts(layer, group, len(keep))
+
+
+def cut_units(model: nn.Module, groups: Sequence[UnitGroup], kept: Mapping[str, int]) -> None:
+    """Cut every group to its first units of each block, in place, the consumers' weights zeros: for shapes and times alone.
+
+    :param kept: units by group name
+    """
+    for group in groups:
+        layer = model.get_submodule(group.layer_name)
+        units = torch.arange(group.num_units).view(group.num_blocks, -1)
+        keep = units[:, : kept[group.name] // group.num_blocks].flatten()
+        linear = find_linear(layer, group.consumer)
+        shape = (linear.out_features, len(keep) * group.columns_per_unit + 1)
+        slice_group(layer, group, keep, torch.zeros(shape, device=linear.weight.device))
 
 
 def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:

@@ -40,7 +40,7 @@ class SparsityAllocatorModifier(StructuredModifier):
     for a :class:`StruPruneModifier` in a later stage. Source: paper, Algorithms 2 and 3, steps 1, 2 and 5.
 
     One decoder layer is on the device at a time; of each module only its importance and its error curve are kept.
-    Fields as in :class:`StructuredModifier`; ``sparsity`` must be given.
+    Fields as in :class:`StructuredModifier`; ``sparsity`` or a ``budget`` must be given.
 
     :param allocation: ``softmax`` (Algorithm 2), ``block_influence`` (the same rule over ShortGPT's one minus the cosine of a
         layer's input and output), ``softmax_inverse`` (Algorithm 3), ``global_threshold`` (Algorithm 1, with
@@ -72,8 +72,8 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     @model_validator(mode="after")
     def _check_required(self) -> SparsityAllocatorModifier:
-        if self.sparsity is None:
-            raise ValueError("sparsity must be given: the allocator spreads it over the layers.")
+        if self.sparsity is None and not self.budget:
+            raise ValueError("sparsity or budget must be given: the allocator spreads it over the layers.")
         if not self.allocation.measures:
             raise ValueError(
                 f"allocation must be a rule that measures, got {self.allocation.rule}. Leave the stage out, and give "
@@ -91,8 +91,7 @@ class SparsityAllocatorModifier(StructuredModifier):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
         assert self._setup is not None
-        assert self.sparsity is not None
-        setup = self._setup = drop_lost_experts(self._setup, self.sparsity, state.model)
+        setup = self._setup = drop_lost_experts(self._setup, self, state.model)
         if done := take_allocation(self._store, "allocator"):
             plan, sensitivity = done
             assert plan is not None
@@ -105,7 +104,8 @@ class SparsityAllocatorModifier(StructuredModifier):
             with calibrating(model):
                 measured = measurer.measure(model, batches, setup.groups)
         tied = tie_statistics(setup.sizes, measured)
-        plan = self.allocation.decide(setup.sizes, tied, self.make_budget(setup.num_prunable, setup.share))
+        budget = self.make_budget(setup.num_prunable, setup.share, setup.limits)
+        plan = self.allocation.decide(setup.sizes, tied, budget)
         self._allocated = Allocated(plan, sensitivity, context.stages["allocate"])
         if self._store is not None:
             keep_allocation(self._store, "allocator", plan, sensitivity)

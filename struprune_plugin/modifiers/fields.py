@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,11 +27,13 @@ from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_heads
 from struprune_plugin.export.sublayers import SUBLAYERS, allow_sublayers
 from struprune_plugin.layerwise.dense_reference import TARGETS
+from struprune_plugin.linalg.knapsack import Limit
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.budget_fields import BudgetConfig, read_budgets, split_parameters
 from struprune_plugin.modifiers.patterns import check_patterns
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.ffn_tuning import FFNTuning
@@ -139,6 +142,8 @@ class StructuredModifier(StageModifier):
     """Fields that choose the units, rank them and spread a budget over layers.
 
     :param sparsity: fraction of the parameters of all linears in the modules that hold units to remove, in [0, 1)
+    :param budget: what the pruned model may take, in place of the sparsity or besides: a mapping of the fields below, or a list of
+        such; all are met
     :param targets: consuming linears (``fc2``, ``out_proj``) of the modules to prune, exact names or ``re:<pattern>``
     :param ignore: the same, for modules to leave alone
     :param attention_unit: ``head``; ``value_channels`` (the same number from every head; ``vo`` is short for it); ``none``
@@ -164,6 +169,7 @@ class StructuredModifier(StageModifier):
     only_plans: ClassVar[bool] = False  # an allocator stage, which prunes nothing itself
 
     sparsity: float | None = None
+    budget: Annotated[list[BudgetConfig], BeforeValidator(read_budgets)] = Field(default_factory=list)
     targets: list[str] = Field(default_factory=lambda: ["re:.*"], min_length=1)
     ignore: list[str] = Field(default_factory=list)
     attention_unit: Annotated[
@@ -182,6 +188,11 @@ class StructuredModifier(StageModifier):
     memory_budget: int | None = Field(default=None, ge=1)
 
     _cache: MeasurementCache | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_budget(cls, values: Any) -> Any:
+        return split_parameters(values)
 
     @field_validator("targets", "ignore")
     @classmethod
@@ -245,8 +256,7 @@ class StructuredModifier(StageModifier):
     def make_config(
         self, model: PreTrainedModel, reconstruct: str = "local", ffn_tuning: FFNTuning | None = None
     ) -> PruningConfig:
-        """Return the choices that a layer's work depends on; ``sparsity`` must be known."""
-        assert self.sparsity is not None
+        """Return the choices that a layer's work depends on."""
         return PruningConfig(
             importance=self.importance,
             weight_update=self.weight_update,
@@ -255,13 +265,13 @@ class StructuredModifier(StageModifier):
             chooses_dampening=self.dampening_frac == "auto",
             rotate_values=self.rotate_values,
             ffn_tuning=ffn_tuning,
-            sparsity=self.sparsity,
+            sparsity=self.sparsity or 0.0,
         )
 
-    def make_budget(self, num_prunable: int, share: float) -> Budget:
-        """Return what is to go; ``sparsity`` must be known."""
-        assert self.sparsity is not None
-        return Budget(self.sparsity, num_prunable, share, "none" if self.sensitivity is None else "fisher")
+    def make_budget(self, num_prunable: int, share: float, limits: Sequence[Limit] = ()) -> Budget:
+        """Return what is to go."""
+        weighed = "none" if self.sensitivity is None else "fisher"
+        return Budget(self.sparsity or 0.0, num_prunable, share, weighed, limits)
 
     @property
     def asked(self) -> Asked:

@@ -27,6 +27,7 @@ from struprune_plugin.allocation.rules import Budget, GroupStatistics
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.whole_experts import DropMeasurer, Mixture
+from struprune_plugin.linalg.knapsack import fit_shares
 from struprune_plugin.linalg.rounding import check_budget, expand_counts
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.units.group import UnitGroup
@@ -59,9 +60,9 @@ def plan_early(
     if (rule.measures and rule.sequences is None) or setup.mixture is not None:
         return None
     if rule.measures or allowed is not None:
-        plan = allocate_uniformly(setup.sizes, setup.share, None if rule.takes_layers else allowed)
+        plan = allocate_uniformly(setup.sizes, setup.share, None if rule.takes_layers else allowed, setup.limits)
     else:
-        plan = rule.decide(setup.sizes, {}, recipe.make_budget(setup.num_prunable, setup.share))
+        plan = rule.decide(setup.sizes, {}, recipe.make_budget(setup.num_prunable, setup.share, setup.limits))
     check_widths(setup.groups, plan.kept, setup.roundings)  # what uniform counts cannot meet, no curves mend
     return None if rule.measures else plan
 
@@ -161,7 +162,8 @@ class Planner:
         if setup.mixture is not None:
             plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity, context), held
         else:
-            budget, tied = recipe.make_budget(setup.num_prunable, setup.share), tie_statistics(setup.sizes, measured)
+            budget = recipe.make_budget(setup.num_prunable, setup.share, setup.limits)
+            tied = tie_statistics(setup.sizes, measured)
             plans = dict(zip((rule.rule, "all sublayers"), self._decide(tied, budget), strict=False))
             probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
             last = list(plans.values())[-1]
@@ -203,7 +205,10 @@ class Planner:
         own = rule.decide(sizes, statistics, budget)
         if all(own.kept.values()):
             return [own]
-        return [own, rule.decide([replace(size, rest=None) for size in sizes], statistics, budget)]
+        plans = [own]
+        with suppress(ValueError):  # a budget that only fewer sublayers meet
+            plans.append(rule.decide([replace(size, rest=None) for size in sizes], statistics, budget))
+        return plans
 
     def _probe(
         self,
@@ -234,12 +239,24 @@ class Planner:
         for label, own in proposed.items():
             add(label, own.kept)
             for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
-                kept = expand_counts(setup.sizes, counts)
                 with suppress(ValueError):
-                    check_budget(setup.sizes, counts, setup.share, slack)
+                    kept = expand_counts(setup.sizes, self._fit(counts, slack))
                     check_widths(setup.groups, kept, setup.roundings)
                     add(name if label == self.recipe.allocation.rule else f"{label}, {name}", kept)
         return found
+
+    def _fit(self, counts: Sequence[int], slack: int | None) -> Sequence[int]:
+        """Return kept counts moved until they meet every budget; refuse them where they miss that of parameters alone.
+
+        :param slack: parameters by which they may miss it
+        :raises ValueError: the same
+        """
+        sizes, limits = self.setup.sizes, self.setup.limits
+        if not limits:
+            check_budget(sizes, counts, self.setup.share, slack)
+            return counts
+        shares = [1 - count / size.num_units for count, size in zip(counts, sizes, strict=True)]
+        return fit_shares(sizes, shares, limits, self.recipe.allocation.most or 1.0)
 
 
 def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:

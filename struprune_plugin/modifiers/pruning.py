@@ -24,6 +24,7 @@ from struprune_plugin.layerwise.token_digest import digest_tokens
 from struprune_plugin.model.layers import count_parameters, describe_weights
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
+from struprune_plugin.modifiers.budget_told import describe_budget
 from struprune_plugin.modifiers.checks import check_alone
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
@@ -33,16 +34,17 @@ from struprune_plugin.modifiers.replay import Replay, read_replay
 from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
 from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, check_single_stage, find_allocator
 from struprune_plugin.modifiers.uniform_output import check_uniform
-from struprune_plugin.modifiers.widths import check_widths, describe_roundings
+from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.ffn_tuning import FFNTuning
 from struprune_plugin.pruning.layer_loop import PrunedLayers, prune_layers
 from struprune_plugin.pruning.prune_layer import LayerPruner
 from struprune_plugin.pruning.resume import LayerLog
+from struprune_plugin.reporting.tables import tell_budget
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
-from struprune_plugin.storage.records import BudgetRecord, CalibrationRecord, ModelRecord, StageEntry
+from struprune_plugin.storage.records import CalibrationRecord, ModelRecord, StageEntry
 from struprune_plugin.storage.registry import list_differences
 
 
@@ -62,7 +64,8 @@ class StruPruneModifier(StructuredModifier):
 
     Fields as in :class:`StructuredModifier`, and:
 
-    :param sparsity: required, unless a :class:`SparsityAllocatorModifier` stage comes before; its plan rules then
+    :param sparsity: it or a ``budget`` is required, unless a :class:`SparsityAllocatorModifier` stage comes before, whose plan
+        then rules
     :param allocation: ``uniform``, or a rule that takes an allocation pass of the stage's own
     :param reconstruct: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
         the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
@@ -143,8 +146,8 @@ class StruPruneModifier(StructuredModifier):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
         model = state.model
-        assert self._setup is not None and self.sparsity is not None  # noqa: PT018
-        setup = drop_lost_experts(self._setup, self.sparsity, model)
+        assert self._setup is not None
+        setup = drop_lost_experts(self._setup, self, model)
         if setup is not self._setup:
             self._setup, self._plan = setup, self._plan_early(model, setup)
         batches, self._num_before = list(state.data.calib), count_parameters(model)
@@ -177,10 +180,7 @@ class StruPruneModifier(StructuredModifier):
             adopt_config(state.model)
         budget = (manifest := self._make_manifest(state.model)).budget
         wrap_save(state.model, lambda folder: write_manifest(manifest, folder))
-        logger.info(
-            f"removed {budget.removed_parameters:,} of {budget.prunable_parameters:,} parameters of the decoder "
-            f"layers ({budget.met_sparsity:.4%}, asked {budget.asked_sparsity:.4%})"
-        )
+        logger.info(tell_budget(budget))
         return True
 
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
@@ -204,9 +204,9 @@ class StruPruneModifier(StructuredModifier):
         if stage is not None:
             for name, value in agree_on_budget(self, stage).items():
                 setattr(self, name, value)
-        if self.sparsity is None:
+        if self.sparsity is None and not self.budget:
             raise ValueError(
-                "StruPruneModifier: sparsity must be given where no SparsityAllocatorModifier stage comes before, "
+                "StruPruneModifier: sparsity or budget must be given where no SparsityAllocatorModifier stage comes before, "
                 "got none. Add sparsity to the recipe."
             )
         groups = self.find_groups(model)
@@ -251,13 +251,7 @@ class StruPruneModifier(StructuredModifier):
             settings=self.dump_fields(),
             seed=torch.initial_seed(),
             calibration=self._calibration,
-            budget=BudgetRecord(
-                prunable_parameters=setup.num_prunable,
-                asked_sparsity=self.sparsity or 0.0,
-                removed_parameters=removed,
-                met_sparsity=removed / setup.num_prunable,
-                rounding=describe_roundings(self._plan.list_left(setup.groups), setup.roundings),
-            ),
+            budget=describe_budget(setup, self, model, self._plan, removed),
             allocation=self._plan.record,
             memory_measure=self._context.measure,
             stages=[

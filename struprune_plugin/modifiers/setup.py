@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
+from struprune_plugin.linalg.knapsack import Limit
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.layers import count_prunable_parameters
@@ -31,6 +32,7 @@ from struprune_plugin.modifiers.checks import (
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.mixtures import find_mixture, list_splits, measure_others
+from struprune_plugin.modifiers.targets import Target, find_mean_sparsity, find_targets
 from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
 from struprune_plugin.pruning.resume import describe_run
 from struprune_plugin.runtime.device_context import find_free_bytes
@@ -53,6 +55,7 @@ class RunSetup:
     :param num_tokens: padding left out
     :param placement: what goes to the host
     :param mixture: whole experts that may go; None where none may
+    :param targets: all budgets, where others than parameters are given
     """
 
     groups: Sequence[UnitGroup]
@@ -64,6 +67,12 @@ class RunSetup:
     num_tokens: int
     placement: OffloadPlan
     mixture: Mixture | None = None
+    targets: Sequence[Target] = ()
+
+    @property
+    def limits(self) -> list[Limit]:
+        """The budgets as allocation takes them; none where parameters alone are given."""
+        return [target.limit for target in self.targets]
 
 
 def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None:
@@ -81,13 +90,12 @@ def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None
 def prepare_run(
     modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], loader: Iterable | None
 ) -> RunSetup:
-    """Read what a recipe asks of a model and of calibration data, and begin, or go on with, a run that is kept; ``sparsity`` must
-    be known.
+    """Read what a recipe asks of a model and of calibration data, and begin, or go on with, a run that is kept; ``sparsity`` or a
+    ``budget`` must be known.
 
     :param groups: that the recipe chooses
     :raises ValueError: what cannot succeed
     """
-    assert modifier.sparsity is not None
     check_order(modifier)
     check_weights(model)
     later = split_modifiers(modifier)[1]
@@ -97,9 +105,9 @@ def prepare_run(
     _check_groups(model, groups, roundings)
     mixture = find_mixture(modifier, model, groups, list_modifiers())
     num_prunable = count_prunable_parameters(model, modifier.experts is not None)
-    sizes, share = find_share(modifier, groups, roundings, num_prunable, mixture)
+    sizes, targets, share = find_budget(modifier, model, groups, roundings, num_prunable, mixture)
     most = modifier.allocation.most
-    if most is not None and share > most and mixture is None:
+    if most is not None and share > most and mixture is None and not targets:
         raise ValueError(
             f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={modifier.sparsity}, "
             f"got {most}. Lower sparsity, raise max_sparsity or prune more kinds of units."
@@ -111,7 +119,30 @@ def prepare_run(
     placement = place_run(modifier, model, groups, loader, together=modifier.only_plans)
     if modifier.store is not None:
         open_store(modifier.store, model, loader)
-    return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, mixture)
+    return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, mixture, targets)
+
+
+def find_budget(
+    modifier: StructuredModifier,
+    model: PreTrainedModel,
+    groups: Sequence[UnitGroup],
+    roundings: dict[str, Rounding],
+    num_prunable: int,
+    mixture: Mixture | None,
+) -> tuple[list[GroupSize], Sequence[Target], float]:
+    """Return what allocation needs to know of the groups, the budgets where others than parameters are given, and the sparsity that
+    the groups need on average.
+
+    :raises ValueError: a budget that cannot be met
+    """
+    sizes = measure_groups(groups, roundings)
+    targets = find_targets(modifier, model, groups, sizes, split_modifiers(modifier)[1], model.dtype)
+    if targets:
+        return sizes, targets, find_mean_sparsity(sizes, targets, modifier.allocation.most)
+    if modifier.sparsity is None:  # a replay: its plan is made
+        return sizes, (), 0.0
+    sizes, share = find_share(modifier, groups, roundings, num_prunable, mixture)
+    return sizes, (), share
 
 
 def find_share(
@@ -141,7 +172,7 @@ def find_share(
     return sizes, asked / (sum(size.num_parameters for size in beside) + mixture.counts[0] * mixture.cost)
 
 
-def drop_lost_experts(setup: RunSetup, sparsity: float, model: PreTrainedModel) -> RunSetup:
+def drop_lost_experts(setup: RunSetup, modifier: StructuredModifier, model: PreTrainedModel) -> RunSetup:
     """Return what is known of a run once a modifier before it has removed whole experts (REAP), whose groups are gone.
 
     :raises ValueError: the budget cannot be met by what is left
@@ -154,9 +185,9 @@ def drop_lost_experts(setup: RunSetup, sparsity: float, model: PreTrainedModel) 
     left = [group for group in setup.groups if not group.experts or is_there(group)]
     if len(left) == len(setup.groups):
         return setup
-    sizes, num_prunable = measure_groups(left, setup.roundings), count_prunable_parameters(model, experts=True)
-    share = find_group_sparsity(sizes, num_prunable, sparsity)
-    return replace(setup, groups=left, sizes=sizes, num_prunable=num_prunable, share=share)
+    num_prunable = count_prunable_parameters(model, experts=True)
+    sizes, targets, share = find_budget(modifier, model, left, setup.roundings, num_prunable, None)
+    return replace(setup, groups=left, sizes=sizes, num_prunable=num_prunable, share=share, targets=targets)
 
 
 def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier]) -> None:

@@ -38,13 +38,13 @@ def agree_on_budget(ours: StructuredModifier, stage: SparsityAllocatorModifier) 
 
     :raises ValueError: other units or another budget; a field of the allocation that the stage would overrule
     """
-    for name in ("sparsity", *GROUP_FIELDS):
-        if name != "sparsity" or ours.sparsity is not None:
+    for name in ("sparsity", "budget", *GROUP_FIELDS):
+        if name in GROUP_FIELDS or getattr(ours, name) not in (None, []):
             _check_same(ours, stage, name, "Give both stages the same value.")
     for name in PLAN_FIELDS:
         if name in ours.model_fields_set:
             _check_same(ours, stage, name, "The stage decides it: leave it out here.")
-    return {name: getattr(stage, name) for name in ("sparsity", *PLAN_FIELDS)}
+    return {name: getattr(stage, name) for name in ("sparsity", "budget", *PLAN_FIELDS)}
 
 
 def check_curves(

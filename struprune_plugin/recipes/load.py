@@ -29,7 +29,7 @@ _OURS: dict[str, type[Modifier]] = {
     "RecoveryModifier": RecoveryModifier,
 }
 # what an allocation stage and the pruning stage after it must agree on, so that one change sets it in both
-_AGREED = {"sparsity", "targets", "ignore", "attention_unit", "prune_ffn", "width_multiple", "memory_budget"}
+_AGREED = {"sparsity", "budget", "targets", "ignore", "attention_unit", "prune_ffn", "width_multiple", "memory_budget"}
 
 
 def load_recipe(
@@ -182,6 +182,9 @@ def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any])
             for fields in present[holder]:
                 value = _set_inner((where, holder, field), fields, inner, changes[change]) if inner else changes[change]
                 fields[field] = value
+                other = {"budget": "sparsity", "sparsity": "budget"}.get(field)
+                if other and other not in {told[1] for told in split.values()}:
+                    fields.pop(other, None)  # what a recipe says of the size is replaced as a whole
 
 
 def _split_change(change: str, present: list[str]) -> tuple[str, str, list[str]]:

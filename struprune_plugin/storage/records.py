@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
 from struprune_plugin.storage.files import shorten_value
+from struprune_plugin.storage.limit_record import LimitRecord
 
 CLOSED = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -66,13 +67,17 @@ class RoundingRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class BudgetRecord:
-    """What was asked and what went, in parameters of the decoder layers' linears."""
+    """What was asked and what went, in parameters of the decoder layers' linears.
+
+    :param limits: every budget, where others than parameters were asked for; left out of the file else
+    """
 
     prunable_parameters: Count
     asked_sparsity: float
     removed_parameters: Count
     met_sparsity: float
     rounding: list[RoundingRecord]
+    limits: list[LimitRecord] = Field(default_factory=list, exclude_if=lambda limits: not limits)
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -13,7 +13,7 @@ from torch import nn
 
 from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
 from struprune_plugin.modifiers.fields import StageModifier
-from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts
+from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts, show_budget
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.studies.needs import Needs
 from struprune_plugin.studies.probe import Costs
@@ -135,6 +135,13 @@ def format_plan(
         facts += [(where, f"{linear} stays whole: {reason}") for linear, reason in kind.whole.items()]
         facts += [] if kind.units or kind.whole else [(where, "nothing can go")]
     facts += [("experts", outline.experts)] if outline.experts else []
+    facts += [
+        (
+            f"budget: {record.name}",
+            f"asked {show_budget(record, record.asked)}, all alike {show_budget(record, record.planned)}",
+        )
+        for record in outline.limits
+    ]
     facts += [("widths", describe_rounding(entry)) for entry in outline.rounding]
     facts += [(f"runs on {engine}", how) for engine, how in engines.items()]
     return [f"{name}, sparsity {outline.sparsity:g}", Table(["", "now", "after", "change"], rows), format_facts(facts)]

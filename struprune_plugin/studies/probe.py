@@ -33,9 +33,9 @@ from struprune_plugin.model.footprint import count_bytes
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.model.structure.locate import locate_layers
 from struprune_plugin.model.structure.tiny import draw_tokens
+from struprune_plugin.runtime.stopwatch import measure_rate, time_runs, watch_memory
 from struprune_plugin.storage.manifest import read_manifest
 from struprune_plugin.studies.sizes import Shapes, find_pruning
-from struprune_plugin.studies.stopwatch import measure_rate, time_runs, watch_memory
 
 _LAYERS, _SECONDS, _FEWEST = 2, 20.0, 8  # of a probe: decoder layers, seconds it should take, sequences
 _OVER_COUNTED = 2.5  # how much longer than its operations at the machine's own rate a run takes, about (docs/cost.md)
@@ -81,7 +81,7 @@ def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload)
     """
     started = time.time() - psutil.Process().create_time()  # what any command takes before it does something
     _, modifier = find_pruning(recipe.modifiers)
-    modifier.sparsity = sparsity
+    modifier.sparsity, modifier.budget = sparsity, []
     groups = modifier.find_groups(shapes.model)
     widest = max(group.num_columns for group in groups)
     small = _choose_probe(shapes, widest, work)

@@ -28,12 +28,12 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.recipes.shipped import list_recipes
 from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.runtime.stopwatch import time_runs
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.storage.files import digest_file, write_whole
 from struprune_plugin.storage.manifest import describe_versions, read_manifest
 from struprune_plugin.storage.resume_store import ResumeStore, digest_package
 from struprune_plugin.studies.probe import Workload
-from struprune_plugin.studies.stopwatch import time_runs
 
 FILE_NAME = "sweep.json"
 _REPEATS = 7
@@ -69,6 +69,7 @@ class Sweep:
 
     :param recipe: the default method: a name or a file
     :param changes: to every method's recipe
+    :param budgets: by the names of points, in place of sparsities where there are some
     """
 
     model: str
@@ -76,22 +77,30 @@ class Sweep:
     changes: Mapping[str, Any]
     methods: Sequence[str]
     sparsities: Sequence[float]
+    budgets: Mapping[str, Any]
     calibration: Calibration
     scoring: Scoring
     seed: int
     dtype: str
 
     @property
-    def points(self) -> dict[str, tuple[str, float]]:
-        """Methods and sparsities by the names of points."""
-        return {f"{method} {value:g}": (method, value) for method in self.methods for value in self.sparsities}
+    def points(self) -> dict[str, tuple[str, float | str]]:
+        """Methods, and sparsities or names of budgets, by the names of points."""
+        sizes: list[float | str] = [*(self.budgets or self.sparsities)]
+        told = {size: size if isinstance(size, str) else f"{size:g}" for size in sizes}
+        return {f"{method} {told[size]}": (method, size) for method in self.methods for size in sizes}
 
-    def load(self, method: str, sparsity: float) -> Recipe:
+    def load(self, method: str, size: float | str) -> Recipe:
         """Return the recipe of a point.
 
+        :param size: a sparsity, or the name of a budget
         :raises ValueError: a method that is no allocation and no recipe
         """
-        changes = {**self.changes, "sparsity": sparsity}
+        changes = dict(self.changes)
+        if isinstance(size, str):
+            changes["budget"] = self.budgets[size]
+        else:
+            changes["sparsity"] = size
         if method in RULES:
             changes["allocation"] = method
         elif method != "default":
@@ -113,7 +122,8 @@ class SweepRun:
 
     def __init__(self, sweep: Sweep, folder: Path):
         for method in sweep.methods:
-            sweep.load(method, sweep.sparsities[0])
+            for size in [*sweep.budgets] or sweep.sparsities[:1]:
+                sweep.load(method, size)
         check_checkpoint(sweep.model)
         scoring, calibration = sweep.scoring, sweep.calibration
         self._manager = check_tasks(scoring.tasks, scoring.include_path) if scoring.tasks else None
@@ -141,16 +151,17 @@ class SweepRun:
         if "dense" not in record:
             record["dense"] = {**self._score(dense), "bytes": measure_weight_bytes(self.sweep.model)}
             _write(self.folder, record)
-        for name, (method, sparsity) in tqdm(points.items(), desc="sweep"):
+        for name, (method, size) in tqdm(points.items(), desc="sweep"):
             if name not in record["points"]:
-                recipe = self.sweep.load(method, sparsity)
+                recipe = self.sweep.load(method, size)
                 with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
                     try:
                         seconds = self.prune(recipe, Path(scratch) / "out")
                         found = {"seconds": seconds, **self._measure(Path(scratch) / "out", dense)}
                     except ValueError as error:  # one refused point must not stop a long sweep
                         found = {"refused": str(error)}
-                record["points"][name] = {"method": method, "sparsity": sparsity, **found}
+                asked = {"budget": self.sweep.budgets[size]} if isinstance(size, str) else {"sparsity": size}
+                record["points"][name] = {"method": method, **asked, **found}
                 _write(self.folder, record)
         return {**record, "points": {name: record["points"][name] for name in points}}
 
@@ -176,6 +187,7 @@ class SweepRun:
 
     def _measure(self, out: Path, dense: PreTrainedModel) -> dict[str, Any]:
         model, _ = load_checkpoint(str(out))
+        budget = read_manifest(out).budget
         tokens = torch.full((1, self.sweep.scoring.window), 5, device=dense.device)
         runs = {"dense": partial(dense, tokens, use_cache=False), "pruned": partial(model, tokens, use_cache=False)}
         with torch.no_grad():
@@ -183,7 +195,8 @@ class SweepRun:
         return {
             **self._score(model),
             "bytes": measure_weight_bytes(out),
-            "removed": read_manifest(out).budget.met_sparsity,
+            "removed": budget.met_sparsity,
+            "budgets": {limit.name: [limit.asked, limit.planned, limit.met] for limit in budget.limits},
             "speed": seconds["dense"] / seconds["pruned"],
         }
 

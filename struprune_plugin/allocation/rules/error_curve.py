@@ -16,6 +16,7 @@ from struprune_plugin.allocation.rules.rule import (
     make_allocation,
 )
 from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves
+from struprune_plugin.linalg.knapsack import allocate_under_limits
 from struprune_plugin.linalg.rounding import check_budget, round_kept_counts
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
@@ -37,6 +38,7 @@ class ErrorCurve(AllocationRule):
 
     weighs_errors: ClassVar[bool] = True
     empties: ClassVar[bool] = True
+    keeps_limits: ClassVar[bool] = True
     rule: Literal["error_curve"] = "error_curve"
     samples: int = Field(default=16, ge=1)
     trial_samples: int = Field(default=4, ge=0)
@@ -44,9 +46,12 @@ class ErrorCurve(AllocationRule):
 
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
         curves = [statistics[size.name].curve for size in sizes]
-        parameters = (1 - budget.share) * sum(size.num_parameters for size in sizes)
-        kept = allocate_error_curves(sizes, curves, parameters, self.max_sparsity)
-        check_budget(sizes, kept, budget.share)
+        if budget.limits:
+            kept = allocate_under_limits(sizes, curves, budget.limits, self.max_sparsity)
+        else:
+            parameters = (1 - budget.share) * sum(size.num_parameters for size in sizes)
+            kept = allocate_error_curves(sizes, curves, parameters, self.max_sparsity)
+            check_budget(sizes, kept, budget.share)
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
         return make_allocation(sizes, kept, AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity))
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from struprune_plugin.linalg.knapsack import Limit
 from struprune_plugin.linalg.rounding import GroupSize, expand_counts
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.model.units.group import UnitGroup
@@ -25,12 +26,14 @@ class Budget:
     :param num_prunable: how many these are
     :param share: the mean sparsity that the groups to prune need for it
     :param sensitivity: what errors are weighed by, for the record
+    :param limits: all budgets, in the order of the sizes; none where parameters alone are given
     """
 
     sparsity: float
     num_prunable: int
     share: float
     sensitivity: str
+    limits: Sequence[Limit] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class AllocationRule(Config):
     :cvar compares_layers: whether it asks for :attr:`Subject.influence`
     :cvar empties: whether it may leave a module nothing
     :cvar takes_layers: whether layers go whole, and all others stay alike
+    :cvar keeps_limits: whether it takes budgets other than parameters (:attr:`Budget.limits`)
     """
 
     measures: ClassVar[bool] = True
@@ -88,6 +92,7 @@ class AllocationRule(Config):
     compares_layers: ClassVar[bool] = False
     empties: ClassVar[bool] = False
     takes_layers: ClassVar[bool] = False
+    keeps_limits: ClassVar[bool] = False
     rule: str
 
     @property

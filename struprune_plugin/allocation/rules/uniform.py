@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 from struprune_plugin.allocation.rules.rule import (
@@ -13,6 +13,7 @@ from struprune_plugin.allocation.rules.rule import (
     Sizes,
     make_allocation,
 )
+from struprune_plugin.linalg.knapsack import Limit, fit_shares
 from struprune_plugin.linalg.rounding import (
     check_budget,
     measure_uniform_slack,
@@ -22,29 +23,64 @@ from struprune_plugin.linalg.rounding import (
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
 
+_HALVINGS = 20
+
 
 @RULES.register
 class Uniform(AllocationRule):
     """Every group loses the same share."""
 
     measures: ClassVar[bool] = False
+    keeps_limits: ClassVar[bool] = True
     rule: Literal["uniform"] = "uniform"
 
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
-        return allocate_uniformly(sizes, budget.share)
+        return allocate_uniformly(sizes, budget.share, limits=budget.limits)
 
 
-def allocate_uniformly(sizes: Sizes, share: float, allowed: Callable[[str, int], bool] | None = None) -> UnitAllocation:
+def allocate_uniformly(
+    sizes: Sizes,
+    share: float,
+    allowed: Callable[[str, int], bool] | None = None,
+    limits: Sequence[Limit] = (),
+) -> UnitAllocation:
     """Give every group the same sparsity, rounded so that the budget is met.
 
     :param share: sparsity over the groups' own parameters
     :param allowed: where all layers must be of one size: whether a kind of modules may keep n units
+    :param limits: budgets to meet in place of the share
     :raises ValueError: rounding misses the budget
     """
-    if allowed is None:
+    if limits:
+        counts = fit_shares(sizes, [0.0] * len(sizes), limits, 1.0)
+        if allowed is not None:
+            counts = _fit_alike(sizes, allowed, limits)
+    elif allowed is None:
         counts = round_kept_counts(sizes, [share] * len(sizes))
         check_budget(sizes, counts, share)
     else:
         counts = round_uniform_counts(sizes, share, allowed)
         check_budget(sizes, counts, share, measure_uniform_slack(sizes))
     return make_allocation(sizes, counts, AllocationRecord("uniform"))
+
+
+def _fit_alike(sizes: Sizes, allowed: Callable[[str, int], bool], limits: Sequence[Limit]) -> list[int]:
+    """Return counts that are the same for all groups of one kind and meet every budget, at the least sparsity found.
+
+    :raises ValueError: none do
+    """
+    low, high = 0.0, 1 - 1e-6
+    counts = round_uniform_counts(sizes, high, allowed)
+    if not all(limit.fits(counts) for limit in limits):
+        raise ValueError(
+            f"budget: {', '.join(limit.name for limit in limits)} must be met by layers of one size, got none small enough. "
+            "Ask for less, or set output: per_layer."
+        )
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = round_uniform_counts(sizes, middle, allowed)
+        if all(limit.fits(found) for limit in limits):
+            high, counts = middle, found
+        else:
+            low = middle
+    return counts

@@ -6,7 +6,7 @@ import pytest
 
 from struprune_plugin.allocation.curves import CurveMeasurer
 from struprune_plugin.cli import main as cli
-from struprune_plugin.cli.sweep_command import read_pick, read_sparsities
+from struprune_plugin.cli.sweep_command import read_budgets, read_pick, read_sparsities
 from struprune_plugin.modifiers import planning
 from struprune_plugin.storage.files import digest_whole_file
 from struprune_plugin.studies.sweep import SweepRun
@@ -65,6 +65,29 @@ def test_a_sweep_measures_once_and_ends_with_what_single_runs_write(opt, tmp_pat
     monkeypatch.setattr(SweepRun, "prune", fail)
     assert run(opt, folder, "--methods", "default,uniform") == 0
     assert "no other point is smaller and better" in capsys.readouterr().out
+
+
+def test_a_sweep_over_budgets(opt, tmp_path, capsys):
+    """One set of curves serves budgets of any kind."""
+    budgets = ["--budget", "{bytes: 240kB}", "--budget", "{cache: 0.9, parameters: 0.2}", "--budget", "{cache: 0.1}"]
+    assert run(opt, tmp_path / "sweep", *budgets, "--json") == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert set(points) == {"default bytes: 240kB", "default cache: 0.9, parameters: 0.2", "default cache: 0.1"}
+    both = points["default cache: 0.9, parameters: 0.2"]
+    assert both["budgets"]["cache"][2] <= 0.9
+    assert both["removed"] >= 0.2
+    assert "budget: cache must be at least" in points["default cache: 0.1"]["refused"]
+
+
+def test_budgets_of_a_sweep_are_yaml():
+    assert read_budgets(["{cache: 0.5}", "[{cache: 0.5}, {bytes: 9}]"]) == {
+        "cache: 0.5": {"cache": 0.5},
+        "cache: 0.5}, {bytes: 9": [{"cache": 0.5}, {"bytes": 9}],
+    }
+    with pytest.raises(ValueError, match="--budget must be valid YAML"):
+        read_budgets(["{cache: "])
+    with pytest.raises(ValueError, match="--budget: must be given once each"):
+        read_budgets(["{cache: 0.5}", "{cache: 0.5}"])
 
 
 def test_a_sweep_that_was_killed_goes_on(opt, tmp_path, counted, monkeypatch):

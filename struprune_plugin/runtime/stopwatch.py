@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +20,29 @@ def time_runs(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[st
 
     One thread of a CPU is timed by its own seconds: others may share the machine.
     """
+    return {name: min(seconds) for name, seconds in time_rounds(runs, repeats).items()}
+
+
+def time_rounds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each run in every round, as :func:`time_runs` takes them."""
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     clock = time.process_time if alone else time.perf_counter
-    best = dict.fromkeys(runs, float("inf"))
+    found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
             start = clock()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            best[name] = min(best[name], clock() - start)
-    return best
+            found[name].append(clock() - start)
+    return found
+
+
+def compare_rounds(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return the least seconds of one run, and those of another by the median of their ratios in the same rounds: what else the
+    machine does, for longer than a round, changes no ratio."""
+    least = min(first)
+    return least, least * statistics.median(b / a for a, b in zip(first, second, strict=True))
 
 
 @torch.no_grad()

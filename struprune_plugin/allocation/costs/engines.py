@@ -1,0 +1,72 @@
+"""The table of costs that a budget names: of an engine, measured here and now, or of a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from loguru import logger
+from transformers import PreTrainedModel
+
+from struprune_plugin.allocation.costs.cost_table import CostTable, read_table
+from struprune_plugin.allocation.costs.llama_cpp_engine import LlamaCppEngine
+from struprune_plugin.allocation.costs.measure_costs import Engine, Run, check_measurable, measure_costs
+from struprune_plugin.allocation.costs.transformers_engine import TransformersEngine
+from struprune_plugin.export.any_class import replace_conv1d
+from struprune_plugin.export.convert import check_heads
+from struprune_plugin.model.layers import find_layouts
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
+
+ENGINES: dict[str, Callable[[PreTrainedModel, torch.dtype, Run], Engine]] = {
+    "transformers": TransformersEngine,
+    "llama.cpp": LlamaCppEngine,
+}
+_measured: dict[str, CostTable] = {}  # of this process: two stages, or the points of a sweep, share a measurement
+
+
+def list_kinds(model: PreTrainedModel, units: Sequence[str]) -> list[UnitGroup]:
+    """Return the groups of a model's first layer, of the kinds that are named: ``ffn``, ``head``, ``value_channels``; none of which
+    nothing can go."""
+    found: list[UnitGroup] = []
+    for unit in units:
+        groups = find_groups(model, "none") if unit == "ffn" else find_groups(model, unit, prune_ffn=False)  # type: ignore[arg-type]
+        found += [group for group in groups if group.layer_index == 0 and group.num_units > group.num_blocks]
+    return found
+
+
+def list_units(model: PreTrainedModel) -> list[str]:
+    """Return the kinds of units that a model has."""
+    layouts = [layout for _, layout in find_layouts(model)]
+    found = ["ffn"] if any(layout.ffns for layout in layouts) else []
+    if any(layout.attention is not None for layout in layouts):
+        found.append("value_channels")
+        with suppress(ValueError):  # whole heads cannot go
+            check_heads(model)
+            found.append("head")
+    return found
+
+
+def find_table(engine: str, model: PreTrainedModel, dtype: torch.dtype, units: Sequence[str], run: Run) -> CostTable:
+    """Return the table of an engine, or that of a file, of this model.
+
+    :param engine: a name of :data:`ENGINES`, or a path
+    :param dtype: of the weights that an engine is timed with
+    :param units: kinds of units, see :func:`list_kinds`
+    :raises ValueError: a file that is none, or is of another model; a model that cannot be measured
+    """
+    replace_conv1d(model)
+    if engine not in ENGINES:
+        table = read_table(engine)
+        table.check_model(model, engine)
+        return table
+    key = json.dumps([engine, model.config.to_dict(), str(dtype), list(units), vars(run)], default=str)
+    if key not in _measured:
+        check_measurable(model, run)
+        logger.info(
+            f"timing the model's modules in {engine}: {', '.join(run.phases)}, batch {run.batch}, length {run.length}"
+        )
+        _measured[key] = measure_costs(ENGINES[engine](model, dtype, run), model, list_kinds(model, units), run)
+    return _measured[key]

@@ -1,0 +1,98 @@
+"""Time modules in llama.cpp, on files of random weights in the architecture that ``struprune convert --to gguf`` writes."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run, choose_layers
+from struprune_plugin.export.random_gguf import check_random_gguf, write_random_gguf
+from struprune_plugin.export.stock_config import list_sizes
+from struprune_plugin.model.layers import LayerSizes
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.kinds import HEAD, VALUE
+from struprune_plugin.runtime.stopwatch import compare_rounds
+
+_WORKER = Path(__file__).with_name("llama_cpp_worker.py")
+_REPEATS = {"prompt": 5, "token": 25}
+
+
+def time_files(dense: Path, changed: Path, run: Run) -> dict[str, tuple[float, float]]:
+    """Return, by phase, the seconds of two GGUF files in llama.cpp, run by turns, see
+    :func:`~struprune_plugin.runtime.stopwatch.compare_rounds`.
+
+    :raises ValueError: no llama-cpp-python there, or llama.cpp refuses a file
+    """
+    job = {"files": [str(dense), str(changed)], "phases": list(run.phases), "batch": run.batch, "length": run.length}
+    job |= {"threads": torch.get_num_threads(), "repeats": _REPEATS}
+    command = [run.python or sys.executable, "-P", str(_WORKER)]
+    try:
+        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True)
+    except OSError as error:
+        raise ValueError(f"--python: must be a Python with llama-cpp-python, got {error}. Correct the path.") from None
+    if done.returncode:
+        told = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no word")
+        raise ValueError(
+            f"llama.cpp: {command[0]} must have llama-cpp-python and run the files, got {told:.300}. Install it there, or name "
+            "another with --python."
+        )
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    return {phase: compare_rounds(first[phase], second[phase]) for phase in run.phases}
+
+
+class LlamaCppEngine(Engine):
+    """llama.cpp, whose architecture for layers of several sizes pads values to the width of keys.
+
+    :param model: whose shapes are timed; it may be without values
+    :param dtype: of the files' matrices
+    :raises ValueError: another model than a LLaMA
+    """
+
+    name = "llama.cpp"
+    num_whole = 1  # a cache of no layer is none
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run):
+        check_random_gguf(model.config)
+        self.num_layers = choose_layers(model, dtype.itemsize)
+        self._sizes = list_sizes(model)[: self.num_layers]
+        self._config, self._dtype, self._run = model.config, dtype, run
+        self._folder = tempfile.TemporaryDirectory()
+        self._dense = Path(self._folder.name) / "dense.gguf"
+        write_random_gguf(self._config, self._sizes, dtype, self._dense)
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.machine = (
+            f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, llama-cpp-python"
+        )
+
+    def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
+        file = self._dense.with_name("changed.gguf")
+        whole = 0 if change is not None and change.units else self.num_whole
+        rest = [] if change is None else [_resize(size, change) for size in self._sizes[whole:]]
+        sizes = [*self._sizes[:whole], *rest]
+        write_random_gguf(self._config, sizes, self._dtype, file)
+        return time_files(self._dense, file, self._run)
+
+    def can_remove(self, group: UnitGroup) -> bool:
+        return not group.unit.is_ffn  # of a layer without an FFN, llama.cpp passes over attention, too
+
+    def is_flat(self, group: UnitGroup) -> bool:
+        return group.unit is VALUE
+
+
+def _resize(size: LayerSizes, change: Change) -> LayerSizes:
+    """Return the sizes of a layer in which one module has other units."""
+    if change.group.unit.is_ffn:
+        return replace(size, width=change.units)
+    heads = change.units if change.group.unit is HEAD else size.num_key_value_heads * (change.units > 0)
+    return replace(
+        size, num_key_value_heads=heads, num_heads=heads * size.num_heads // max(size.num_key_value_heads, 1)
+    )

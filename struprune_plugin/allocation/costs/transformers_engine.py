@@ -1,0 +1,141 @@
+"""Time modules in transformers, as the run that prunes leaves them."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run, choose_layers
+from struprune_plugin.export.any_class import replace_conv1d
+from struprune_plugin.export.convert import adopt_attention, can_narrow
+from struprune_plugin.model.layers import find_decoder_layers, find_linear
+from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.tiny import draw_tokens, find_class
+from struprune_plugin.model.surgery import cut_units
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.kinds import VALUE
+from struprune_plugin.runtime.stopwatch import compare_rounds, time_rounds
+
+_REPEATS = {"prompt": 5, "token": 25}
+
+
+class TransformersEngine(Engine):
+    """transformers, with the attention and the linears that pruned models have.
+
+    :param model: whose shapes are timed; it may be without values
+    :param dtype: of the weights that are timed
+    """
+
+    name = "transformers"
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run):
+        config = copy.deepcopy(model.config)
+        self.num_layers = choose_layers(model, dtype.itemsize)
+        config.num_hidden_layers = self.num_layers
+        if isinstance(getattr(config, "layer_types", None), list):
+            config.layer_types = config.layer_types[: self.num_layers]
+        kind, part = find_class(config, type(model))
+        self._device = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self._dense = kind._from_config(part, dtype=dtype).to(self._device).eval()
+        replace_conv1d(self._dense)
+        self._whole = copy.deepcopy(self._dense)
+        if can_narrow(self._whole):
+            adopt_attention(self._whole, ())
+        self.dtype, self._run = str(dtype).removeprefix("torch."), run
+        where = (
+            torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+        )
+        self.machine = f"{where}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        self._tokens = draw_tokens(config, run.batch, run.length).to(self._device)
+
+    @torch.no_grad()
+    def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
+        changed = copy.deepcopy(self._whole)
+        if change is None:
+            changed.set_submodule(locate_layers(changed), nn.ModuleList())
+        elif not change.units:
+            self._remove(changed, change.group)
+        elif change.units < change.group.num_units:
+            self._cut(changed, change)
+        return time_pair(self._dense, changed, self._run, self._tokens)
+
+    def _cut(self, model: PreTrainedModel, change: Change) -> None:
+        unit: Any = "none" if change.group.unit.is_ffn else change.group.kind
+        groups = [group for group in find_groups(model, unit) if group.consumer == change.group.consumer]
+        if change.group.unit is VALUE and not can_narrow(self._dense):
+            adopt_attention(model, groups)
+        cut_units(model, groups, {group.name: change.units for group in groups})
+
+    def _remove(self, model: PreTrainedModel, group: UnitGroup) -> None:
+        """Let the modules of one kind give zeros in every layer, without doing anything."""
+        names = [group.attention] if group.attention else [group.consumer.rpartition(".")[0]]
+        for _, layer in find_decoder_layers(model):
+            if names[0]:
+                layer.set_submodule(names[0], _Nothing(is_attention=bool(group.attention)))
+            else:  # linears that lie in the layer itself: one column is next to nothing
+                for name in group.producers:
+                    layer.set_submodule(name, _First())
+                layer.set_submodule(group.consumer, _Nothing(False, find_linear(layer, group.consumer).out_features))
+
+
+class _Nothing(nn.Module):
+    """A sublayer that adds zeros to the residual stream."""
+
+    def __init__(self, is_attention: bool, width: int = 0):
+        super().__init__()
+        self._is_attention, self._width = is_attention, width
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        width = self._width or hidden_states.shape[-1]
+        zeros = hidden_states.new_zeros(()).expand(*hidden_states.shape[:-1], width)
+        return (zeros, None) if self._is_attention else zeros
+
+
+class _First(nn.Module):
+    """A linear that hands on one channel."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states[..., :1]
+
+
+@torch.no_grad()
+def time_pair(
+    dense: PreTrainedModel, changed: PreTrainedModel, run: Run, tokens: Tensor
+) -> dict[str, tuple[float, float]]:
+    """Return, by phase, the seconds of two models, run by turns, see :func:`~struprune_plugin.runtime.stopwatch.compare_rounds`.
+
+    :param tokens: the prompt, shape [batch, length], on the models' device
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for phase in run.phases:
+        make = _make_prompt if phase == "prompt" else _make_token
+        runs = {"dense": make(dense, tokens), "changed": make(changed, tokens)}
+        for warm_up in runs.values():
+            warm_up()
+        rounds = time_rounds(runs, _REPEATS[phase])
+        found[phase] = compare_rounds(rounds["dense"], rounds["changed"])
+    return found
+
+
+def _make_prompt(model: PreTrainedModel, tokens: Tensor) -> Any:
+    """Return a run over a prompt that fills a cache and gives the last token's logits, as generation begins."""
+    return partial(model, tokens, use_cache=True, logits_to_keep=1)
+
+
+def _make_token(model: PreTrainedModel, tokens: Tensor) -> Any:
+    """Return a run over one token more than the cache holds, which then holds it, too."""
+    cache = DynamicCache(config=model.config)
+    model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return partial(model, tokens[:, -1:], past_key_values=cache, use_cache=True)

@@ -1,0 +1,66 @@
+"""``struprune costs``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from struprune_plugin.cli.console import Screen
+from struprune_plugin.cli.options import Device, Dtype, Model, check_names, option, prepare, whole
+
+_PHASES, _UNITS = ("prompt", "token"), ("ffn", "value_channels", "head")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What is timed, and where."""
+
+    output: Annotated[Path, option("the file to write, for a recipe's budget.engine", "FILE.json")]
+    engine: Annotated[str, option("transformers, or llama.cpp by llama-cpp-python", "NAME")] = "transformers"
+    phases: Annotated[str, option("prompt, token or both", "a,b")] = "prompt,token"
+    units: Annotated[str, option("kinds of units; all that the model has if unset", "a,b")] = ""
+    batch: Annotated[int, whole("sequences at a time")] = 1
+    length: Annotated[int, whole("tokens of the prompt, or in the cache")] = 512
+    python: Annotated[str, option("a Python that has llama-cpp-python; this one if unset", "PATH")] = ""
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+
+
+def costs(model: Model, timing: Timing, screen: Screen) -> None:
+    """Time a model's own modules by how many units they keep, for budgets in seconds.
+
+    Run it on the machine that will serve, in the engine that will: models of a few layers, of random weights and the model's own
+    sizes, one kind of modules cut at a time. The file says what each kind costs at every width; `--budget
+    '{speedup: 1.3, engine: FILE.json}'` prunes by it, on this machine or another. Minutes; nothing is calibrated.
+    """
+    phases = _split("--phases", timing.phases, _PHASES)
+    units = _split("--units", timing.units, _UNITS) if timing.units else []
+    check_names(timing.device, None, [model], [])
+    prepare(timing.device, screen)
+    from struprune_plugin.allocation.costs.cost_table import write_table
+    from struprune_plugin.allocation.costs.engines import ENGINES, find_table, list_units
+    from struprune_plugin.allocation.costs.measure_costs import Run
+    from struprune_plugin.reporting.cost_summary import format_costs
+    from struprune_plugin.storage.files import check_place
+    from struprune_plugin.studies.sizes import read_shapes
+
+    if timing.engine not in ENGINES:
+        raise ValueError(f"--engine: must be {' or '.join(ENGINES)}, got {timing.engine!r}. Correct it.")
+    check_place("--output", timing.output.absolute().parent)
+    shapes = read_shapes(model, timing.dtype)
+    run = Run(phases, timing.batch, timing.length, timing.python)  # type: ignore[arg-type]
+    table = find_table(timing.engine, shapes.model, shapes.dtype, units or list_units(shapes.model), run)
+    write_table(table, timing.output)
+    screen.show(table.model_dump(), *format_costs(table), f"wrote {timing.output}")
+
+
+def _split(where: str, text: str, known: tuple[str, ...]) -> list[str]:
+    """Return names with commas between them.
+
+    :raises ValueError: one that is not known
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not set(names) <= set(known) or len(set(names)) < len(names):
+        raise ValueError(f"{where}: must be of {', '.join(known)}, with commas between them, got {text!r}. Correct it.")
+    return names

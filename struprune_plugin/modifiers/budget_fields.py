@@ -1,0 +1,78 @@
+"""The recipe's ``budget``: what the pruned model may take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from struprune_plugin.storage.files import read_bytes
+from struprune_plugin.storage.registry import Config
+
+_OF_SPEED = ("phase", "batch", "length", "engine")
+
+
+class BudgetConfig(Config):
+    """What the pruned model may take: one budget or several, all of which are met.
+
+    :param parameters: fraction of the parameters that ``sparsity`` counts to remove; ``sparsity`` is short for it
+    :param bytes: of the saved weights at most, embeddings and the bits of a quantiser that follows counted: a number, or digits
+        before kB, MB or GB
+    :param cache: of the dense model's bytes of keys and values per token, the fraction to be left
+    :param speedup: the dense model's seconds over the pruned one's
+    :param phase: ``prompt``: the tokens of a prompt at once; ``token``: one token more, all before it in the cache
+    :param batch: sequences at a time
+    :param length: tokens of the prompt, or in the cache
+    :param engine: where the time is measured: ``transformers``, timed by the run itself; or the file that ``struprune costs``
+        wrote on the machine that will serve
+    """
+
+    parameters: float | None = Field(default=None, ge=0, lt=1)
+    bytes: Annotated[int | None, BeforeValidator(lambda v: read_bytes(v) if isinstance(v, str) else v)] = Field(
+        default=None, ge=1
+    )
+    cache: float | None = Field(default=None, gt=0, le=1)
+    speedup: float | None = Field(default=None, ge=1, le=1000)
+    phase: Literal["prompt", "token"] = "token"
+    batch: int = Field(default=1, ge=1)
+    length: int = Field(default=512, ge=1)
+    engine: str = "transformers"
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> BudgetConfig:
+        kinds = ("parameters", "bytes", "cache", "speedup")
+        if all(getattr(self, name) is None for name in kinds):
+            raise ValueError(
+                f"must give {', '.join(kinds[:-1])} or {kinds[-1]}, got none of them. Give one or several."
+            )
+        idle = [name for name in _OF_SPEED if getattr(self, name) != type(self).model_fields[name].default]
+        if self.speedup is None and idle:
+            raise ValueError(f"has no use for {', '.join(idle)} without speedup. Remove them, or give a speedup.")
+        return self
+
+
+def read_budgets(value: Any) -> Any:
+    """Return a list of budgets, of which a recipe may write a single one without its brackets."""
+    return [value] if isinstance(value, (dict, BudgetConfig)) else [] if value is None else value
+
+
+def split_parameters(values: Any) -> Any:
+    """Return a modifier's fields with what a budget says of parameters in ``sparsity``, which is short for it.
+
+    :raises ValueError: two different fractions
+    """
+    budgets = read_budgets(values.get("budget")) if isinstance(values, dict) else None
+    if not budgets or not isinstance(budgets, list):
+        return values
+    rest, sparsity = [], values.get("sparsity")
+    for part in budgets:
+        given = part.model_dump(exclude_unset=True) if isinstance(part, BudgetConfig) else part
+        told = given.get("parameters") if isinstance(given, dict) else None
+        if told is None:
+            rest.append(part)
+            continue
+        if sparsity not in (None, told):
+            raise ValueError(f"budget.parameters must be {sparsity!r}, as is said beside it, got {told!r}. Give one.")
+        sparsity, left = told, {name: value for name, value in given.items() if name != "parameters"}
+        rest += [left] if left else []
+    return {**values, "sparsity": sparsity, "budget": rest}

@@ -1,0 +1,242 @@
+"""What a run's budgets ask of the model at hand: costs of every group by how many units it keeps, and how much there may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from llmcompressor.modifiers import Modifier
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from struprune_plugin.allocation.costs.cost_table import find_costs
+from struprune_plugin.allocation.costs.engines import find_table
+from struprune_plugin.allocation.costs.measure_costs import Run
+from struprune_plugin.linalg.knapsack import Limit, find_least, fit_shares
+from struprune_plugin.linalg.rounding import GroupSize
+from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.budget_fields import BudgetConfig
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.weight_bytes import (
+    count_cache_bytes,
+    count_weight_bytes,
+    measure_group_bytes,
+    measure_group_cache,
+)
+from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.limit_record import LimitRecord
+
+_LEAST = 1e-9  # of a budget, that a sum in float64 may lack
+
+
+@dataclass(frozen=True)
+class Target:
+    """One budget of a run, and what is known of its cost.
+
+    :param name: ``parameters``, ``bytes``, ``cache``, or a speed's phase and engine
+    :param asked: in the recipe's terms
+    :param dense: what the model takes before it is pruned
+    :param fixed: what is taken however few units stay
+    :param most: what may be taken in all
+    :param costs: of every group of a plan, in the order of its sizes, see :class:`~struprune_plugin.linalg.knapsack.Limit`
+    """
+
+    name: str
+    asked: float
+    dense: float
+    fixed: float
+    most: float
+    costs: Sequence[Tensor]
+
+    @property
+    def limit(self) -> Limit:
+        """The budget as allocation takes it."""
+        return Limit(self.name, self.costs, self.most - self.fixed)
+
+    def tell(self, total: float) -> float:
+        """Return what a total cost is in the recipe's terms."""
+        if self.name == "parameters":
+            return 1 - total / self.dense
+        return total if self.name == "bytes" else total / self.dense if self.name == "cache" else self.dense / total
+
+    def show(self, value: float) -> str:
+        """Return a value in the recipe's terms, for people."""
+        return format_bytes(value) if self.name == "bytes" else f"{value:.4g}"
+
+
+def find_targets(
+    modifier: StructuredModifier,
+    model: PreTrainedModel,
+    groups: Sequence[UnitGroup],
+    sizes: Sequence[GroupSize],
+    later: Sequence[Modifier],
+    dtype: torch.dtype,
+) -> tuple[Target, ...]:
+    """Return the budgets of a recipe; none where it gives the sparsity alone, which needs no costs but parameters.
+
+    :param later: the modifiers that follow in the recipe
+    :param dtype: of the weights as they are loaded
+    :raises ValueError: a budget that the groups cannot meet, or a rule that does not take it
+    """
+    if not modifier.budget:
+        return ()
+    _check_methods(modifier)
+    by_name, item = {group.name: group for group in groups}, dtype.itemsize
+    targets = []
+    if modifier.sparsity is not None:
+        prunable = count_prunable_parameters(model, modifier.experts is not None)
+        costs = [
+            torch.tensor([float(s.find_cost(k)) for k in range(s.num_units + 1)], dtype=torch.float64) for s in sizes
+        ]
+        targets.append(_place("parameters", modifier.sparsity, prunable, (1 - modifier.sparsity) * prunable, costs))
+    for part in modifier.budget:
+        if part.bytes is not None:
+            costs = _add_up(sizes, by_name, lambda group: measure_group_bytes(model, group, item, later))
+            targets.append(_place("bytes", part.bytes, count_weight_bytes(model, item, later), part.bytes, costs))
+        if part.cache is not None:
+            costs, dense = (
+                _add_up(sizes, by_name, lambda group: measure_group_cache(model, group, item, later)),
+                count_cache_bytes(model, item, ()),
+            )
+            quantised = count_cache_bytes(model, item, later)
+            targets.append(_place("cache", part.cache, quantised, part.cache * dense, costs, dense))
+        if part.speedup is not None and not getattr(modifier, "replay", None):  # whose plan needs no clock
+            targets.append(_find_speed_target(part, model, sizes, by_name, dtype))
+    for target in targets:
+        _check_reach(target, sizes, modifier.allocation.most or 1.0)
+    return tuple(targets)
+
+
+def _find_speed_target(
+    part: BudgetConfig,
+    model: PreTrainedModel,
+    sizes: Sequence[GroupSize],
+    groups: Mapping[str, UnitGroup],
+    dtype: torch.dtype,
+) -> Target:
+    """Return the budget of a phase's time.
+
+    :raises ValueError: no table of this model and phase, or none that can be measured
+    """
+    assert part.speedup is not None
+    kinds = list(dict.fromkeys(group.kind for group in groups.values()))
+    table = find_table(part.engine, model, dtype, kinds, Run((part.phase,), part.batch, part.length))
+    phase = table.find_phase(part.phase, part.batch, part.length, part.engine)
+    costs = _add_up(sizes, groups, lambda group: find_costs(phase, model, group, part.engine))
+    name = f"speedup, {part.phase}, {table.engine}"
+    return _place(name, part.speedup, phase.whole, phase.dense / part.speedup, costs, phase.dense)
+
+
+def _check_methods(modifier: StructuredModifier) -> None:
+    """Refuse methods that know no budget but parameters.
+
+    :raises ValueError: the same
+    """
+    named = {
+        name for part in modifier.budget for name in ("bytes", "cache", "speedup") if getattr(part, name) is not None
+    }
+    told = ", ".join(sorted(named))
+    if not modifier.allocation.keeps_limits:
+        raise ValueError(
+            f"budget: must give parameters alone for allocation: {modifier.allocation.rule}, which spreads nothing else, got "
+            f"{told}. Give sparsity, or set allocation: error_curve."
+        )
+    if modifier.experts is not None and modifier.experts.drops:
+        raise ValueError(
+            f"budget: must give parameters alone for experts: {modifier.experts.units}, got {told}. Give sparsity, or set experts: "
+            "channels."
+        )
+    if modifier.importance.aims and modifier.sparsity is None:
+        raise ValueError(
+            f"budget: must give parameters for importance: {modifier.importance.method}, whose scores depend on the sparsity, got "
+            f"{told} alone. Give sparsity, too, or another importance."
+        )
+
+
+def _place(
+    name: str, asked: float, whole: float, most: float, costs: Sequence[Tensor], dense: float | None = None
+) -> Target:
+    """Return a target; what the groups do not account for stays.
+
+    :param whole: what the model takes with all units kept
+    :param dense: what it takes now, where that is another number: no quantiser has run yet
+    """
+    fixed = whole - sum(float(cost[-1]) for cost in costs)
+    return Target(name, asked, whole if dense is None else dense, fixed, most * (1 + _LEAST), costs)
+
+
+def _add_up(
+    sizes: Sequence[GroupSize], groups: Mapping[str, UnitGroup], measure: Callable[[UnitGroup], Tensor]
+) -> list[Tensor]:
+    """Return the costs of every size, those of its members added up."""
+    found = []
+    for size in sizes:
+        members = size.members or ((size.name, 1),)
+        found.append(torch.stack([measure(groups[name])[::factor] for name, factor in members]).sum(0))
+    return found
+
+
+def _check_reach(target: Target, sizes: Sequence[GroupSize], most: float) -> None:
+    """Refuse a budget that the fewest units exceed.
+
+    :raises ValueError: the same, with what can be reached
+    """
+    least = find_least(sizes, most)
+    if not target.limit.fits(least):
+        reached = target.tell(target.fixed + target.limit.add_up(least))
+        order = "at most" if target.name == "parameters" or target.name.startswith("speedup") else "at least"
+        raise ValueError(
+            f"budget: {target.name} must be {order} {target.show(reached)}, which the fewest units of the modules come to, got "
+            f"{target.show(target.asked)}. Ask for less, or prune more kinds of units."
+        )
+
+
+def find_mean_sparsity(sizes: Sequence[GroupSize], targets: Sequence[Target], most: float | None) -> float:
+    """Return the mean sparsity that the groups need, all of one, to meet every budget.
+
+    :param most: sparsity of a module; None for no bound
+    """
+    kept = fit_shares(sizes, [0.0] * len(sizes), [target.limit for target in targets], most or 1.0)
+    left = sum(count * size.unit_cost for count, size in zip(kept, sizes, strict=True))
+    return 1 - left / sum(size.num_parameters for size in sizes)
+
+
+def describe_targets(
+    targets: Sequence[Target], sizes: Sequence[GroupSize], kept: Mapping[str, int], met: Mapping[str, float]
+) -> list[LimitRecord]:
+    """Return, for the manifest, what was asked, planned and met of every budget.
+
+    :param kept: units by group name
+    :param met: total costs of the pruned model itself, by the name of a target; of others nothing is known yet
+    """
+    counts = [kept[size.name] for size in sizes]
+    records = []
+    for target in targets:
+        modules = {s.name: float(cost[k]) for s, cost, k in zip(sizes, target.costs, counts, strict=True)}
+        total = target.fixed + sum(modules.values())
+        told = met.get(target.name)
+        records.append(
+            LimitRecord(
+                name=target.name,
+                asked=target.asked,
+                planned=target.tell(total),
+                met=None if told is None else target.tell(told),
+                dense=target.dense,
+                fixed=target.fixed,
+                modules=modules,
+            )
+        )
+    return records
+
+
+def measure_met(model: PreTrainedModel, targets: Sequence[Target], later: Sequence[Modifier]) -> dict[str, float]:
+    """Return what the pruned model itself takes of the budgets that can be counted, by their names."""
+    item, names = model.dtype.itemsize, {target.name for target in targets}
+    found: dict[str, float] = {}
+    if "bytes" in names:
+        found["bytes"] = count_weight_bytes(model, item, later)
+    if "cache" in names:
+        found["cache"] = count_cache_bytes(model, item, later)
+    return found

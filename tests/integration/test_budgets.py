@@ -1,0 +1,184 @@
+"""Budgets other than parameters: met in the saved model, alone and together; refused by name where they cannot be."""
+
+import itertools
+
+import pytest
+import torch
+from helpers.models import make_dataset, run_oneshot, save_wide_llama, save_wide_opt
+from transformers import AutoModelForCausalLM
+
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_manifest
+
+DENSE_CACHE = 2 * 2 * (16 + 16) * 4  # llama: layers, KV heads, channels of keys and values, bytes of float32
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_wide_llama(tmp_path_factory.mktemp("llama"))
+
+
+def run(model, out, recipe=None, **fields):
+    fields = {} if recipe else {"allocation": {"rule": "error_curve", "trial_samples": 2}, **fields}
+    return run_oneshot(str(model), recipe, make_dataset(16), num_calibration_samples=16, output_dir=str(out), **fields)
+
+
+def read_limits(out):
+    return {record.name: record for record in read_manifest(out).budget.limits}
+
+
+def cache_bytes(model):
+    """Count what a token really adds to the cache."""
+    with torch.no_grad():
+        layers = model(torch.arange(4, 12)[None], use_cache=True).past_key_values.layers
+    return sum(part.shape[1] * part.shape[3] * 4 for layer in layers for part in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("rule", ["error_curve", "uniform"])
+def test_bytes_are_those_of_the_saved_weights_to_within_a_unit(llama, tmp_path, rule):
+    asked = round(0.88 * measure_weight_bytes(llama))
+    rule = {"rule": rule, "trial_samples": 2} if rule == "error_curve" else rule
+    run(llama, tmp_path / "out", budget={"bytes": asked}, allocation=rule)
+    record, held = read_limits(tmp_path / "out")["bytes"], measure_weight_bytes(tmp_path / "out")
+    unit = 3 * 64 * 4  # a channel of an FFN, or two value channels
+    assert record.met == record.planned
+    assert asked - unit <= record.planned <= asked
+    assert abs(held - record.planned) < 0.01 * held, "the header's guess"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded(torch.arange(4, 20)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("save", "asked"), [(save_wide_llama, 1_085_000), (save_wide_opt, 660_000)])
+def test_bytes_count_the_bits_of_a_quantiser_that_follows(save, asked, tmp_path):
+    model = save(tmp_path / "model")
+    recipe = """
+        prune_stage:
+          prune_modifiers:
+            StruPruneModifier: {{budget: {{bytes: {asked}}}, allocation: {{rule: error_curve, trial_samples: 0}}}}
+        quant_stage:
+          quant_modifiers:
+            GPTQModifier:
+              ignore: [lm_head]
+              config_groups:
+                g: {{targets: [Linear], weights: {{num_bits: 4, type: int, strategy: group, group_size: 16, symmetric: {sym}}}}}
+    """
+    for symmetric in ("true", "false"):
+        out = tmp_path / f"out-{symmetric}"
+        run(model, out, recipe.format(asked=asked, sym=symmetric))
+        record = read_limits(out)["bytes"]
+        assert record.planned <= asked
+        assert abs(measure_weight_bytes(out) - record.planned) < 0.01 * record.planned
+
+
+@pytest.mark.parametrize(("unit", "asked"), [("head", 0.5), ("value_channels", 0.75)])
+def test_cache_is_the_fraction_asked_for_and_nothing_else_goes(llama, tmp_path, unit, asked):
+    run(llama, tmp_path / "out", budget={"cache": asked}, attention_unit=unit)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    record, manifest = read_limits(tmp_path / "out")["cache"], read_manifest(tmp_path / "out")
+    assert record.dense == DENSE_CACHE
+    assert record.met == record.planned == cache_bytes(loaded) / DENSE_CACHE <= asked
+    assert record.met > asked - 32 * 4 / DENSE_CACHE
+    assert all(group.kept == group.num_units for group in manifest.groups if group.kind == "ffn")
+
+
+def test_several_budgets_are_all_met(llama, tmp_path):
+    asked = round(0.85 * measure_weight_bytes(llama))
+    budgets = [{"bytes": asked, "cache": 0.8}, {"parameters": 0.25}]
+    run(llama, tmp_path / "out", budget=budgets)
+    limits, manifest = read_limits(tmp_path / "out"), read_manifest(tmp_path / "out")
+    assert set(limits) == {"parameters", "bytes", "cache"}
+    assert limits["bytes"].met <= asked
+    assert limits["cache"].met <= 0.8
+    assert limits["parameters"].met == pytest.approx(manifest.budget.met_sparsity, abs=1e-9)
+    assert manifest.budget.met_sparsity >= 0.25
+    told = summarize_manifest(manifest, tmp_path / "out")
+    assert all(f"budget: {name}" in told for name in limits)
+    totals = {name: record.fixed + sum(record.modules.values()) for name, record in limits.items()}
+    assert totals["bytes"] == pytest.approx(limits["bytes"].planned)
+
+
+def test_an_allocator_stage_takes_a_budget(llama, tmp_path):
+    stages = [
+        SparsityAllocatorModifier(budget={"cache": 0.75}, allocation="error_curve"),
+        StruPruneModifier(budget={"cache": 0.75}),
+    ]
+    run(llama, tmp_path / "out", stages)
+    assert read_limits(tmp_path / "out")["cache"].met <= 0.75
+
+
+def test_parameters_in_a_budget_are_the_sparsity():
+    assert StruPruneModifier(budget={"parameters": 0.3}).dump_fields() == StruPruneModifier(sparsity=0.3).dump_fields()
+    both = StruPruneModifier(sparsity=0.3, budget={"parameters": 0.3, "cache": 0.5})
+    assert both.sparsity == 0.3
+    assert StruPruneModifier(**both.dump_fields()).dump_fields() == both.dump_fields()
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"),
+    [
+        ({}, "must give parameters, bytes, cache or speedup, got none"),
+        ({"cache": 0.5, "phase": "prompt"}, "has no use for phase without speedup"),
+        ({"bytes": "400MiB"}, "must be a number of bytes, e.g. 500MB or 4GB, got '400MiB'"),
+        ({"speedup": 0.5}, "greater than or equal to 1"),
+    ],
+)
+def test_a_budget_that_means_nothing_is_refused(budget, told):
+    with pytest.raises(ValueError, match=told):
+        StruPruneModifier(budget=[budget])
+    with pytest.raises(ValueError, match=r"budget.parameters must be 0.2, as is said beside it, got 0.3"):
+        StruPruneModifier(sparsity=0.2, budget={"parameters": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"budget": {"cache": 0.3}}, r"^budget: cache must be at least 0\.\d+, .*, got 0\.3\. Ask for less"),
+        ({"budget": {"bytes": 5000}}, r"^budget: bytes must be at least .* MB, .*, got 5 kB"),
+        ({"budget": {"cache": 0.9}, "allocation": "owl"}, "parameters alone for allocation: owl, .* got cache"),
+        (
+            {"budget": {"cache": 0.9, "bytes": 10**6}, "allocation": "softmax"},
+            "allocation: softmax, .* got bytes, cache",
+        ),
+        ({"budget": {"cache": 0.9}, "importance": "l0"}, "importance: l0, whose scores depend on the sparsity"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_before_any_work(llama, tmp_path, fields, told):
+    with pytest.raises(ValueError, match=told):
+        run(llama, tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_on_the_command_line_replaces_the_recipes_sparsity():
+    modifier = load_recipe("struprune", changes={"budget": {"cache": 0.5}}).modifiers[0]
+    assert (modifier.sparsity, [part.cache for part in modifier.budget]) == (None, [0.5])
+    both = load_recipe("struprune", changes={"budget": {"cache": 0.5}, "sparsity": 0.1}).modifiers[0]
+    assert (both.sparsity, both.budget[0].cache) == (0.1, 0.5)
+
+
+def test_trials_keep_to_the_budgets(llama, tmp_path, monkeypatch):
+    """Allocations nearer to uniform are tried, too; each must fit."""
+    import struprune_plugin.modifiers.planning as planning
+
+    tried = []
+    real = planning.Trial
+
+    def watch(model, groups, plans, *rest):
+        tried[:] = [plan.kept for plan in plans]  # the last ones; those before are blocks of modules, tried alone
+        return real(model, groups, plans, *rest)
+
+    monkeypatch.setattr(planning, "Trial", watch)
+    run(
+        llama,
+        tmp_path / "out",
+        budget={"cache": 0.8, "parameters": 0.2},
+        allocation={"rule": "error_curve", "trial_samples": 4},
+    )
+    groups = {group.name: group for group in read_manifest(tmp_path / "out").groups}
+    assert len(tried) > 1
+    for plan in tried:
+        values = sum(count * 4 for name, count in plan.items() if groups[name].kind == "value_channels")
+        assert values + DENSE_CACHE / 2 <= 0.8 * DENSE_CACHE
+        removed = sum((groups[name].num_units - count) * groups[name].unit_cost for name, count in plan.items())
+        assert removed >= 0.2 * read_manifest(tmp_path / "out").budget.prunable_parameters
+    assert len(list(itertools.groupby(map(str, tried)))) == len(tried)

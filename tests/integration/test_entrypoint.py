@@ -29,7 +29,7 @@ def broken_model(tmp_path, name, value=float("inf")):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "sparsity must be given where no SparsityAllocatorModifier stage comes before"),
+        ({}, "sparsity or budget must be given where no SparsityAllocatorModifier stage comes before"),
         ({"sparsity": 0.9, "attention_unit": "none"}, r"removable .* Lower sparsity to at most 0\.\d+"),
         ({"sparsity": 0.3, "targets": ["re:.*nothing"]}, "'re:.*nothing' must match"),
         ({"sparsity": 0.3, "width_multiple": 64}, r"at most the width 40, got 64 \(width_multiple: 64\)"),

@@ -56,7 +56,7 @@ def work(opt, texts):
 
 
 def test_every_row_spells_every_field():
-    free = {"sparsity", "targets", "ignore", "replay", "memory_budget"}
+    free = {"sparsity", "budget", "targets", "ignore", "replay", "memory_budget"}
     known = set(StruPruneModifier.model_fields) - set(Modifier.model_fields) - free
     memory = {"memory", "memory_budget", "checkpoint_steps", "compute"}
     lora = set(RecoveryConfig.model_fields) - {"weights", "data", "micro_batch_size"} - memory

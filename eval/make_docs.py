@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import re
 import sys
 import types
@@ -243,7 +244,7 @@ def make_files() -> dict[Path, str]:
     """Return what every file that is made from the code and the tables must hold."""
     return {
         RECIPES: replace_fields(RECIPES.read_text(encoding="utf-8")),
-        PLOT: draw_bars(read_quality(RESULTS.read_text(encoding="utf-8"))),
+        PLOT: draw_peers(*read_peers(RESULTS.read_text(encoding="utf-8"))),
     }
 
 
@@ -500,49 +501,75 @@ def describe_range(name: str, field: FieldInfo) -> str:
 
 # -- plot -----------------------------------------------------------------------------------------------------------
 
-_DENSE = 80.39  # opt-mini on WikiText-2, see docs/results.md
-_SHOWN = {  # how a row of the tables begins -> its label; a later row of the same beginning takes the place of an earlier one
-    "SliceGPT": "SliceGPT",
-    "wanda, heads": "wanda, re-solved",
-    "FASP": "FASP",
-    "OSSCAR": "OSSCAR",
-    "commit": "StruPrune, default",
-}
+_SECTION, _SIZES = (
+    "A real model",
+    ("20 %", "30 %", "50 %"),
+)  # of docs/results.md: the table that is drawn has these columns
+_DEFAULT = "default"  # the label of our own row
 
 
-def read_quality(page: str) -> dict[str, tuple[float, str]]:
-    """Return label -> (perplexity of opt-mini at 30 % on WikiText-2, what the cell adds) from the tables of a page."""
-    found = {}
-    for line in page.partition("## Quality")[2].partition("\n## ")[0].splitlines():
+def read_peers(page: str) -> tuple[float, dict[str, list[tuple[float, float]]]]:
+    """Return the dense perplexity and, by method, (percent removed, perplexity on WikiText-2), from the tables of a page.
+
+    The table is the last of its section whose header has all the sizes; a cell reads ``WikiText-2 / books (removed)``.
+    """
+    section = page.partition(f"\n## {_SECTION}\n")[2].partition("\n## ")[0]
+    dense, rows, columns = 0.0, {}, {}
+    for line in section.splitlines():
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-        label = next((label for start, label in _SHOWN.items() if cells[0].startswith(start)), "")
-        match = re.match(r"([\d.]+) / [\d.]+(.*)", cells[1]) if label and len(cells) > 1 else None
-        if match:
-            found[label] = (float(match[1]), match[2].strip())
-    return {label: found[label] for label in _SHOWN.values()}
+        if cells[0] == "dense" and (match := re.match(r"[\d.]+", cells[1])):
+            dense = dense or float(match[0])
+        if set(_SIZES) <= set(cells):
+            columns, rows = {cells.index(size): float(size.rstrip(" %")) for size in _SIZES}, {}
+        elif not line.startswith("|"):
+            columns = {}
+        for column, size in columns.items():
+            if match := re.match(r"([\d.]+) / [\d.]+(?: \(([\d.]+) %\))?$", cells[column]):
+                rows.setdefault(cells[0], []).append((float(match[2] or size), float(match[1])))
+    return dense, rows
 
 
-def draw_bars(rows: dict[str, tuple[float, str]]) -> str:
-    """Return an SVG of horizontal bars from zero, and a line at the dense model."""
-    scale, left, pitch = 3.2, 150, 24  # pixels a point of perplexity; of the labels; of a row
-    height, width = pitch * len(rows) + 26, 720
-    dense = left + scale * _DENSE
+def draw_peers(dense: float, rows: dict[str, list[tuple[float, float]]]) -> str:
+    """Return an SVG of perplexity, on a logarithmic scale, against the share that was removed; a line per method."""
+    left, top, width, height = 62, 14, 520, 292
+    low, high = 0.9 * dense, 1.1 * max(value for points in rows.values() for _, value in points)
+    furthest = 55.0  # percent
+
+    def place(removed: float, value: float) -> tuple[float, float]:
+        share = math.log(value / low) / math.log(high / low)
+        return left + width * removed / furthest, top + height * (1 - share)
+
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 350" width="720" height="350" role="img" '
+        'font-family="sans-serif" font-size="13"><title>Perplexity of SmolLM2-135M against the share removed</title>',
+        '<rect width="720" height="350" fill="white"/>',
     ]
-    for index, (label, (value, note)) in enumerate(rows.items()):
-        top, color = pitch * index + 4, "#2b6cb0" if label.startswith("StruPrune") else "#a0aec0"
-        said = f"{value:.2f} {note}".strip()
+    for value in (50, 100, 200, 400, 800):
+        _, y = place(0, value)
+        lines.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}" stroke="#e2e8f0"/>')
+        lines.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value}</text>')
+    for removed in range(0, 51, 10):
+        x, y = place(removed, low)
+        lines.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{removed} %</text>')
+    ends = {name: place(*points[-1])[1] for name, points in rows.items()}
+    taken = -math.inf
+    for name in sorted(rows, key=ends.__getitem__):  # labels from the top, none over another
+        ours = name == _DEFAULT
+        colour, stroke = ("#2b6cb0", 3) if ours else ("#718096", 1.5)
+        route = [place(*point) for point in [(0.0, dense), *rows[name]]]
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in route)
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{stroke + 1}" fill="{colour}"/>' for x, y in route[1:])
+        taken = max(ends[name] + 4, taken + 15)
+        weight = ' font-weight="bold"' if ours else ""
+        label = "StruPrune" if ours else name
         lines += [
-            f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{label}</text>',
-            f'<rect x="{left}" y="{top}" width="{scale * value:.1f}" height="{pitch - 6}" fill="{color}"/>',
-            f'<text x="{left + scale * value + 6:.1f}" y="{top + 14}">{said}</text>',
+            f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>{dots}',
+            f'<text x="{left + width - 36:.1f}" y="{taken:.1f}" fill="{colour}"{weight}>{label}</text>',
         ]
+    x, y = left + width / 2, top + height / 2
     lines += [
-        f'<line x1="{dense:.1f}" y1="0" x2="{dense:.1f}" y2="{height - 20}" stroke="black" stroke-dasharray="3 3"/>',
-        f'<text x="{dense:.1f}" y="{height - 6}" text-anchor="middle">dense {_DENSE}</text>',
+        f'<text x="{x:.0f}" y="344" text-anchor="middle">share of the decoder layers\' linear parameters removed</text>',
+        f'<text x="16" y="{y:.0f}" text-anchor="middle" transform="rotate(-90 16 {y:.0f})">perplexity, WikiText-2</text>',
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

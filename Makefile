@@ -5,7 +5,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo pictures test fuzz portability-test lint lock audit upgrade-test serve-test llama-test clean
+.PHONY: demo pictures docs test fuzz portability-test lint lock audit upgrade-test serve-test llama-test clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -15,8 +15,15 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: .venv/installed  ## prune the embedded demo model to 20 % and score it
 	$(BIN)/python -m eval.demo --output out/demo
 
-pictures: .venv/installed  ## the README's: what `report` and `sweep` draw of the embedded demo model
+pictures: .venv/installed  ## docs/layers.svg and docs/sweep.svg: what `report` and `sweep` draw of the embedded demo model
 	$(BIN)/python -m eval.pictures
+
+.venv/docs-installed: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: .venv/docs-installed  ## the documents as a site in site/; a link that leads nowhere ends it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -82,4 +89,4 @@ llama-test: .venv/installed .venv-llama/installed  ## llama.cpp runs what conver
 	$(BIN)/python -m eval.llamacpp --output results/llamacpp
 
 clean:
-	rm -rf .venv .venv-lock .venv-upgrade .venv-vllm .venv-llama out results *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-lock .venv-upgrade .venv-vllm .venv-llama out results site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,4 +1,4 @@
-"""The pictures of the README: what ``struprune report`` and ``struprune sweep`` draw of the embedded demo model.
+"""Pictures of the documents: ``struprune report`` and ``struprune sweep`` draw the embedded demo model.
 
     python -m eval.pictures
 

@@ -1,4 +1,4 @@
-"""``oneshot``: the host's, with everything refused early that can be, and an output folder that is whole or absent."""
+"""``oneshot``: llm-compressor's, with early refusals and an output folder that is complete or absent."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from llmcompressor.entrypoints import Oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
+from loguru import logger
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.calibration import prepare_dataset
@@ -24,13 +25,14 @@ from struprune_plugin.evaluation.text import load_tokenizer
 from struprune_plugin.export.any_class import describe_form
 from struprune_plugin.export.saved_recipe import tidy_recipe
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.modifiers import RecoveryModifier
+from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StageModifier, StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
+from struprune_plugin.modifiers.host_log import quieten_host
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.model_card import try_write_card
-from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_layers, summarize_manifest
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
@@ -51,23 +53,23 @@ def oneshot(
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
 
-    Differs from the host's: recipes and arguments that llm-compressor would pass over in silence are refused; so are, before
-    the model is loaded, unsupported architectures, quantised checkpoints and an output folder that is not empty. The
-    output folder appears when it is complete, or not at all. ``dataset`` may also be a JSON-lines file, ``c4`` or
-    ``wikitext2``: its first ``num_calibration_samples`` windows of ``max_seq_length`` tokens are taken, in order.
-    Under ``torchrun`` every process takes its part of the samples, and the first decides and writes.
-    A loaded model whose run fails half-way is left half pruned: load it again.
+    In addition, it refuses recipes and arguments that llm-compressor would silently ignore and, before the model is loaded,
+    unsupported architectures, quantised checkpoints and an output folder that is not empty. The output folder appears when it is
+    complete, or not at all. ``dataset`` may also be a JSON-lines file, ``c4`` or ``wikitext2``, of which the first
+    ``num_calibration_samples`` windows of ``max_seq_length`` tokens are used. Under ``torchrun`` every process takes its part of
+    the samples, and the first decides and writes. llm-compressor's life cycle is not logged, unless
+    ``LLM_COMPRESSOR_LOG_LEVEL`` is set. If the run of a loaded model fails half-way, the model is left half pruned: load it again.
 
     :param model: a folder, a hub name or a loaded model
-    :param recipe: a YAML file, a YAML text, or modifiers
-    :param output_dir: where to save; nothing is saved where None
-    :param overwrite: whether ``output_dir`` may replace an earlier output of StruPrune, whole and unchanged, and nothing else
-    :param offload_folder: where weights lie that the host's memory does not hold, for a model given by name; the returned
-        model reads them, so that the folder is the caller's to remove
-    :param offload_memory: bytes of weights that the memory may hold then; all but 5 GB of what is free where None
-    :param checkpoint_dir: where finished parts of the run are kept, durable, until it is over: the same call goes on there after
-        it was killed, and ends with the same weights
-    :param kwargs: everything else that the host's ``oneshot`` takes
+    :param recipe: a shipped recipe's name, a YAML file, a YAML text, or modifiers
+    :param output_dir: folder to write. None saves nothing
+    :param overwrite: let ``output_dir`` replace an earlier, unchanged output of StruPrune
+    :param offload_folder: folder for weights that the host's memory does not hold, for a model given by name; the returned
+        model reads them, so the caller removes the folder
+    :param offload_memory: bytes of weights to keep in memory then. None is all free memory but 5 GB
+    :param checkpoint_dir: folder for finished parts, until the run ends; after a kill the same call continues from there and ends
+        with the same weights
+    :param kwargs: all other arguments of llm-compressor's ``oneshot``
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
     :raises OSError: the model is finished and written, and cannot take its place; the message says where it is
@@ -98,7 +100,7 @@ def oneshot(
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)
-        with _adapt_host(config, model, loaded.modifiers):
+        with _adapt_host(config, model, loaded.modifiers), quieten_host():
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
             tidy_recipe(folder)
@@ -106,6 +108,8 @@ def oneshot(
             try_write_card(folder, source)
     if store is not None:
         store.clear()
+    if output_dir is not None and is_source_process():
+        _tell_output(Path(output_dir), loaded.modifiers)
     return compressed
 
 
@@ -137,6 +141,15 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
                     "the host knows or finds. Spell its mappings, or leave it out."
                 ) from error
             raise
+
+
+def _tell_output(folder: Path, modifiers: list[Modifier]) -> None:
+    """Log the table of a pruned output; its path alone where nothing was pruned."""
+    parts = [f"wrote {folder}"]
+    if any(isinstance(modifier, StruPruneModifier) for modifier in modifiers):
+        manifest = read_manifest(folder)
+        parts = [str(summarize_layers(manifest)), summarize_manifest(manifest, folder), *parts]
+    logger.info("\n\n".join(["", *parts]).removeprefix("\n"))
 
 
 def _make_store(

@@ -50,6 +50,7 @@ class Screen:
         from loguru import logger
 
         if verbose:
+            os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "INFO")  # or a run hides its steps
             return
         logger.remove()
         level = "ERROR" if self.quiet else "WARNING"

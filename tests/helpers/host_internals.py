@@ -31,6 +31,7 @@ class Internal:
 
 _LC, _CT, _TF, _PEFT, _LM = "0.14", "0.19", "5.15", "0.21", "0.4.13"
 _PLUGIN = "modifiers/pruning.py"
+_LOG = "modifiers/host_log.py"
 _CACHE = "llmcompressor.pipelines.cache"
 _SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
 _OFFLOAD = "compressed_tensors.offload"
@@ -148,6 +149,11 @@ INTERNALS = [
         _LC,
         ("model",),
     ),
+    Internal("llmcompressor.core.lifecycle:logger", _LOG, "its steps are hidden in a run of ours", _LC),
+    Internal("llmcompressor.pipelines.independent.pipeline:logger", _LOG, "the same", _LC),
+    Internal("llmcompressor.recipe.recipe:logger", _LOG, "the same", _LC),
+    Internal("llmcompressor.utils.dev:logger", _LOG, "it says once that there is no accelerator", _LC),
+    Internal("llmcompressor.logger:support_log_once", _LOG, "the same", _LC, says=("log_once",)),
     Internal(f"{_CACHE}:IntermediatesCache.pin_memory", "entrypoint.py", "fails without an accelerator", _LC),
     Internal(
         f"{_SAVING}:modify_save_pretrained",

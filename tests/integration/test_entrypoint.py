@@ -229,6 +229,44 @@ def test_a_bare_import_is_silent_and_registers_everything_for_the_hosts_oneshot(
     assert read_manifest(tmp_path / "out").budget.asked_sparsity == 0.3
 
 
+SPOKEN = """
+import sys
+from datasets import load_from_disk
+from struprune_plugin import oneshot
+
+oneshot(model=sys.argv[1], recipe="recipe.yaml", dataset=load_from_disk("data"), output_dir="out", num_calibration_samples=8)
+print("afterwards", flush=True)
+from llmcompressor.core import reset_session
+reset_session()  # llm-compressor's own words are back
+"""
+
+
+@pytest.mark.parametrize("level", [None, "INFO"])
+def test_a_run_from_python_says_each_thing_once(opt, tmp_path, level):
+    """A user who sets llm-compressor's own variable gets its whole log."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(GOOD))
+    make_dataset().save_to_disk(tmp_path / "data")
+    environment = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({"LLM_COMPRESSOR_LOG_LEVEL": level} if level else {})
+    command = [sys.executable, "-c", SPOKEN, str(opt)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    during, _, after = done.stdout.partition("afterwards\n")
+    assert "lifecycle reset" in after
+    assert during.count("parameters of the decoder layers") == 1
+    assert "error deleted" in during
+    assert during.rstrip().endswith("wrote out")
+    log, table = during.split("error deleted")
+    if level is None:
+        assert "ifecycle" not in during
+        assert during.count("No accelerator available") == int(not torch.accelerator.is_available())
+        assert len(log.splitlines()) <= 8, log
+        assert len(set(during.splitlines()) - {""}) == len([line for line in during.splitlines() if line])
+    else:
+        assert "Compression lifecycle finalized" in during
+    assert len(table.splitlines()) <= 40
+
+
 def test_an_earlier_output_is_overwritten_and_nothing_else(opt, tmp_path):
     out = tmp_path / "out"
     out.mkdir()

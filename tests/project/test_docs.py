@@ -14,7 +14,7 @@ from llmcompressor import oneshot as host_oneshot
 from pydantic import ValidationError
 
 import struprune_plugin
-from eval import make_docs
+from eval import docs_site, make_docs
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.cli import main as cli
 from struprune_plugin.recipes.load import load_recipe
@@ -233,3 +233,18 @@ def test_the_size_of_the_code_that_a_user_trusts_is_told():
 def test_every_page_is_linked_from_the_readme():
     text = README.read_text(encoding="utf-8")
     assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in text]
+
+
+# -- the site -------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_in_the_site_and_links_follow_it():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} | {*docs_site.PAGES.values()}
+    assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == pages
+    moved = docs_site.move_links(
+        "[a](docs/cost.md#memory) [b](CONTRIBUTING.md) [c](https://x.y) ![d](docs/quality.svg)", ""
+    )
+    assert moved == "[a](cost.md#memory) [b](contributing.md) [c](https://x.y) ![d](quality.svg)"
+    moved = docs_site.move_links("[`x`](../eval/demo.py) [y](../README.md#install) [z](models.md) [here](#a)", "docs")
+    assert moved == "`x` [y](index.md#install) [z](models.md) [here](#a)"

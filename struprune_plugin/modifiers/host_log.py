@@ -1,0 +1,43 @@
+"""llm-compressor's log during a run of ours: its warnings, each once, without the steps of its life cycle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+
+from compressed_tensors.utils import patch_attr
+from loguru import logger
+
+LOG_LEVEL = "LLM_COMPRESSOR_LOG_LEVEL"  # of llm-compressor; somebody who sets it wants to see its whole log
+_STEPS = ("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe")
+_DEVICE = "llmcompressor.utils.dev"  # says for every module that there is no accelerator
+
+
+class _WithoutSteps:
+    """llm-compressor's logger, whose ``info`` says nothing."""
+
+    def info(self, *args: Any, **kwargs: Any) -> None:
+        """Say nothing."""
+
+    def patch(self, *args: Any) -> _WithoutSteps:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(logger, name)
+
+
+@contextmanager
+def quieten_host() -> Iterator[None]:
+    """Hide llm-compressor's steps in the block and let it say once that there is no accelerator.
+
+    Its modules get other loggers for that time; handlers and levels, which are the user's, stay as they are.
+    """
+    with ExitStack() as stack:
+        if LOG_LEVEL not in os.environ:
+            for name in _STEPS:
+                stack.enter_context(patch_attr(import_module(name), "logger", _WithoutSteps()))
+            stack.enter_context(patch_attr(import_module(_DEVICE), "logger", logger.bind(log_once=True)))
+        yield

@@ -1,4 +1,4 @@
-"""``struprune compare``."""
+"""``struprune compare``: outputs side by side."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from struprune_plugin.cli.options import flag
 def compare(
     paths: Annotated[list[Path], typer.Argument(metavar="OUT", help="pruned folders, two or more")],
     screen: Screen,
-    every: Annotated[bool, flag("--all", "every module, alike ones too")] = False,
+    every: Annotated[bool, flag("--all", "list all modules, not only those that differ")] = False,
 ) -> None:
-    """Show two or more outputs side by side: where kept units, size, time and quality differ."""
+    """Show two or more outputs side by side: kept units, size, time and quality."""
     if len(paths) < 2:
         raise ValueError(f"compare: must be given two or more outputs, got {len(paths)}. Name another.")
     from struprune_plugin.reporting.compare import compare_outputs, format_comparison

@@ -1,4 +1,4 @@
-"""What every command shows and how it ends: ``--json`` and ``--quiet``, one line for an error, the exit status."""
+"""Output and exit status of every command: ``--json`` and ``--quiet``, one line per error."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rich.text import Text
 
 @dataclass
 class Screen:
-    """The options that every command takes, and what they make of its results."""
+    """Output options of every command, and the output itself."""
 
-    title: ClassVar = "What is shown"
-    json: Annotated[bool, typer.Option("--json", help="results as JSON, and nothing else on stdout")] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bars, no warnings: results and errors alone")] = (
-        False
-    )
+    title: ClassVar = "Output"
+    json: Annotated[bool, typer.Option("--json", help="print the results as JSON, and nothing else on stdout")] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="print only results and errors: no progress bars, no warnings")
+    ] = False
     out: TextIO = field(init=False, default_factory=lambda: sys.stdout)
 
     @contextmanager
@@ -46,7 +46,7 @@ class Screen:
         self.out.flush()
 
     def set_logging(self, verbose: bool = False) -> None:
-        """Leave progress bars, our own words and errors; drop what a user cannot act on, and under ``--quiet`` all but errors."""
+        """Show our own messages and warnings that a user can act on; under ``--quiet`` errors only."""
         from loguru import logger
 
         if verbose:

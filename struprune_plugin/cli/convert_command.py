@@ -1,4 +1,4 @@
-"""``struprune convert``."""
+"""``struprune convert``: other forms of a pruned folder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def convert(
     screen: Screen,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a pruned folder in a form that stock classes load.
+    """Convert a pruned folder to another form, for stock classes or other engines.
 
-    It is the same function in other shapes. uniform-padded: all layers padded with zeros to the largest, stock classes load it.
-    masked: the dense model's shapes, zeros where units went. block_configs: every layer's own FFN width in the schema of Nemotron
-    NAS models (LLaMA only). static: every layer's own sizes, linears that read the same input joined: the fewest steps in
-    transformers. gguf: one file for llama.cpp, every layer of its own size (LLaMA only).
+    The function stays the same. uniform-padded: all layers padded with zeros to the largest, for stock classes. masked: the dense
+    shapes with zeros in place of removed units, for stock classes. block_configs: own FFN width per layer in the schema of Nemotron
+    NAS models (LLaMA only). static: own sizes per layer, linears with the same input fused, fastest in transformers. gguf: one file
+    for llama.cpp, own sizes per layer (LLaMA only).
     """
     if not path.is_dir():
         raise ValueError(f"{path}: must be a pruned folder, got none. Correct the path.")

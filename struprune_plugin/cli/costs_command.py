@@ -1,4 +1,4 @@
-"""``struprune costs``."""
+"""``struprune costs``: times of a model's modules."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _PHASES, _UNITS = ("prompt", "token"), ("ffn", "value_channels", "head")
 
 @dataclass(frozen=True)
 class Timing:
-    """What is timed, and where."""
+    """Settings of the timing."""
 
-    output: Annotated[Path, option("the file to write, for a recipe's budget.engine", "FILE.json")]
-    engine: Annotated[str, option("transformers, or llama.cpp by llama-cpp-python", "NAME")] = "transformers"
+    output: Annotated[Path, option("file to write, for a recipe's budget.engine", "FILE.json")]
+    engine: Annotated[str, option("transformers, or llama.cpp (through llama-cpp-python)", "NAME")] = "transformers"
     phases: Annotated[str, option("prompt, token or both", "a,b")] = "prompt,token"
-    units: Annotated[str, option("kinds of units; all that the model has if unset", "a,b")] = ""
-    batch: Annotated[int, whole("sequences at a time")] = 1
+    units: Annotated[str, option("kinds of units [default: all of the model]", "a,b")] = ""
+    batch: Annotated[int, whole("sequences per batch")] = 1
     length: Annotated[int, whole("tokens of the prompt, or in the cache")] = 512
-    python: Annotated[str, option("a Python that has llama-cpp-python; this one if unset", "PATH")] = ""
+    python: Annotated[str, option("Python with llama-cpp-python [default: this one]", "PATH")] = ""
     dtype: Dtype = "auto"
     device: Device = "auto"
 
 
 def costs(model: Model, timing: Timing, screen: Screen) -> None:
-    """Time a model's own modules by how many units they keep, for budgets in seconds.
+    """Time a model's modules at several sizes, for speed-up budgets.
 
-    Run it on the machine that will serve, in the engine that will: models of a few layers, of random weights and the model's own
-    sizes, one kind of modules cut at a time. The file says what each kind costs at every width; `--budget
-    '{speedup: 1.3, engine: FILE.json}'` prunes by it, on this machine or another. Minutes; nothing is calibrated.
+    Run it on the machine and in the engine that will serve. It times models with a few layers, random weights and the model's own
+    sizes, and cuts one kind of module at a time. `prune --budget '{speedup: 1.3, engine: FILE.json}'` uses the file, on any
+    machine. This takes minutes and needs no calibration.
     """
     phases = _split("--phases", timing.phases, _PHASES)
     units = _split("--units", timing.units, _UNITS) if timing.units else []

@@ -1,4 +1,4 @@
-"""``struprune doctor``."""
+"""``struprune doctor``: the state of the machine."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Package:
 
 
 def doctor(screen: Screen) -> int:
-    """Tell what this machine has of what is needed: packages, devices, engines, the hub.
+    """Check this machine: packages, devices, engines, the hub.
 
-    Exit status 0, or 1 where a package that is required is missing or of a version that is not admitted.
+    Exit status 1 if a required package is missing or its version is not supported.
     """
     packages, devices, engines = list_packages(), list_devices(), list_engines()
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")

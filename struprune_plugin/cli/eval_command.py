@@ -1,4 +1,4 @@
-"""``struprune eval``."""
+"""``struprune eval``: perplexity and lm-eval."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
 @dataclass(frozen=True)
 class Scoring(Scores):
-    """What models are scored on, how, and where the figures go."""
+    """Settings of the scoring."""
 
-    stride: Annotated[int | None, whole("tokens from window to window; the window itself if unset")] = None
-    text_column: Annotated[str, option("column that holds the text", "NAME")] = "text"
-    batch_size: Annotated[int, whole("sequences at a time")] = 8
-    dtype: Annotated[Floats, option("to compute in")] = "float32"
-    no_dense: Annotated[bool, flag("--no-dense", "do not add the local model that a folder was pruned from")] = False
-    no_keep: Annotated[bool, flag("--no-keep", "do not write the figures into manifest and card of our outputs")] = (
-        False
-    )
-    output: Annotated[Path | None, option("write the figures here too, as JSON", "FILE")] = None
+    stride: Annotated[int | None, whole("tokens between window starts [default: the window]")] = None
+    text_column: Annotated[str, option("field that holds the text", "NAME")] = "text"
+    batch_size: Annotated[int, whole("sequences per batch")] = 8
+    dtype: Annotated[Floats, option("dtype of the computation")] = "float32"
+    no_dense: Annotated[bool, flag("--no-dense", "do not add the dense model that a folder was pruned from")] = False
+    no_keep: Annotated[bool, flag("--no-keep", "do not store the figures in manifest and model card")] = False
+    output: Annotated[Path | None, option("also write the figures to this file, as JSON", "FILE")] = None
 
     def read_tasks(self) -> list[str]:
         """Return the names of lm-eval's tasks.
@@ -58,7 +56,7 @@ def score(
 ) -> None:
     """Score dense, pruned or quantised folders: perplexity and lm-eval tasks.
 
-    Token perplexity is taken in fixed windows. Several models make a table.
+    Token perplexity uses fixed windows. Several models give one table.
     """
     tasks = scoring.read_tasks()
     if scoring.output:

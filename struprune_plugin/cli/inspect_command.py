@@ -1,4 +1,4 @@
-"""``struprune inspect``."""
+"""``struprune inspect``: the content of a pruned folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from struprune_plugin.storage.verify import find_damage
 
 
 def inspect(path: Folder, screen: Screen) -> int:
-    """Show what a pruned folder contains, layer by layer.
+    """Show the content of a pruned folder, layer by layer.
 
-    All of it is from the folder's manifest (struprune.json), which --json prints.
+    It comes from the folder's manifest (struprune.json), which --json prints.
     """
     manifest = read_manifest(path)
     folder = path if path.is_dir() else path.parent

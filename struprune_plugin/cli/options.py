@@ -1,4 +1,4 @@
-"""Options that several commands share, in groups, and what they do to a process. Nothing heavy is imported here."""
+"""Options shared by several commands, in groups. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -89,28 +89,30 @@ RECIPE = option("a recipe file, or a name that `struprune recipes` lists", "R", 
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")]
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="a pruned folder")]
-Seed = Annotated[int, whole("seed of every random choice", 0, 2**32 - 1)]
-Dtype = Annotated[Floats, option("of the model")]
-Device = Annotated[str, option("auto, cpu, cuda or cuda:N", "D")]
-Overwrite = Annotated[bool, flag("--overwrite", "replace what is there, if it is an earlier output, unchanged")]
+Seed = Annotated[int, whole("seed of all random choices", 0, 2**32 - 1)]
+Dtype = Annotated[Floats, option("dtype of the model")]
+Device = Annotated[str, option("device: auto, cpu, cuda or cuda:N", "D")]
+Overwrite = Annotated[bool, flag("--overwrite", "replace an earlier, unchanged output")]
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is calibrated on."""
+    """Size of the calibration text."""
 
     title: ClassVar = "Calibration text"
-    num_samples: Annotated[int, whole("sequences")] = 64
-    seq_length: Annotated[int, whole("tokens a sequence", low=2)] = 256  # a token alone has no context
+    num_samples: Annotated[int, whole("number of sequences")] = 64
+    seq_length: Annotated[int, whole("tokens per sequence", low=2)] = 256  # a token alone has no context
     batch_size: Annotated[int, whole("sequences on the device at a time")] = 8
 
 
 @dataclass(frozen=True)
 class Calibration(Amount):
-    """What is calibrated on, and how much of it."""
+    """Calibration text and its size."""
 
-    data: Annotated[str | None, option("FILE.jsonl, c4, wikitext2 or a hub data set; a sample if unset", "SRC")] = None
-    text_column: Annotated[str, option("column that holds the text", "NAME")] = "text"
+    data: Annotated[
+        str | None, option("FILE.jsonl, c4, wikitext2 or a hub data set [default: a shipped sample]", "SRC")
+    ] = None
+    text_column: Annotated[str, option("field that holds the text", "NAME")] = "text"
 
 
 def read_yaml(where: str, text: str) -> Any:
@@ -130,7 +132,7 @@ def read_yaml(where: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Fields of the recipe that are set."""
+    """Changed fields of the recipe."""
 
     title: ClassVar = "Changes to the recipe"
     settings: Annotated[
@@ -158,26 +160,26 @@ class Settings:
 
 @dataclass(frozen=True)
 class Changes(Settings):
-    """Fields of the recipe that are set, two of them with an option of their own."""
+    """Changed fields of the recipe, some of them with their own options."""
 
-    sparsity: Annotated[float | None, option("fraction of decoder parameters to remove, in [0, 1)", "R")] = None
+    sparsity: Annotated[float | None, option("share of the decoder's parameters to remove, in [0, 1)", "R")] = None
     budget: Annotated[
-        str | None, option("what the result may take, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML")
+        str | None, option("limit for the result, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML")
     ] = None
-    memory_budget: Annotated[int | None, num_bytes("what the device may hold; refused where too little")] = None
+    memory_budget: Annotated[int | None, num_bytes("bytes that the device may hold, e.g. 2GB")] = None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Text and tasks that models are scored on."""
+    """Text and tasks of the scoring."""
 
-    title: ClassVar = "How models are scored"
-    text: Annotated[Path | None, option("text to score; the package's own if unset", "FILE.jsonl")] = None
+    title: ClassVar = "Scoring"
+    text: Annotated[Path | None, option("text to score [default: a shipped sample]", "FILE.jsonl")] = None
     window: Annotated[int, whole("context length in tokens")] = 256
     max_tokens: Annotated[int | None, whole("score the first N tokens")] = None
-    tasks: Annotated[str | None, option("lm-eval tasks by its own names, e.g. arc_easy,hellaswag", "a,b")] = None
+    tasks: Annotated[str | None, option("lm-eval tasks, e.g. arc_easy,hellaswag", "a,b")] = None
     include_path: Annotated[str | None, option("folder with lm-eval task files, e.g. eval/tasks", "DIR")] = None
-    limit: Annotated[int | None, whole("examples a task")] = None
+    limit: Annotated[int | None, whole("examples per task")] = None
 
     def read_tasks(self) -> list[str]:
         """Return the names of lm-eval's tasks.
@@ -212,7 +214,7 @@ def check_device(device: str) -> None:
     """Refuse a word that names no device."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}.")
+        raise ValueError(f"--device: must be device: auto, cpu, cuda or cuda:N, got {device!r}.")
 
 
 def _check_model_name(name: str) -> None:

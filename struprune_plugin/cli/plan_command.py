@@ -1,4 +1,4 @@
-"""``struprune plan``."""
+"""``struprune plan``: the effect of a run before it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from struprune_plugin.recipes.shipped import find_default
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a run."""
+    """Settings of the plan."""
 
     recipe: Annotated[str | None, RECIPE] = None
-    no_probe: Annotated[bool, flag("--no-probe", "leave out time, memory and speed")] = False
-    fit: Annotated[int | None, num_bytes("find sparsity and quantiser that fit a memory, e.g. 6GB")] = None
-    context: Annotated[int, whole("tokens in the cache, with --fit")] = 2048
+    no_probe: Annotated[bool, flag("--no-probe", "skip time, memory and speed")] = False
+    fit: Annotated[int | None, num_bytes("find the sparsity and quantiser that fit this memory, e.g. 6GB")] = None
+    context: Annotated[int, whole("tokens in the cache, for --fit")] = 2048
     dtype: Dtype = "auto"
     device: Device = "auto"
 
 
 def plan(model: Model, question: Question, amount: Amount, changes: Changes, screen: Screen) -> None:
-    """Tell what a run would leave, take and need, before anything is done.
+    """Predict the effect and the cost of a run, without running it.
 
-    It leaves parameters, bytes, cache and speed; it takes seconds and memory; somebody runs the result. All this is told from the
-    model's configuration and half a minute's probe; nothing is calibrated, no weights are loaded. --fit answers what fits a memory.
+    Prints parameters, bytes, cache and speed of the result, time and memory of the run, and the engines that can load the result.
+    It needs the model's configuration and a probe of half a minute; it loads no weights. --fit finds what fits a memory.
     """
     changed = changes.read()
     check_names(question.device, question.recipe, [model], [])

@@ -1,4 +1,4 @@
-"""``struprune prune``."""
+"""``struprune prune``: one run."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Run:
-    """How a run goes, and where it leaves what."""
+    """Settings of a run."""
 
     recipe: Annotated[str, RECIPE]
-    output: Annotated[Path, option("folder to write; whole or not at all", "OUT")]
+    output: Annotated[Path, option("folder to write; it appears when it is complete", "OUT")]
     seed: Seed = 0
     dtype: Dtype = "auto"
-    offload: Annotated[Path | None, option("for weights that the memory does not hold, during the run", "FOLDER")] = (
-        None
-    )
-    checkpoint: Annotated[Path | None, option("keep finished layers; after a kill go on there", "DIR")] = None
+    offload: Annotated[
+        Path | None, option("folder for weights that memory does not hold, during the run", "FOLDER")
+    ] = None
+    checkpoint: Annotated[
+        Path | None, option("folder for finished layers; after a kill, the same command continues", "DIR")
+    ] = None
     overwrite: Overwrite = False
     push_to_hub: Annotated[str | None, option("upload the output to a repository, private if new", "USER/NAME")] = None
     verbose: Annotated[bool, flag("--verbose", "show llm-compressor's log")] = False
@@ -53,9 +55,9 @@ class Run:
 
 
 def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, screen: Screen) -> None:
-    """Prune a model with a recipe and write a folder that loads.
+    """Prune a model with a recipe and write a loadable folder.
 
-    transformers and lm-eval load it, quantisers may follow in the recipe.
+    transformers and lm-eval load the folder. The recipe may continue with quantisers.
     """
     changed = changes.read()
     check_names(run.device, run.recipe, [model], [calibration.data])

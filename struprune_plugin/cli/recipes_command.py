@@ -1,4 +1,4 @@
-"""``struprune recipes``."""
+"""``struprune recipes``: the shipped recipes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from struprune_plugin.reporting.tables import format_facts
 
 
 def recipes(screen: Screen) -> None:
-    """List the recipes that ship with the package: `prune --recipe NAME` takes them."""
+    """List the shipped recipes, for `prune --recipe NAME`."""
     told = {name: describe_recipe(file) for name, file in list_recipes().items()}
     screen.show(told, format_facts(list(told.items())))

@@ -1,4 +1,4 @@
-"""``struprune report``."""
+"""``struprune report``: one HTML page."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from struprune_plugin.storage.verify import check_undamaged
 
 @dataclass(frozen=True)
 class Page:
-    """Where a report goes, and what samples are in it."""
+    """Settings of a report."""
 
-    output: Annotated[Path | None, option("page to write; OUT.html beside the folder if unset", "FILE")] = None
-    picture: Annotated[Path | None, option("write the picture of the layers here too, as SVG", "FILE")] = None
-    prompt: Annotated[list[str] | None, option("what samples begin with; may be repeated", "TEXT")] = None
-    tokens: Annotated[int, whole("of a sample")] = 40
-    no_samples: Annotated[bool, flag("--no-samples", "load no model")] = False
-    overwrite: Annotated[bool, flag("--overwrite", "replace earlier files of that name")] = False
+    output: Annotated[Path | None, option("page to write [default: OUT.html beside the folder]", "FILE")] = None
+    picture: Annotated[Path | None, option("also write the picture of the layers to this file, as SVG", "FILE")] = None
+    prompt: Annotated[list[str] | None, option("prompt of a sample text; may be repeated", "TEXT")] = None
+    tokens: Annotated[int, whole("tokens per sample text")] = 40
+    no_samples: Annotated[bool, flag("--no-samples", "skip sample texts; loads no model")] = False
+    overwrite: Annotated[bool, flag("--overwrite", "replace existing files")] = False
 
 
 def report(path: Folder, page: Page, screen: Screen, device: Device = "auto") -> None:
-    """Write one HTML page on what was cut and what it cost.
+    """Write one HTML page about a pruned folder.
 
-    It has the pruned folder's layers to scale, errors, allocation, quality, what dense and pruned model write, the recipe. It is
-    one file, without scripts, and takes nothing from the network.
+    It shows layers to scale, errors, allocation, quality, sample texts of the dense and the pruned model, and the recipe. The page
+    is one file without scripts and needs no network.
     """
     check_device(device)
     if not path.is_dir():

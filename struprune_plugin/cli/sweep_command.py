@@ -1,4 +1,4 @@
-"""``struprune sweep``."""
+"""``struprune sweep``: several sparsities and methods."""
 
 from __future__ import annotations
 
@@ -31,16 +31,20 @@ _PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
 
 @dataclass(frozen=True)
 class Points:
-    """What is swept, where to, and which point is taken."""
+    """Settings of a sweep."""
 
     output: Annotated[Path, option("folder for table, JSON and pictures", "DIR")]
-    sparsities: Annotated[str, option("or a list: 0.2,0.4", "A:B:STEP", name="--sparsity")] = "0.1:0.6:0.1"
+    sparsities: Annotated[
+        str, option("sparsities: a range, or a list such as 0.2,0.4", "A:B:STEP", name="--sparsity")
+    ] = "0.1:0.6:0.1"
     budget: Annotated[
-        list[str] | None, option("in place of sparsities, e.g. '{speedup: 1.3}'; may be repeated", "YAML")
+        list[str] | None, option("budget in place of sparsities, e.g. '{speedup: 1.3}'; may be repeated", "YAML")
     ] = None
-    methods: Annotated[str, option("default, allocations (uniform, …) or names of recipes", "a,b")] = "default"
+    methods: Annotated[str, option("default, allocation rules (uniform, …) or recipe names", "a,b")] = "default"
     recipe: Annotated[str | None, RECIPE] = None
-    pick: Annotated[str | None, option("write the smallest model within it, e.g. '+5% perplexity'", "LOSS")] = None
+    pick: Annotated[
+        str | None, option("also write the smallest model within this loss, e.g. '+5% perplexity'", "LOSS")
+    ] = None
     picked: Annotated[Path | None, option("where to; DIR/picked if unset", "OUT")] = None
     seed: Seed = 0
     dtype: Dtype = "auto"
@@ -55,10 +59,10 @@ def sweep(
     scores: Scores,
     screen: Screen,
 ) -> None:
-    """Try several sparsities and methods: a table, a curve, a choice.
+    """Prune at several sparsities with several methods and compare the results.
 
-    MODEL is pruned at each point and measured: one calibration, one sensitivity and one set of error curves serve all. DIR keeps
-    what is finished; the same command goes on there.
+    All points share one calibration, one sensitivity and one set of error curves. DIR keeps finished points, and the same command
+    continues after a stop.
     """
     changes, sparsities = settings.read(), read_sparsities(points.sparsities)
     wanted = None if points.pick is None else read_pick(points.pick)

@@ -1,4 +1,4 @@
-"""``struprune verify``."""
+"""``struprune verify``: files against their digests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from struprune_plugin.storage.verify import verify_folder
 
 
 def verify(path: Folder, screen: Screen) -> int:
-    """Tell whether an output of prune or convert is what was written, byte by byte.
+    """Check every byte of an output against the digests from its writing.
 
-    Every byte of OUT is read and compared with the digests of when it was written: weights, configuration, modelling file,
-    manifest. Exit status 0 where all is as written, 1 where something is damaged or missing.
+    Covers weights, configuration, modelling file and manifest. Exit status 1 if a file is damaged or missing.
     """
     verdict = verify_folder(path)
     rows = [[entry.name, f"{entry.num_bytes:,}", entry.state] for entry in verdict.entries]

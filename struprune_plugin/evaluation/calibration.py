@@ -1,4 +1,4 @@
-"""What ``oneshot`` takes as calibration data, as llm-compressor takes it."""
+"""Calibration data of ``oneshot``, in the form that llm-compressor takes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText)
 
 
 class _PrunedConfigs(dict):
-    """What transformers' mapping of configurations holds beside its own; pruned ones are made when asked for."""
+    """Additions to transformers' mapping of configurations; pruned ones are made on request."""
 
     def __contains__(self, model_type: object) -> bool:
         stock = str(model_type).removeprefix(PRUNED_PREFIX)

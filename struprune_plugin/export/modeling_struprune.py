@@ -159,7 +159,7 @@ def remove_module(layer: Any, name: str, parts: int) -> None:
 
 
 class StruPruneAbsent(nn.Module):
-    """What stands for a module that is gone: attention that touches no cache, an FFN, their norms. It has no weights.
+    """Placeholder without weights for a removed module: attention that touches no cache, an FFN, their norms.
 
     :param parts: as in :func:`remove_module`
     """

@@ -18,7 +18,7 @@ Seen = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class States:
-    """What one path of a batch carries from a decoder layer to the next.
+    """Hidden states that one path of a batch carries from a decoder layer to the next.
 
     :param hidden: hidden states, shape [batch, sequence, d]; classes with several streams have an axis more
     :param others: what else layers leave to those after them: parts of their output by index, and entries of mappings that they
@@ -95,7 +95,7 @@ class LayerCall:
 
     @property
     def states(self) -> States:
-        """What has come to the layer."""
+        """The states that enter the layer."""
         return States(self.hidden, self.others)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What flows through one decoder layer in a forward pass: streams seen by hooks."""
+"""Streams of one decoder layer in a forward pass, captured by hooks."""
 
 from __future__ import annotations
 

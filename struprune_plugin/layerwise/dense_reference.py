@@ -1,4 +1,4 @@
-"""What a solve should reproduce, and the dense path that says it (method.md section 2)."""
+"""Targets of a solve, and the dense path that gives them (method.md section 2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from struprune_plugin.runtime.device_context import DeviceContext
 
 @dataclass(frozen=True)
 class Target:
-    """What a solve should reproduce.
+    """Target of a solve.
 
     :param is_dense: of the dense model, whose path is propagated beside the pruned one; else of the layer as it now is
     :param is_residual: the residual stream after the module, so that inherited error is repaired; else the module's output
@@ -48,7 +48,7 @@ class DenseReference:
 
     @property
     def is_pruned_path(self) -> bool:
-        """Whether the dense and the pruned path are still one: in the first layer."""
+        """True while the dense and the pruned path are the same: in the first layer."""
         return self.target.is_dense and not self._inputs
 
     def run(self, layer: nn.Module, groups: Sequence[UnitGroup], experts: UnitGroup | None, call: LayerCall) -> None:

@@ -1,4 +1,4 @@
-"""What flows through experts of a mixture: each sees the tokens that its router sends there, and counts by the router's weight."""
+"""Streams of a mixture's experts: each sees the tokens that its router sends there, weighted by the router."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNCHOSEN = 0.1  # of a token's mean weight: what it counts where it was not sen
 
 @dataclass(frozen=True)
 class _Routing:
-    """What a router decided for one batch.
+    """Decisions of a router for one batch.
 
     :param tokens: that every expert saw, in the order in which it saw them, by expert
     :param weights: that its outputs were multiplied by, the same, float32
@@ -65,7 +65,7 @@ def _read_routing(experts: Any, args: tuple[Any, ...], everyone: bool) -> _Routi
 
 @dataclass(frozen=True)
 class Repair:
-    """What the experts of a layer are to make up.
+    """The error that the experts of a layer are to repair.
 
     :param error: what is to be added to their sum, shape [tokens, d], float32
     :param factors: that a token's error is multiplied by, shape [tokens], float32

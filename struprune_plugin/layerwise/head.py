@@ -1,4 +1,4 @@
-"""What stands on the last decoder layer: losses of a language model's head, taken in pieces of the vocabulary.
+"""Losses at a language model's head, computed in pieces of the vocabulary.
 
 No more logits are held than one piece has; the gradient is found by hand, in a second pass over the pieces.
 """
@@ -96,7 +96,7 @@ def measure_head(
 
 
 class _Normalisers:
-    """What one pass over the pieces finds, and the second needs.
+    """Results of the first pass over the pieces, for the second.
 
     With z the logits, I the teacher's kept tokens and T the temperature: ``log sum exp z``, the label's z, and for the divergence
     ``log sum exp z / T`` over all and over all but I, and z of I.

@@ -1,4 +1,4 @@
-"""What a model's own forward pass makes of what its output embeddings give: a scale and a soft cap, measured."""
+"""Measured scale and soft cap that a model's forward pass applies to the output of its head."""
 
 from __future__ import annotations
 

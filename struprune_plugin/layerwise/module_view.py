@@ -34,7 +34,7 @@ class ModuleView:
 
     @property
     def has_bias(self) -> bool:
-        """Whether the consumer has a bias."""
+        """True if the consumer has a bias."""
         return find_linear(self.layer, self.group.consumer).bias is not None
 
     def read_dense(self) -> Tensor:

@@ -36,7 +36,7 @@ class LayerStep:
 
     @property
     def progress(self) -> str:
-        """Where the run is, for progress bars."""
+        """Position of the run, for progress bars."""
         return f"({self.index + 1}/{len(self.flows[0].calls)}): "
 
     def observe(

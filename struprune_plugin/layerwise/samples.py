@@ -1,4 +1,4 @@
-"""What is learned from: calibration sequences, with what a teacher says of them."""
+"""Training samples: calibration sequences with a teacher's targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """What is kept of the teacher's distribution over the next token.
+    """The stored part of the teacher's distribution over the next token.
 
     :param log_probs: log-probabilities at the distillation temperature, shape [..., k + 1], the last of all tokens not
         in ``indices`` together; shape [..., V] in vocabulary order where ``indices`` is None

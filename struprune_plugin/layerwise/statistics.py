@@ -45,7 +45,7 @@ class GroupMoments:
 
     @property
     def determines(self) -> bool:
-        """Whether so many tokens were seen that a solve is determined by them: as many as there are inputs."""
+        """True if there are at least as many tokens as inputs, so that a solve is determined."""
         return self.num_rows is None or self.num_rows >= len(self.all.gram) - 1
 
 
@@ -118,7 +118,7 @@ class MomentGatherer:
 
 
 class LayerStatistics:
-    """What one decoder layer after the other shows: its calls, its groups' moments, and the dense path beside.
+    """Statistics of one decoder layer after the other: calls, moments of groups, and the dense path.
 
     While a layer runs on the pruned path's inputs, the statistics of its first group are gathered, and the dense layer
     runs on the dense hidden states. Once that group is pruned, the layer runs again for the next. Hidden states live on the

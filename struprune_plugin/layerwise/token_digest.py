@@ -1,4 +1,4 @@
-"""What a replay compares: the calibration data, batch by batch."""
+"""Digests of the calibration data, batch by batch, for a replay."""
 
 from __future__ import annotations
 

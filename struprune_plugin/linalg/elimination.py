@@ -165,7 +165,7 @@ class _Remaining:
 
 
 class _Candidates:
-    """What H^-1 and ``W^T W`` are among a few units while these go one by one.
+    """H^-1 and ``W^T W`` restricted to a few units while these are removed one by one.
 
     A removal of U changes ``H^-1`` by ``-V V^T`` and ``W`` by ``-A V^T``, with ``V = (H^-1)_:U L^-T``, ``A = W_U L^-T`` and
     ``L L^T = (H^-1)_UU``.

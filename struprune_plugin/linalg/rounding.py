@@ -11,7 +11,7 @@ _Alike = tuple[str, int, int]  # kind, units, step
 
 @dataclass(frozen=True)
 class GroupSize:
-    """What allocation needs to know of one group of coupled units.
+    """Sizes of one group of coupled units, for the allocation.
 
     :param name: as in messages
     :param kind: groups of one kind (attention, FFN) are allocated together

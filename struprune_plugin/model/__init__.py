@@ -1,1 +1,1 @@
-"""What is cut: a model's structure, kinds of units, the layers they are in, and the surgery."""
+"""A model's structure, its kinds of units and layers, and the surgery on them."""

@@ -28,7 +28,7 @@ _PACKED = "_struprune_packed"  # attribute of experts taken apart: the module th
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the rows of one linear of an expert lie in a packed tensor.
+    """Position of an expert's linear in a packed tensor.
 
     :param tensor: name of that
     :param transposed: whether it holds columns before rows

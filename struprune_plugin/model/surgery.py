@@ -181,7 +181,7 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
 
 @dataclass(frozen=True)
 class LayerCopy:
-    """What pruning changes of a decoder layer, on the host.
+    """Host copy of the parts of a decoder layer that pruning changes.
 
     :param linears: (weight, bias) by name
     :param counts: sizes that the attention module keeps in attributes, by name

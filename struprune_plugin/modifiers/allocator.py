@@ -23,7 +23,7 @@ from struprune_plugin.runtime.device_context import StageRecord
 
 @dataclass(frozen=True)
 class Allocated:
-    """What an allocator stage leaves for the pruning stage.
+    """Result of an allocator stage, for the pruning stage.
 
     :param sensitivity: what was measured on the way, not to be measured again
     :param measured: seconds and peak bytes of its calibration pass
@@ -64,7 +64,7 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     @property
     def allocated(self) -> Allocated | None:
-        """What this stage found, once its calibration pass is over."""
+        """Result of this stage, after its calibration pass."""
         return self._allocated
 
     @model_validator(mode="after")

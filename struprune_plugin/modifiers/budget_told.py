@@ -1,4 +1,4 @@
-"""What a run tells of its budgets, for the manifest."""
+"""Records of a run's budgets, for the manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be refused before calibration starts."""
+"""Checks before calibration starts."""
 
 from __future__ import annotations
 

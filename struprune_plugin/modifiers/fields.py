@@ -87,7 +87,7 @@ class Experts(Config):
 
     @property
     def drops(self) -> bool:
-        """Whether whole experts may go."""
+        """True if whole experts may go."""
         return self.units != "channels"
 
     @model_validator(mode="after")
@@ -130,7 +130,7 @@ class StageModifier(Modifier):
 
     @property
     def store(self) -> ResumeStore | None:
-        """Where finished parts are kept; None where they are not."""
+        """Store of finished parts. None without one."""
         return self._store
 
     def dump_fields(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class StructuredModifier(StageModifier):
 
     @property
     def asked(self) -> Asked:
-        """What the run needs to know of the dense model."""
+        """Measurements of the dense model that the run needs."""
         return Asked(self.importance, self.sensitivity_samples)
 
     @property

@@ -1,4 +1,4 @@
-"""What llm-compressor's calibration pipeline would set up, for passes that our own loop drives."""
+"""Setup of llm-compressor's calibration pipeline, for passes of our own loop."""
 
 from __future__ import annotations
 

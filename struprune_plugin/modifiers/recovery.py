@@ -79,7 +79,7 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What the manifest tells of the training; empty before it."""
+        """The manifest's record of the training; empty before it."""
         return self._record
 
     def list_paths(self) -> list[str]:

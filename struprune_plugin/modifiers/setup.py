@@ -1,4 +1,4 @@
-"""What a modifier finds out, and refuses, before any calibration: a pure reading of the recipe, the model and the data."""
+"""Setup and checks before any calibration, from the recipe, the model and the data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from struprune_plugin.storage.resume_store import ResumeStore
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is known of a run before it starts.
+    """Facts of a run before it starts.
 
     :param groups: to prune, in the order in which the model computes them
     :param roundings: what kept counts are rounded to, by group name

@@ -1,4 +1,4 @@
-"""What the stages of one recipe must agree on."""
+"""Agreement between the stages of one recipe."""
 
 from __future__ import annotations
 

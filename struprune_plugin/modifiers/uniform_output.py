@@ -1,4 +1,4 @@
-"""What ``output: uniform`` asks of a recipe and a model."""
+"""Requirements of ``output: uniform`` on a recipe and a model."""
 
 from __future__ import annotations
 

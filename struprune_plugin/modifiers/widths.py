@@ -1,4 +1,4 @@
-"""What the quantisers and sparsity modifiers that follow in a recipe ask of the widths that pruning leaves."""
+"""Requirements of later quantisers and sparsity modifiers on the kept widths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the kept units of one group are rounded to.
+    """Rounding step of the kept units of one group.
 
     :param step: kept units are whole multiples of this; 1 where nothing is asked
     :param width: the same, in input columns of the consuming linear

@@ -1,4 +1,4 @@
-"""What ADMM does to the variables of every token of an FFN, and of an attention module."""
+"""ADMM on the token variables of an FFN and of an attention module."""
 
 from __future__ import annotations
 

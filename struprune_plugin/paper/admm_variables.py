@@ -1,4 +1,4 @@
-"""What ADMM on an FFN and on attention share: settings, variables of every token, the solves of weights and of activations."""
+"""Shared parts of ADMM on FFNs and attention: settings, token variables, solves of weights and activations."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class AttentionSample(Sample):
 
     @cached_property
     def queries(self) -> Tensor:
-        """Whether query t counts, shape [T], bool."""
+        """Mask of queries t that count, shape [T], bool."""
         if self.query_rows is None:
             return torch.ones(len(self.inputs), dtype=torch.bool, device=self.inputs.device)
         counts = torch.zeros(len(self.inputs), dtype=torch.bool, device=self.inputs.device)
@@ -73,12 +73,12 @@ class AttentionSample(Sample):
 
     @cached_property
     def pairs(self) -> Tensor:
-        """Whether query t counts and sees key s, shape [T, T], bool."""
+        """Mask of queries t that count and see key s, shape [T, T], bool."""
         return (self.mask > _MASKED_BELOW) & self.queries[:, None]
 
     @cached_property
     def keys(self) -> Tensor:
-        """Whether a query that counts sees key s, shape [T], bool."""
+        """Mask of keys s that a counting query sees, shape [T], bool."""
         return self.pairs.any(0)
 
 

@@ -130,7 +130,7 @@ class SoftmaxInverse(SoftmaxRule):
 
 @RULES.register
 class BlockInfluence(SoftmaxRule):
-    """How much a whole layer changes the hidden states (ShortGPT), under Algorithm 2's rule."""
+    """Change of the hidden states by a whole layer (ShortGPT), under Algorithm 2's rule."""
 
     compares_layers: ClassVar[bool] = True
     rule: Literal["block_influence"] = "block_influence"

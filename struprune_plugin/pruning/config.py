@@ -1,4 +1,4 @@
-"""What a run has decided beforehand: its methods, and how many units every group keeps."""
+"""Decisions before the pruning: methods, and the number of units that each group keeps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class KeptExperts:
 
     @property
     def count(self) -> int:
-        """How many there are in every layer."""
+        """Count per layer."""
         return len(next(iter(self.keep.values())))
 
     def tell(self, config: Any) -> None:
@@ -85,7 +85,7 @@ class KeptExperts:
 
 @dataclass(frozen=True)
 class UnitAllocation:
-    """How many units every group keeps.
+    """Number of units that each group keeps.
 
     :param kept: units by group name; of experts that stay, by their new names
     :param record: how they were allocated, for the manifest

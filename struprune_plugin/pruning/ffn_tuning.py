@@ -48,7 +48,7 @@ class FFNTuning(Config):
 
 @dataclass(frozen=True)
 class FFNData:
-    """What an FFN sees of the calibration data, on the host; no padding.
+    """Inputs and targets of an FFN on the calibration data, on the host, without padding.
 
     :param inputs: shape [tokens, d]
     :param weights: what an error counts at each token: the inverse energy of the residual stream that it lands on, as the norms

@@ -23,7 +23,7 @@ from struprune_plugin.storage.records import GroupRecord, TuningRecord
 
 @dataclass
 class PrunedLayers:
-    """What became of the layers.
+    """Outcome for all layers.
 
     :param records: one per group, in order
     :param tuning: by layer

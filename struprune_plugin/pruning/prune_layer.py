@@ -27,7 +27,7 @@ _SOLVED_AGAIN = ("target_energy", "error_after", "damping", "condition_number") 
 
 @dataclass(frozen=True)
 class SelectionResult:
-    """What becomes of one group.
+    """Kept units and new weights of one group.
 
     :param keep: sorted kept units, shape [kept], int64
     :param weight: the consumer's weights on them, in unit order, bias last, shape [d, kept columns + 1], float64
@@ -45,7 +45,7 @@ class SelectionResult:
 
 @dataclass(frozen=True)
 class LayerOutcome:
-    """What became of one decoder layer.
+    """Outcome for one decoder layer.
 
     :param groups: a record per group, in order
     :param tuning: None where the layer was not tuned

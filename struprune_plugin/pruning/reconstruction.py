@@ -21,7 +21,7 @@ from struprune_plugin.storage.records import ADMMRecord, SolveRecord
 
 @dataclass(frozen=True)
 class LeastSquaresProblem:
-    """What the weights of one consumer are solved from.
+    """Least-squares problem for the weights of one consumer.
 
     :param group: as it now is
     :param gathered: its moments

@@ -1,4 +1,4 @@
-"""Which units of a group stay. The layer stays as it is."""
+"""Selection of the units that stay in a group. It does not change the layer."""
 
 from __future__ import annotations
 

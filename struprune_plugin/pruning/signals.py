@@ -1,4 +1,4 @@
-"""What was measured of the whole dense model, once, and is handed on from pass to pass."""
+"""Measurements of the whole dense model, made once and passed on."""
 
 from __future__ import annotations
 

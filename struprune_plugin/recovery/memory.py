@@ -1,4 +1,4 @@
-"""What of a recovery under one layer fits the device: estimated from shapes, before work starts."""
+"""Estimate, from shapes, of the parts of a recovery that fit the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STATE_COPIES = 8  # of a micro-batch's hidden states, float32, around the head
 
 @dataclass(frozen=True)
 class RecoveryPlacement:
-    """Where the parts of a step live.
+    """Placement of the parts of a step.
 
     :param ahead: the next layer's weights are fetched while one computes
     :param held_sums: bytes of a layer's gradients, in float32, that are added up on the device; all others on the host, each as

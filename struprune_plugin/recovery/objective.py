@@ -1,4 +1,4 @@
-"""What a recovery lowers: a weighted sum of losses, at the head and on every layer's output."""
+"""Objective of a recovery: a weighted sum of losses at the head and at each layer's output."""
 
 from __future__ import annotations
 

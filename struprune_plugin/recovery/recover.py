@@ -32,7 +32,7 @@ from struprune_plugin.storage.resume_store import ResumeStore
 
 @dataclass(frozen=True)
 class Recovery:
-    """What is known of a recovery before it starts.
+    """Setup of a recovery.
 
     :param linears: full names of those that get adapters
     :param teacher: folder or hub name of the dense model; None without a loss that asks it

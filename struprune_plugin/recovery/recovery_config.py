@@ -202,7 +202,7 @@ class RecoveryConfig(BaseModel):
 
     @property
     def trained(self) -> Trained:
-        """What is trained."""
+        """Names of what is trained."""
         return "adapters" if self.adapters else self.weights or "all"
 
     @property

@@ -1,4 +1,4 @@
-"""What is trained: the values that are moved, their moments, and where these lie."""
+"""Trained parameters, their moments, and the place of both."""
 
 from __future__ import annotations
 

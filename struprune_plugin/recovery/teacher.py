@@ -20,7 +20,7 @@ _PART = 64  # sequences that go through the layers together, and lie in one file
 
 
 class LayerwiseTeacher:
-    """What a dense model says of samples.
+    """Targets of a dense model for samples.
 
     :param runner: of the dense model
     :param micro_size: sequences on the device at a time

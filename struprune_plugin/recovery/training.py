@@ -28,7 +28,7 @@ _STATE = "recovery-"  # of the parts of a store that a run goes on from
 
 @dataclass
 class RunCurve:
-    """What the manifest tells of a run; lists have one entry a step, ``holdout`` one a measurement.
+    """The manifest's curves of a run: one entry per step, in ``holdout`` one per measurement.
 
     ``tokens_seen`` counts predicted tokens; ``seconds`` those spent on steps, without measurements; ``best_step`` 0 is the
     model as it was.
@@ -44,7 +44,7 @@ class RunCurve:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a run reads; every process has all of it.
+    """Texts of a run; every process has all of them.
 
     :param train: samples to train on
     :param holdout: samples of which none is trained on; may be empty

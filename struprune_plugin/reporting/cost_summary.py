@@ -1,4 +1,4 @@
-"""What modules cost: in an engine, by how many units they keep; in a pruned model, by its budgets."""
+"""Costs of modules: in an engine by kept units, and in a pruned model by its budgets."""
 
 from __future__ import annotations
 

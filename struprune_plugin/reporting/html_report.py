@@ -20,7 +20,7 @@ PROMPTS = ("The captain looked at the sea and", "The most important thing in sci
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model writes after a prompt.
+    """Text of a model after a prompt.
 
     :param dense: None where the dense model is not here
     """

@@ -1,4 +1,4 @@
-"""What was measured of an output: as its manifest keeps it, and as its card and its report show it."""
+"""Measured results of an output, for its manifest, card and report."""
 
 from __future__ import annotations
 

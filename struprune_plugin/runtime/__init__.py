@@ -1,1 +1,1 @@
-"""Where tensors live: the device, what is offloaded, the next layer's weights, torch.distributed."""
+"""Placement of tensors: device, offloading, prefetching of the next layer, torch.distributed."""

@@ -24,7 +24,7 @@ _UNPINNED = 0.25  # of the host's memory stays free when copies are pinned
 
 @dataclass
 class StageRecord:
-    """What one stage of a run took, all its spans together.
+    """Time and memory of one stage of a run, over all its spans.
 
     :param seconds: of wall time
     :param peak_bytes: most bytes that the device held; None where nothing counts them
@@ -62,7 +62,7 @@ class DevicePeaks:
 
 
 class DeviceContext:
-    """Where a run's tensors live: moves between the device and the host, stages and what they took.
+    """Placement of a run's tensors, moves between device and host, and a record of the stages.
 
     :ivar placement: what goes to the host, and in what pieces
     :ivar stages: by name, in the order of their first spans
@@ -88,7 +88,7 @@ class DeviceContext:
 
     @property
     def measure(self) -> str:
-        """What ``peak_bytes`` counts."""
+        """Meaning of ``peak_bytes``."""
         return self._peaks.measure if self._peaks else "not measured: no accelerator"
 
     # -- moves ----------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class DeviceContext:
 
     @property
     def fetch(self) -> Callable[[Tensor], Tensor] | None:
-        """What brings a tensor to the host, where systems are solved there; None where they are solved on the device."""
+        """Function that brings a tensor to the host if systems are solved there. None if they are solved on the device."""
         return self.to_host if self.placement.solve_on_host else None
 
     def place(self, tensor: Tensor, like: Tensor) -> Tensor:

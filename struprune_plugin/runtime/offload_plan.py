@@ -1,4 +1,4 @@
-"""What fits the device under ``memory_budget``: estimated from shapes, before work starts."""
+"""Estimate, from shapes, of the parts of a run that fit the device under ``memory_budget``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOGIT_COPIES = 5  # float32
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where a run's parts live, and in what pieces they are made; all on the device and whole unless a budget forbids.
+    """Placement of a run's parts and the size of their pieces; without a budget all are whole and on the device.
 
     :param gather_on_host: moments are kept on the host and grow by tiles made on the device
     :param hold_on_host: those of sequences held out are
@@ -89,7 +89,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run asks for.
+    """Requirements of a run.
 
     :param together: moments of all modules of a layer are gathered in one pass
     :param hold_out: those of sequences held out, too

@@ -1,4 +1,4 @@
-"""What of a model is on the device: one decoder layer, or less, and the next one's weights on their way."""
+"""Weights on the device: one decoder layer, or less, and the next one's in transit."""
 
 from __future__ import annotations
 

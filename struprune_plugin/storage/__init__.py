@@ -1,1 +1,1 @@
-"""What lies on disk: manifest, output folder, digests, resume store, the source checkpoint."""
+"""Files on disk: manifest, output folder, digests, resume store, source checkpoint."""

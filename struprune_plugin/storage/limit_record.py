@@ -1,4 +1,4 @@
-"""What a manifest says of one budget. Nothing heavy is imported here."""
+"""The manifest's record of one budget. This module imports nothing heavy."""
 
 from __future__ import annotations
 

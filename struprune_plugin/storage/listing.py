@@ -1,4 +1,4 @@
-"""What an output folder holds: which files are ours, and whether they are as we wrote them. Nothing heavy is imported here."""
+"""List of the files in an output folder, with digests. This module imports nothing heavy."""
 
 from __future__ import annotations
 

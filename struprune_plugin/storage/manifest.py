@@ -1,4 +1,4 @@
-"""``struprune.json``: what a run decided, layer by layer, and what a replay needs. Nothing heavy is imported here."""
+"""``struprune.json``: the decisions of a run, layer by layer, for readers and replays. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RecoveryRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a pruning run tells of itself.
+    """Manifest of a pruning run.
 
     :param settings: the recipe's pruning stage, as it was asked for
     :param seed: of torch, at the end

@@ -1,4 +1,4 @@
-"""The parts of a manifest: what a run decided and measured, typed. Nothing heavy is imported here."""
+"""Typed parts of a manifest: decisions and measurements. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RoundingRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class BudgetRecord:
-    """What was asked and what went, in parameters of the decoder layers' linears.
+    """Asked and removed parameters of the decoder layers' linears.
 
     :param limits: every budget, where others than parameters were asked for; left out of the file else
     """
@@ -82,7 +82,7 @@ class BudgetRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class AllocationRecord:
-    """How a budget was spread over the groups; what a rule has no use for is None, and left out of the file.
+    """Allocation of a budget over the groups; fields that a rule does not use are None and omitted from the file.
 
     :param method: the rule
     :param as_printed: whether as the paper prints it
@@ -128,7 +128,7 @@ class StageEntry:
 
 @dataclass(frozen=True, config=CLOSED)
 class TuningRecord:
-    """How a layer was tuned.
+    """Tuning of one FFN.
 
     :param holdout: held-out error of every epoch, relative to the energy of the dense FFN's output, epoch 0 first
     :param best_epoch: whose parameters the FFN has
@@ -140,7 +140,7 @@ class TuningRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class ADMMRecord:
-    """What ADMM did to one group.
+    """ADMM on one group.
 
     :param objective: at the start, then after every step
     :param error_after: of the closing solve on the true activations, relative to the target's energy
@@ -152,7 +152,7 @@ class ADMMRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class SolveRecord:
-    """How the weights of one group were restored.
+    """Solve of the weights of one group.
 
     :param target_energy: ``tr(Y Y^T)``
     :param error_before: by deletion alone, relative to that energy
@@ -174,7 +174,7 @@ class SolveRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class UnitsRecord:
-    """Which units of one group are left.
+    """Kept units of one group.
 
     :param kind: of its units
     :param scores: extremes of the scores, of kept and of removed units; None where nothing had to be ranked
@@ -217,7 +217,7 @@ class UnitsRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class GroupRecord(SolveRecord, UnitsRecord):
-    """What was decided of one group: which units stay, and how the weights on them were restored.
+    """Kept units of one group and the solve of their weights.
 
     :param rest: parameters that went beside the units, with the last of them: as queries, keys and norms
     """
@@ -231,7 +231,7 @@ class GroupRecord(SolveRecord, UnitsRecord):
 
 @dataclass(frozen=True, config=CLOSED)
 class ExpertsRecord:
-    """Which whole experts of one layer are left; in ``groups`` they are numbered anew.
+    """Kept experts of one layer; ``groups`` renumbers them.
 
     :param name: of their list
     :param keep: experts that stay, sorted
@@ -292,7 +292,7 @@ class TaskRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class EvaluationRecord:
-    """What was measured of an output."""
+    """Measurements of an output."""
 
     perplexity: list[PerplexityRecord] = Field(default_factory=list)
     tasks: list[TaskRecord] = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a run has finished, in a folder, so that a killed one goes on where it was.
+"""Finished parts of a run in a folder, from which a killed run continues.
 
 A part is one safetensors file whose metadata holds its record and the digest of all of it. It reaches the disk before it gets its
 name: a part that is cut off, or has another digest, is not there.

@@ -1,5 +1,7 @@
-"""Whether an output folder is what was written: its files by their digests, its manifest, its weights. Nothing heavy is imported
-until weights have to be read."""
+"""Check of an output folder: files against digests, manifest, weights.
+
+Nothing heavy is imported until weights are compared.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _DAMAGED = {"changed": "is not as it was written", "missing": "is missing"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """Result of the check.
 
     :param entries: every file
     :param problems: what is damaged, a line each

@@ -1,4 +1,4 @@
-"""The plan of a run: what it will leave, take and need, and who can run the result; and what fits a given memory."""
+"""Plan of a run: sizes, time, memory, and engines for the result; and the sparsity that fits a given memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIT_RECIPES = {"none": "", "8-bit weights (W8A8)": "struprune_w8a8", "4-bit weig
 
 @dataclass(frozen=True)
 class LayerUnits:
-    """What can go of one kind of decoder layer.
+    """Removable units of one kind of decoder layer.
 
     :param layers: their positions
     :param units: what can go, by the linear that reads it
@@ -93,9 +93,9 @@ def list_engines(modifiers: Sequence[Modifier], mixture: bool = False) -> dict[s
         stock = f"yes{needs}, as its stock class"
         return {"transformers": stock, "lm-eval": stock, "vLLM": f"yes{needs}, as its own class"}
     own_code = f"yes{needs}, with trust_remote_code=True or after `import struprune_plugin`"
-    vllm = "by its Transformers backend; see docs/models.md, or convert --to uniform-padded"
-    if pruning.attention_unit == "head":
-        vllm = "no: heads differ from layer to layer; convert --to uniform-padded"
+    vllm = "with this package installed there (docs/serving.md), or convert --to uniform-padded"
+    if packed:
+        vllm = "not with its kernels for CPUs, which take quantised models in stock classes alone: set output: uniform"
     if mixture:
         vllm = "no: its Transformers backend does not read packed experts; set output: uniform, or convert --to uniform-padded"
     return {"transformers": own_code, "lm-eval": "yes, trust_remote_code=True", "vLLM": vllm}

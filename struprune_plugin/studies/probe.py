@@ -1,4 +1,4 @@
-"""How long a run will take here, what memory it needs and how fast its result is: a short run on a model of few layers.
+"""Estimate of a run's time and memory and of the result's speed, from a short run on a model of few layers.
 
 The probe is the recipe itself, on random weights of the model's own widths in two decoder layers. Each stage's seconds grow to the
 whole model's by the operations that both count. Where that would take longer than half a minute, the probe has fewer calibration
@@ -46,7 +46,7 @@ _PROMPT, _REPEATS = 256, 15
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run calibrates on: sequences, tokens of each, sequences on the device at a time."""
+    """Calibration size of a run: sequences, tokens per sequence, sequences on the device at a time."""
 
     num_samples: int
     seq_length: int
@@ -55,7 +55,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run takes on this machine, and how fast what it leaves is.
+    """Time and memory of a run on this machine, and the speed of its result.
 
     :param seconds: of the whole command
     :param peak_bytes: of the process' memory, at its peak

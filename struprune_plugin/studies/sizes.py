@@ -1,4 +1,4 @@
-"""What a recipe leaves of a model: parameters, bytes and cache, counted from shapes alone."""
+"""Sizes of a recipe's result, counted from shapes: parameters, bytes and cache."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model takes.
+    """Parameters, bytes and cache of a model.
 
     :param bytes: of its weights on the disk
     :param cache: bytes of keys and values a token
@@ -66,7 +66,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a recipe leaves of a model, all modules of a kind cut alike.
+    """Sizes before and after a recipe, with the same cut in all modules of a kind.
 
     :param rounding: as the manifest has it
     :param experts: how many whole ones stay; empty where none may go

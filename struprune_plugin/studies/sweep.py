@@ -49,7 +49,7 @@ class Calibration(Workload):
 
 @dataclass(frozen=True)
 class Scoring:
-    """How every point is judged.
+    """Settings of the scoring of every point.
 
     :param text: to score; perplexity in windows of ``window`` tokens
     :param tasks: of lm-eval, ``limit`` examples each
@@ -65,7 +65,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is swept.
+    """Settings of a sweep.
 
     :param recipe: the default method: a name or a file
     :param changes: to every method's recipe

@@ -1,4 +1,4 @@
-"""What a sweep found: the points that no other one beats, the one that is picked, a table, pictures."""
+"""Results of a sweep: Pareto points, the picked point, a table, pictures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What can be cut, measured on a tiny random instance of a class."""
+"""The removable structure of a class, measured on a tiny random instance."""

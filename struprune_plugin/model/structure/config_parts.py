@@ -1,4 +1,4 @@
-"""What a configuration is made of: the parts inside it, their values, the vocabulary and the tokens that mean something."""
+"""Parts of a configuration: nested configurations, values, the vocabulary and special tokens."""
 
 from __future__ import annotations
 

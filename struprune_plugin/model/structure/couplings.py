@@ -1,4 +1,4 @@
-"""Which rows of which linears reach which columns of which linear within one decoder layer, measured.
+"""Measured couplings between rows and columns of the linears in one decoder layer.
 
 Every row of a linear's output is disturbed on its own, in an element of the batch of its own, and the inputs of all later linears
 are compared with those of the undisturbed layer.
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Coupling:
-    """What the rows of one linear reach of the columns of another.
+    """Coupling of the rows of one linear with the columns of another.
 
     :param reached: shape [rows, columns], bool
     :param later: the same, at later tokens than the disturbed one

@@ -1,4 +1,4 @@
-"""How a module's output joins the residual stream, found among the tensors of one run of a tiny layer."""
+"""Joins of module outputs and the residual stream, found among the tensors of one run of a tiny layer."""
 
 from __future__ import annotations
 

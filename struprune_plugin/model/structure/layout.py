@@ -13,7 +13,7 @@ Rows = Literal["", "head", "block", "channel"]
 
 @dataclass(frozen=True)
 class Join:
-    """How a consumer's output joins the residual stream.
+    """Join of a consumer's output and the residual stream.
 
     :param residual: submodule whose input is the residual stream that the output is added to; the layer itself where empty
     :param parallel: linear computed earlier whose output is added to the same residual stream; empty where there is none
@@ -143,7 +143,7 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class Structure:
-    """What of a model can be cut.
+    """Removable structure of a model.
 
     :param layers: name of the list of decoder layers
     :param kinds: of layers
@@ -156,7 +156,7 @@ class Structure:
 
     @property
     def has_experts(self) -> bool:
-        """Whether channels of experts can go."""
+        """True if channels of experts can go."""
         return any(kind.experts for kind in self.kinds)
 
     def __getitem__(self, index: int) -> LayerLayout:

@@ -1,4 +1,4 @@
-"""Where a model keeps its decoder layers."""
+"""Position of the decoder layers in a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an attention module is the textbook's: the softmax of scaled products of queries and keys, nothing between."""
+"""Test for plain attention: the softmax of scaled products of queries and keys, with nothing between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How whole experts of a class go: what of a layer has an entry for every expert, found between instances of unlike numbers."""
+"""Removal of whole experts: tensors with one entry per expert, found by comparing instances with different numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KNOWN: dict[str, Routing] = {}
 
 @dataclass(frozen=True)
 class Routing:
-    """What goes with an expert beside its linears.
+    """Parts that go with an expert, besides its linears.
 
     :param key: of the text configuration, that says how many experts a layer has
     :param tensors: parameters and buffers of a decoder layer with an entry for every expert, each with the axis of those

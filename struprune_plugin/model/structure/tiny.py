@@ -108,7 +108,7 @@ def _vary(model: nn.Module) -> None:
 
 
 def _is_random(values: Tensor) -> bool:
-    """Whether initial values are noise around zero, or zero, rather than a pattern."""
+    """Return whether initial values are zero or noise around zero, not a pattern."""
     return values.numel() == 0 or (abs(values.mean().item()) <= 0.1 and values.abs().max().item() <= 6.0)
 
 

@@ -21,7 +21,7 @@ _WIDTH_NAMES = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of a tiny layer showed.
+    """Measurements of one run of a tiny layer.
 
     :param layer: the layer
     :param inputs: of the linears that are called once, in order, by name

@@ -125,7 +125,7 @@ class UnitGroup:
 
     @property
     def expert_index(self) -> int:
-        """Which of its experts a group is of."""
+        """Index of the expert that a group belongs to."""
         return int(self.consumer.removeprefix(f"{self.experts}.").partition(".")[0])
 
     def find_row_owners(self, producer: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""How units are ranked: a file per method; importing this package registers them."""
+"""Importances: rankings of units, one file per method; importing this package registers them."""
 
 from struprune_plugin.pruning.importance import fluctuation, magnitude, obs, taylor, wanda  # noqa: F401
 from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Order, Ranking

@@ -20,7 +20,7 @@ from struprune_plugin.storage.registry import Config, Registry
 
 @dataclass(frozen=True)
 class Ranking:
-    """What an importance may look at.
+    """Inputs of an importance.
 
     :param module: not yet sliced
     :param moments: of the group's consumer, inputs in unit order
@@ -45,7 +45,7 @@ Order = tuple[Tensor, Tensor]  # units, first removed first, at least those aske
 
 
 class Importance(Config):
-    """How units are ranked.
+    """Base class of a ranking of units.
 
     :cvar eliminates: whether it removes units one by one on damped moments: the sensitivity then weighs them, and values may
         be rotated

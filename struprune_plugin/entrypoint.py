@@ -17,7 +17,6 @@ from llmcompressor.entrypoints import Oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
-from loguru import logger
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.calibration import prepare_dataset
@@ -29,10 +28,10 @@ from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StageModifier, StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
-from struprune_plugin.modifiers.host_log import quieten_host
+from struprune_plugin.modifiers.host_log import log_output, quieten_host
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.model_card import try_write_card
-from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_layers, summarize_manifest
+from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
@@ -109,7 +108,7 @@ def oneshot(
     if store is not None:
         store.clear()
     if output_dir is not None and is_source_process():
-        _tell_output(Path(output_dir), loaded.modifiers)
+        log_output(Path(output_dir), any(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers))
     return compressed
 
 
@@ -141,15 +140,6 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
                     "the host knows or finds. Spell its mappings, or leave it out."
                 ) from error
             raise
-
-
-def _tell_output(folder: Path, modifiers: list[Modifier]) -> None:
-    """Log the table of a pruned output; its path alone where nothing was pruned."""
-    parts = [f"wrote {folder}"]
-    if any(isinstance(modifier, StruPruneModifier) for modifier in modifiers):
-        manifest = read_manifest(folder)
-        parts = [str(summarize_layers(manifest)), summarize_manifest(manifest, folder), *parts]
-    logger.info("\n\n".join(["", *parts]).removeprefix("\n"))
 
 
 def _make_store(

@@ -1,4 +1,4 @@
-"""llm-compressor's log during a run of ours: its warnings, each once, without the steps of its life cycle."""
+"""Log of a run from Python: llm-compressor's warnings, each once, without the steps of its life cycle; the final table."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from compressed_tensors.utils import patch_attr
 from loguru import logger
+
+from struprune_plugin.reporting.tables import summarize_layers, summarize_manifest
+from struprune_plugin.storage.manifest import read_manifest
 
 LOG_LEVEL = "LLM_COMPRESSOR_LOG_LEVEL"  # of llm-compressor; somebody who sets it wants to see its whole log
 _STEPS = ("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe")
@@ -33,7 +37,7 @@ class _WithoutSteps:
 def quieten_host() -> Iterator[None]:
     """Hide llm-compressor's steps in the block and let it say once that there is no accelerator.
 
-    Its modules get other loggers for that time; handlers and levels, which are the user's, stay as they are.
+    Its modules get other loggers for that time. Handlers and levels, which are the user's, stay unchanged.
     """
     with ExitStack() as stack:
         if LOG_LEVEL not in os.environ:
@@ -41,3 +45,12 @@ def quieten_host() -> Iterator[None]:
                 stack.enter_context(patch_attr(import_module(name), "logger", _WithoutSteps()))
             stack.enter_context(patch_attr(import_module(_DEVICE), "logger", logger.bind(log_once=True)))
         yield
+
+
+def log_output(folder: Path, pruned: bool) -> None:
+    """Log the path of an output and, if it was pruned in this run, its table."""
+    parts = [f"wrote {folder}"]
+    if pruned:
+        manifest = read_manifest(folder)
+        parts = [str(summarize_layers(manifest)), summarize_manifest(manifest, folder), *parts]
+    logger.info("\n" * pruned + "\n\n".join(parts))

@@ -1,4 +1,4 @@
-"""Pruned model types for vLLM, which finds this by its ``vllm.general_plugins`` entry point; nothing else imports it."""
+"""Pruned model types for vLLM, which finds this module by its ``vllm.general_plugins`` entry point; nothing else imports it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
 
 
 def register() -> None:
-    """Let vLLM run pruned models by its Transformers backend.
+    """Register pruned models with vLLM's Transformers backend.
 
-    Importing the package has registered their configurations and classes with transformers already. vLLM takes the number
-    of heads from one place for all layers: models whose layers differ in heads are refused by their configuration.
+    Importing the package has registered their configurations and classes with transformers already. Layers may differ in heads:
+    each layer's configuration holds its head size.
     """
     from vllm import ModelRegistry
 

@@ -205,7 +205,9 @@ def test_the_choice_prunes_least_then_keeps_most_bits():
 
 def test_engines_depend_on_what_differs():
     assert "stock class" in list_engines(load("struprune_uniform").modifiers)["transformers"]
-    assert list_engines(load(attention_unit="head").modifiers)["vLLM"].startswith("with this package")  # docs/serving.md
+    assert list_engines(load(attention_unit="head").modifiers)["vLLM"].startswith(
+        "with this package"
+    )  # docs/serving.md
     assert list_engines(load("struprune_w8a8").modifiers)["vLLM"].startswith("not with its kernels for CPUs")
     assert list_engines(load().modifiers, mixture=True)["vLLM"].startswith("no: its Transformers backend")
     assert list_engines(load("struprune_uniform").modifiers, mixture=True)["vLLM"] == "yes, as its own class"

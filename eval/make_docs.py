@@ -65,7 +65,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Which units go": (
         *("importance", "importance.max_sparsity", "importance.as_printed"),
         *(f"importance.{name}" for name in _STEPS),
-        *("sensitivity", "sensitivity.samples", "rotate_values"),
+        *("sensitivity", "sensitivity.samples", "rotate_values", "effort"),
     ),
     "How much each layer loses": (
         *("allocation", "allocation.samples", "allocation.trial_samples", "allocation.max_sparsity"),
@@ -127,6 +127,7 @@ WHEN: dict[str, str] = {
     "importance.as_printed": "to see what the paper's formula does as it is printed",
     "sensitivity": "`none` to save its seconds and its memory, or for the paper's variants",
     "sensitivity.samples": "raise it where the calibration data are plenty and varied",
+    "effort": "first of all: it needs no other field to be known",
     "rotate_values": "`false` where kept value channels must be the dense model's own",
     "allocation": "`uniform` where all layers must shrink alike; `softmax…` and `global_threshold` for the paper's variants",
     "allocation.samples": "raise it where the calibration data are plenty and varied",

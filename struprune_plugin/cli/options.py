@@ -100,9 +100,13 @@ class Amount:
     """How much is calibrated on."""
 
     title: ClassVar = "Calibration text"
-    num_samples: Annotated[int, whole("sequences")] = 64
+    num_samples: Annotated[int | None, whole("sequences; 64, with --effort best 256, if unset")] = None
     seq_length: Annotated[int, whole("tokens a sequence", low=2)] = 256  # a token alone has no context
     batch_size: Annotated[int, whole("sequences on the device at a time")] = 8
+
+    def count_samples(self, changes: dict[str, Any]) -> int:
+        """Return the number of sequences, by the effort among the changes to the recipe where none was given."""
+        return self.num_samples or (256 if changes.get("effort") == "best" else 64)
 
 
 @dataclass(frozen=True)
@@ -158,11 +162,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Changes(Settings):
-    """Fields of the recipe that are set, two of them with an option of their own."""
+    """Fields of the recipe that are set, some of them with an option of their own."""
 
     sparsity: Annotated[float | None, option("fraction of decoder parameters to remove, in [0, 1)", "R")] = None
     budget: Annotated[
         str | None, option("what the result may take, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML")
+    ] = None
+    effort: Annotated[
+        Literal["fast", "default", "best"] | None, option("seconds against quality; best takes four times the text")
     ] = None
     memory_budget: Annotated[int | None, num_bytes("what the device may hold; refused where too little")] = None
 

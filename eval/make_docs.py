@@ -1,9 +1,9 @@
-"""Make the field tables of docs/recipes.md, from the modifiers' fields and their docstrings, and docs/quality.svg.
+"""Generator of the field tables in docs/recipes.md, from the modifiers' fields and their docstrings, and of docs/quality.svg.
 
-    python -m eval.make_docs              # writes what stands between the markers of docs/recipes.md, and the plot
-    python -m eval.make_docs --check      # says what that would change; status 1 where something
+    python -m eval.make_docs              # writes the text between the markers of docs/recipes.md, and the plot
+    python -m eval.make_docs --check      # writes nothing; status 1 if a file is stale
 
-What a field is, its type, default and range come from the code. When to touch it, and what a named value means, is written here.
+A field's meaning, type, default and range come from the code. When to change it, and the meaning of named values, are in this file.
 The plot's figures are those of the tables in docs/results.md.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import re
 import sys
 import types
@@ -55,6 +56,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
             "attention_unit",
             "prune_ffn",
             "experts",
+            "experts.units",
+            "experts.criterion",
             "sublayers",
             "experts.widths",
             "experts.calibrate_all_experts",
@@ -100,124 +103,127 @@ TOPICS: dict[str, tuple[str, ...]] = {
 
 # When to touch a field; by "Modifier.field" where two modifiers mean different things by one name.
 WHEN: dict[str, str] = {
-    "sparsity": "always, unless a budget says what counts",
-    "budget": "where bytes, the cache or the clock count, not parameters",
-    "budget.parameters": "beside others; alone it is `sparsity`",
-    "budget.bytes": "where the model must fit a disk, a download or a memory",
-    "budget.cache": "where long contexts or many users fill the memory; `attention_unit: head` takes keys, too",
-    "budget.speedup": "where seconds count",
-    "budget.phase": "`prompt` where prompts are long and answers short",
-    "budget.batch": "as the model will be served",
-    "budget.length": "as the model will be served",
-    "budget.engine": "a file of `struprune costs` where another machine or engine serves",
-    "targets": "to prune some layers or one kind of module alone: `['re:.*layers\\.[0-7]\\..*fc2']`",
-    "ignore": "to spare layers, the first and the last for instance",
-    "attention_unit": "`head` where attention itself is to get faster, `none` where stock classes are to load the output",
-    "prune_ffn": "`false` to prune attention alone",
-    "experts": "`none` to leave a mixture's experts as they are",
-    "experts.units": "`whole` where fewer experts of their own width are wanted; `both` to let the budget choose",
+    "sparsity": "always, unless a budget sets the size",
+    "budget": "to limit bytes, cache or time in place of parameters",
+    "budget.parameters": "beside other limits; alone, use `sparsity`",
+    "budget.bytes": "if the model must fit a disk, a download or a memory",
+    "budget.cache": "for long contexts or many concurrent users; `attention_unit: head` saves keys too",
+    "budget.speedup": "if latency counts",
+    "budget.phase": "`prompt` for long prompts and short answers",
+    "budget.batch": "the batch size of serving",
+    "budget.length": "the typical length in serving",
+    "budget.engine": "a file of `struprune costs` if another machine or engine serves",
+    "targets": "to prune some layers or one kind of module: `['re:.*layers\\.[0-7]\\..*fc2']`",
+    "ignore": "to spare layers, for instance the first and the last",
+    "attention_unit": "`head` for faster attention; `none` if stock classes must load the output",
+    "prune_ffn": "`false` to prune attention only",
+    "experts": "`none` to leave experts as they are",
+    "experts.units": "`whole` for fewer experts of full width; `both` to let the budget decide",
     "experts.criterion": "`reap` to drop the experts that llm-compressor's REAPPruningModifier drops",
-    "sublayers": "`both` where whole sublayers and layers may go: deep models, and where the clock counts",
-    "experts.widths": "`per_layer` where no engine but transformers, with our file, is to run the output",
-    "experts.calibrate_all_experts": "where the manifest says `scale` of many experts: little text, or a router that skips some",
-    "width_multiple": "64 or 128 for tensor cores and tensor parallelism; quantisers that follow need no word of yours",
-    "output": "`uniform` where no code of ours may travel with the output, for instance to serve it",
-    "importance": "to compare; `wanda` scores without eliminating, and so takes less time",
-    "importance.max_sparsity": "with that of the allocation",
-    "importance.as_printed": "to see what the paper's formula does as it is printed",
-    "sensitivity": "`none` to save its seconds and its memory, or for the paper's variants",
-    "sensitivity.samples": "raise it where the calibration data are plenty and varied",
-    "effort": "first of all: it needs no other field to be known",
-    "rotate_values": "`false` where kept value channels must be the dense model's own",
-    "allocation": "`uniform` where all layers must shrink alike; `softmax…` and `global_threshold` for the paper's variants",
-    "allocation.samples": "raise it where the calibration data are plenty and varied",
-    "allocation.trial_samples": "0 to save its time; more where calibration text is plentiful",
+    "sublayers": "`both` for deep models, or if latency counts",
+    "experts.widths": "`per_layer` if only transformers, with our file, runs the output",
+    "experts.calibrate_all_experts": "if the manifest says `scale` for many experts: little text, or a router that skips some",
+    "width_multiple": "64 or 128 for tensor cores and tensor parallelism; later quantisers are handled automatically",
+    "output": "`uniform` if stock classes must load the output, for instance to serve it",
+    "importance": "to compare methods; `wanda` is faster, because it does not eliminate",
+    "importance.max_sparsity": "together with that of the allocation",
+    "importance.as_printed": "to see the effect of the paper's formula as printed",
+    "sensitivity": "`none` to save its time and memory, or for the paper's variants",
+    "sensitivity.samples": "higher with plenty of varied calibration text",
+    "effort": "first: no other field needs to be known",
+    "rotate_values": "`false` to keep the dense model's own value channels",
+    "allocation": "`uniform` if all layers must shrink alike; `softmax…` and `global_threshold` for the paper's variants",
+    "allocation.samples": "higher with plenty of varied calibration text",
+    "allocation.trial_samples": "0 to save its time; higher with plenty of calibration text",
     "allocation.temperature": "one number to skip the search",
-    "allocation.max_sparsity": "lower it where a layer loses nearly all of its units",
-    "allocation.rho": "never: it cancels, and is here so that Algorithm 3 is complete",
-    "allocation.gamma": "1 to leave depth out of Algorithm 3; lower to spare early layers more",
-    "allocation.as_printed": "to see what the paper's formulas do as they are printed",
+    "allocation.max_sparsity": "lower if a layer loses nearly all its units",
+    "allocation.rho": "never: it cancels, and exists so that Algorithm 3 is complete",
+    "allocation.gamma": "1 to ignore depth in Algorithm 3; lower to spare early layers more",
+    "allocation.as_printed": "to see the effect of the paper's formulas as printed",
     "allocation.threshold": "to compare",
     "allocation.spread": "higher to let layers differ more",
-    "weight_update": "`admm` for the paper's variants; `none` to see what deletion alone does",
+    "weight_update": "`admm` for the paper's variants; `none` to see the effect of deletion alone",
     "alpha": "to weigh ADMM's linear terms against its activation terms",
     "beta": "the same, from the other side",
-    "steps": "more where the objective in the manifest still falls at the last step",
+    "steps": "higher if the objective in the manifest still falls at the last step",
     "inner_steps": "the same, for attention",
-    "importance.learning_rate": "lower it where attention's objective does not fall",
-    "weight_update.learning_rate": "lower it where attention's objective does not fall",
+    "importance.learning_rate": "lower if attention's objective does not fall",
+    "weight_update.learning_rate": "lower if attention's objective does not fall",
     "attention_method": "1 to compare with the paper's appendix",
     "reconstruct": "`local` to save the dense path, whose hidden states wait on the host",
-    "dampening_frac": "a number, say 0.01, to save the search, or for equal terms with other methods",
-    "ffn_tuning": "`{epochs: 6}` where two to three times the seconds do not matter",
-    "ffn_tuning.epochs": "6 where two to three times the seconds do not matter",
-    "ffn_tuning.learning_rate": "lower it where the held-out error in the manifest rises from epoch 0 on",
-    "memory_budget": "where the device must hold less than it has free",
-    "replay": "to get the same model again, bit by bit",
-    "SparsityAllocatorModifier.allocation": "as in a pruning stage; `uniform` needs no stage of its own",
-    "weights": "`norms_and_biases` where next to nothing may change",
-    "adapters": "where training text is scarce, or the host's memory",
-    "adapters.rank": "higher where training text is plenty",
-    "adapters.alpha": "with the rank, where their ratio is to stay",
-    "adapters.targets": "to train attention or the FFN alone",
-    "adapters.dropout": "above 0 where the held-out loss rises while the training loss falls",
-    "loss": "always: it says what the model is for",
-    "loss.cross_entropy": "beside `kl` where the text is what the model will be used on",
-    "loss.kl": "where the dense model is at hand; its own text need not be",
+    "dampening_frac": "a number, for instance 0.01, to save the search or to compare methods on equal terms",
+    "ffn_tuning": "`{epochs: 6}` for better quality at two to three times the time",
+    "ffn_tuning.epochs": "6 for better quality at two to three times the time",
+    "ffn_tuning.learning_rate": "lower if the held-out error in the manifest rises from epoch 0 on",
+    "memory_budget": "if the device must hold less than its free memory",
+    "replay": "to reproduce a model bit by bit",
+    "SparsityAllocatorModifier.allocation": "as in a pruning stage; `uniform` needs no allocator stage",
+    "weights": "`norms_and_biases` to change as little as possible",
+    "adapters": "if training text or host memory is scarce",
+    "adapters.rank": "higher with plenty of training text",
+    "adapters.alpha": "with the rank, to keep their ratio",
+    "adapters.targets": "to train only attention or only FFNs",
+    "adapters.dropout": "above 0 if the held-out loss rises while the training loss falls",
+    "loss": "always: it sets the goal of the training",
+    "loss.cross_entropy": "beside `kl` if the text resembles the model's use",
+    "loss.kl": "if the dense model is available",
     "loss.kl.weight": "beside another loss",
     "loss.kl.temperature": "seldom",
-    "loss.kl.top_k": "higher where the disk is large",
-    "loss.hidden": "where text is scarce",
-    "loss.teacher": "where the checkpoint that is pruned was pruned before: name the dense one",
-    "data": "always, but for a short repair: the calibration samples are few",
+    "loss.kl.top_k": "higher with plenty of disk space",
+    "loss.hidden": "if text is scarce",
+    "loss.teacher": "if the pruned checkpoint had been pruned before: name the dense model",
+    "data": "always, except for a short repair: the calibration samples are few",
     "data.files": "always",
-    "data.column": "where the text has another name",
-    "data.window": "as long as what the model will read",
-    "data.tokens": "to bound the time",
-    "holdout": "`null` to train on every sample, and to know less",
-    "holdout.fraction": "lower where text is scarce",
+    "data.column": "if the field has another name",
+    "data.window": "the typical length in use",
+    "data.tokens": "to limit the time",
+    "holdout": "`null` to train on every sample, without a measure of overfitting",
+    "holdout.fraction": "lower if text is scarce",
     "holdout.steps": "lower for a finer curve; each measurement is a pass over the held-out part",
-    "holdout.patience": "to stop where text repeats itself and nothing more is learnt",
+    "holdout.patience": "to stop when the held-out loss no longer falls",
     "schedule": "always",
-    "schedule.epochs": "more where the held-out loss still falls at the last one",
-    "schedule.max_steps": "to bound the time",
-    "schedule.learning_rate": "lower where the loss jumps; adapters take twice as much with `loss: {kl: 1.0}`",
+    "schedule.epochs": "higher if the held-out loss still falls at the end",
+    "schedule.max_steps": "to limit the time",
+    "schedule.learning_rate": "lower if the loss jumps; adapters bear twice as much with `loss: {kl: 1.0}`",
     "schedule.decay": "seldom",
     "schedule.warmup_fraction": "seldom",
     "batch_size": "lower for more steps from few samples",
-    "micro_batch_size": "lower where a micro-batch does not fit the device, higher where it idles",
-    "checkpoint_steps": "lower where steps are slow",
+    "micro_batch_size": "lower if a micro-batch does not fit the device, higher if the device idles",
+    "checkpoint_steps": "lower if steps are slow",
     "seed": "to see how much of a difference is chance",
     "optimizer": "seldom",
     "optimizer.weight_decay": "seldom",
     "optimizer.max_grad_norm": "seldom",
-    "optimizer.clipping": "`global` for the ordinary loop's numbers, where the host's memory holds all gradients",
-    "optimizer.state_dtype": "`bfloat16` where the host's memory is short",
-    "optimizer.state_folder": "where the host's memory does not hold the moments",
-    "compute": "`bfloat16` for a float32 model on a processor or card that multiplies it faster",
-    "memory": "`model` where all of it fits the device: weights need not travel",
-    "RecoveryModifier.memory_budget": "where the device must hold less than it has free",
+    "optimizer.clipping": "`global` to reproduce the ordinary loop, if the host holds all gradients",
+    "optimizer.state_dtype": "`bfloat16` if host memory is short",
+    "optimizer.state_folder": "if the host's memory does not hold the moments",
+    "compute": "`bfloat16` for a float32 model on hardware that multiplies it faster",
+    "memory": "`model` if the whole model fits the device",
+    "RecoveryModifier.memory_budget": "if the device must hold less than its free memory",
 }
 
 # What the named values of a field mean; values that the code does not know are left out.
 CHOICES: dict[str, dict[str, str]] = {
     "attention_unit": {
-        "head": "whole heads; under grouped queries a key-value head with its query heads",
-        "value_channels": "value channels, the same number from every value head; queries and keys stay",
-        "none": "attention stays",
+        "head": "whole heads; under grouped queries, a key-value head with its query heads",
+        "value_channels": "value channels, the same number per value head; queries and keys stay",
+        "none": "attention stays whole",
     },
     "reconstruct": {
-        "residual": "what the dense residual stream is after the module: repairs inherited error",
+        "residual": "the dense residual stream after the module minus the pruned one before it: repairs inherited errors",
         "block": "the dense module's output",
-        "local": "the module's own output on the pruned path's inputs",
+        "local": "the module's own output on the pruned inputs",
     },
-    "output": {"per_layer": "every layer its own size", "uniform": "all layers the same size; stock classes load it"},
+    "output": {
+        "per_layer": "each layer has its own size",
+        "uniform": "all layers have the same size; stock classes load it",
+    },
     "weights": {
-        "all": "all weights of the decoder layers and the norm after them",
-        "norms_and_biases": "their vectors",
+        "all": "all weights of the decoder layers and the final norm",
+        "norms_and_biases": "their vectors only",
     },
     "schedule.decay": {"cosine": "half a cosine to zero", "linear": "straight to zero", "constant": "no fall"},
-    "memory": {"layer": "one decoder layer on the device", "model": "all of it"},
+    "memory": {"layer": "one decoder layer on the device", "model": "the whole model"},
     "optimizer.clipping": {"layer": "each layer's gradient by its own norm", "global": "by the norm of all"},
     "compute": {"model": "the model's dtype; bfloat16 for float16", "float32": "as it says", "bfloat16": "as it says"},
 }
@@ -244,7 +250,7 @@ def make_files() -> dict[Path, str]:
     """Return what every file that is made from the code and the tables must hold."""
     return {
         RECIPES: replace_fields(RECIPES.read_text(encoding="utf-8")),
-        PLOT: draw_bars(read_quality(RESULTS.read_text(encoding="utf-8"))),
+        PLOT: draw_peers(*read_peers(RESULTS.read_text(encoding="utf-8"))),
     }
 
 
@@ -373,7 +379,7 @@ def is_masked(modifier: type[Modifier], wanted: str) -> bool:
 
 def format_fields(modifier: type[Modifier], names: Sequence[str]) -> str:
     """Return the table of some fields, and a list of the named values that have a meaning."""
-    rows = ["| field | type | default | range | what | when to touch it |", "|---|---|---|---|---|---|"]
+    rows = ["| field | type | default | range | meaning | when to change it |", "|---|---|---|---|---|---|"]
     values = []
     for name in names:
         field = find_field(modifier, name)[2]
@@ -444,7 +450,7 @@ def describe_type(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(part) for part in parts if part is not type(None))
     if origin is list and find_nested(annotation):
-        return "fields below, or a list of such"
+        return "fields below, or a list of such mappings"
     if origin is list:
         return f"list of {describe_type(parts[0])}s"
     if origin is dict:
@@ -501,49 +507,75 @@ def describe_range(name: str, field: FieldInfo) -> str:
 
 # -- plot -----------------------------------------------------------------------------------------------------------
 
-_DENSE = 80.39  # opt-mini on WikiText-2, see docs/results.md
-_SHOWN = {  # how a row of the tables begins -> its label; a later row of the same beginning takes the place of an earlier one
-    "SliceGPT": "SliceGPT",
-    "wanda, heads": "wanda, re-solved",
-    "FASP": "FASP",
-    "OSSCAR": "OSSCAR",
-    "commit": "StruPrune, default",
-}
+_SECTION, _SIZES = (
+    "A real model",
+    ("20 %", "30 %", "50 %"),
+)  # of docs/results.md: the table that is drawn has these columns
+_DEFAULT = "default"  # the label of our own row
 
 
-def read_quality(page: str) -> dict[str, tuple[float, str]]:
-    """Return label -> (perplexity of opt-mini at 30 % on WikiText-2, what the cell adds) from the tables of a page."""
-    found = {}
-    for line in page.partition("## Quality")[2].partition("\n## ")[0].splitlines():
+def read_peers(page: str) -> tuple[float, dict[str, list[tuple[float, float]]]]:
+    """Return the dense perplexity and, by method, (percent removed, perplexity on WikiText-2), from the tables of a page.
+
+    The table is the last of its section whose header has all the sizes; a cell reads ``WikiText-2 / books (removed)``.
+    """
+    section = page.partition(f"\n## {_SECTION}\n")[2].partition("\n## ")[0]
+    dense, rows, columns = 0.0, {}, {}
+    for line in section.splitlines():
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-        label = next((label for start, label in _SHOWN.items() if cells[0].startswith(start)), "")
-        match = re.match(r"([\d.]+) / [\d.]+(.*)", cells[1]) if label and len(cells) > 1 else None
-        if match:
-            found[label] = (float(match[1]), match[2].strip())
-    return {label: found[label] for label in _SHOWN.values()}
+        if cells[0] == "dense" and (match := re.match(r"[\d.]+", cells[1])):
+            dense = dense or float(match[0])
+        if set(_SIZES) <= set(cells):
+            columns, rows = {cells.index(size): float(size.rstrip(" %")) for size in _SIZES}, {}
+        elif not line.startswith("|"):
+            columns = {}
+        for column, size in columns.items():
+            if match := re.match(r"([\d.]+) / [\d.]+(?: \(([\d.]+) %\))?$", cells[column]):
+                rows.setdefault(cells[0], []).append((float(match[2] or size), float(match[1])))
+    return dense, rows
 
 
-def draw_bars(rows: dict[str, tuple[float, str]]) -> str:
-    """Return an SVG of horizontal bars from zero, and a line at the dense model."""
-    scale, left, pitch = 3.2, 150, 24  # pixels a point of perplexity; of the labels; of a row
-    height, width = pitch * len(rows) + 26, 720
-    dense = left + scale * _DENSE
+def draw_peers(dense: float, rows: dict[str, list[tuple[float, float]]]) -> str:
+    """Return an SVG of perplexity, on a logarithmic scale, against the share that was removed; a line per method."""
+    left, top, width, height = 62, 14, 520, 292
+    low, high = 0.9 * dense, 1.1 * max(value for points in rows.values() for _, value in points)
+    furthest = 55.0  # percent
+
+    def place(removed: float, value: float) -> tuple[float, float]:
+        share = math.log(value / low) / math.log(high / low)
+        return left + width * removed / furthest, top + height * (1 - share)
+
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 350" width="720" height="350" role="img" '
+        'font-family="sans-serif" font-size="13"><title>Perplexity of SmolLM2-135M against the share removed</title>',
+        '<rect width="720" height="350" fill="white"/>',
     ]
-    for index, (label, (value, note)) in enumerate(rows.items()):
-        top, color = pitch * index + 4, "#2b6cb0" if label.startswith("StruPrune") else "#a0aec0"
-        said = f"{value:.2f} {note}".strip()
+    for value in (50, 100, 200, 400, 800):
+        _, y = place(0, value)
+        lines.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}" stroke="#e2e8f0"/>')
+        lines.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value}</text>')
+    for removed in range(0, 51, 10):
+        x, y = place(removed, low)
+        lines.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{removed} %</text>')
+    ends = {name: place(*points[-1])[1] for name, points in rows.items()}
+    taken = -math.inf
+    for name in sorted(rows, key=ends.__getitem__):  # labels from the top, none over another
+        ours = name == _DEFAULT
+        colour, stroke = ("#2b6cb0", 3) if ours else ("#718096", 1.5)
+        route = [place(*point) for point in [(0.0, dense), *rows[name]]]
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in route)
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{stroke + 1}" fill="{colour}"/>' for x, y in route[1:])
+        taken = max(ends[name] + 4, taken + 15)
+        weight = ' font-weight="bold"' if ours else ""
+        label = "StruPrune" if ours else name
         lines += [
-            f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{label}</text>',
-            f'<rect x="{left}" y="{top}" width="{scale * value:.1f}" height="{pitch - 6}" fill="{color}"/>',
-            f'<text x="{left + scale * value + 6:.1f}" y="{top + 14}">{said}</text>',
+            f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>{dots}',
+            f'<text x="{left + width - 36:.1f}" y="{taken:.1f}" fill="{colour}"{weight}>{label}</text>',
         ]
+    x, y = left + width / 2, top + height / 2
     lines += [
-        f'<line x1="{dense:.1f}" y1="0" x2="{dense:.1f}" y2="{height - 20}" stroke="black" stroke-dasharray="3 3"/>',
-        f'<text x="{dense:.1f}" y="{height - 6}" text-anchor="middle">dense {_DENSE}</text>',
+        f'<text x="{x:.0f}" y="344" text-anchor="middle">share of the decoder layers\' linear parameters removed</text>',
+        f'<text x="16" y="{y:.0f}" text-anchor="middle" transform="rotate(-90 16 {y:.0f})">perplexity, WikiText-2</text>',
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

@@ -42,10 +42,7 @@ class SparsityAllocatorModifier(StructuredModifier):
     One decoder layer is on the device at a time; of each module only its importance and its error curve are kept.
     Fields as in :class:`StructuredModifier`; ``sparsity`` or a ``budget`` must be given.
 
-    :param allocation: ``softmax`` (Algorithm 2), ``block_influence`` (the same rule over ShortGPT's one minus the cosine of a
-        layer's input and output), ``softmax_inverse`` (Algorithm 3), ``global_threshold`` (Algorithm 1, with
-        ``importance: closed_form``), ``owl`` or ``error_curve`` (the least sum of all modules' errors, see
-        :func:`~struprune_plugin.linalg.budget.allocate_error_curves`)
+    :param allocation: by default Algorithm 2
 
     Example recipe::
 

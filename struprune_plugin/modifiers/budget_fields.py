@@ -13,18 +13,19 @@ _OF_SPEED = ("phase", "batch", "length", "engine")
 
 
 class BudgetConfig(Config):
-    """What the pruned model may take: one budget or several, all of which are met.
+    """Limits for the pruned model: one or several, all of which are met.
 
-    :param parameters: fraction of the parameters that ``sparsity`` counts to remove; ``sparsity`` is short for it
-    :param bytes: of the saved weights at most, embeddings and the bits of a quantiser that follows counted: a number, or digits
-        before kB, MB or GB
-    :param cache: of the dense model's bytes of keys and values per token, the fraction to be left
-    :param speedup: the dense model's seconds over the pruned one's
-    :param phase: ``prompt``: the tokens of a prompt at once; ``token``: one token more, all before it in the cache
-    :param batch: sequences at a time
+    :param parameters: share of parameters to remove, as ``sparsity``, which is the short form
+    :param bytes: upper bound on the saved weights, embeddings included, counted after a quantiser that follows: a
+        number of bytes, or digits before kB, MB or GB
+    :param cache: share of the dense model's bytes of keys and values per token that may remain
+    :param speedup: dense seconds over pruned seconds
+    :param phase: timed part: ``prompt``, all tokens of a prompt at once; ``token``, one new token with all others in
+        the cache
+    :param batch: sequences per batch
     :param length: tokens of the prompt, or in the cache
-    :param engine: where the time is measured: ``transformers``, timed by the run itself; or the file that ``struprune costs``
-        wrote on the machine that will serve
+    :param engine: ``transformers``, timed by the run itself; or the file that ``struprune costs`` wrote on the machine
+        that will serve
     """
 
     parameters: float | None = Field(default=None, ge=0, lt=1)

@@ -51,10 +51,10 @@ AllocationField = Annotated[SerializeAsAny[AllocationRule], BeforeValidator(RULE
 
 
 class Fisher(Config):
-    """Weigh errors of a module's output by the Fisher information there, in ``obs`` and in error curves, see
+    """Fisher information of each module's output, which weighs its errors in ``obs`` and in error curves, see
     :func:`~struprune_plugin.allocation.sensitivity.measure_fisher`.
 
-    :param samples: calibration sequences for it
+    :param samples: calibration sequences that the sensitivity is measured on
     """
 
     method: Literal["fisher"] = "fisher"
@@ -62,17 +62,17 @@ class Fisher(Config):
 
 
 class Experts(Config):
-    """Channels of the experts of a mixture, of which every expert keeps its own, and whole experts.
+    """Pruning of a mixture's experts: channels, of which every expert keeps its own, and whole experts.
 
-    :param units: ``channels``; ``whole``: experts go with their entries in the router, of every layer as many, and those that stay
-        keep their width; ``both``, in one budget
-    :param widths: ``same``: all experts of the model keep the same number of channels, which stock classes and engines load by one
-        number of the configuration; ``per_layer``: those of a layer do
-    :param criterion: of whole experts: ``error``, what the experts that are left cannot make up, see
-        :func:`~struprune_plugin.allocation.whole_experts.order_drops`; ``reap``, the mean of weight times norm of the output
-        over an expert's tokens
-    :param calibrate_all_experts: send every token through every expert for the statistics, so that experts that see few are
-        solved, too; the router's choice stays in what layers give
+    :param units: ``channels``: every expert loses channels; ``whole``: experts go with their router entries, the same
+        number in every layer, and the others keep their width; ``both``: one budget over experts and channels
+    :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and
+        engines load the output; ``per_layer``: all experts of a layer do
+    :param criterion: ranking of whole experts. ``error``: the error that the remaining experts cannot make up, see
+        :func:`~struprune_plugin.allocation.whole_experts.order_drops`; ``reap``: the mean of router weight times output
+        norm over an expert's tokens
+    :param calibrate_all_experts: send every token through every expert for the statistics, so that experts with few
+        tokens are solved too; the layer's output remains that of the router's choice
     """
 
     units: Literal["channels", "whole", "both"] = "channels"
@@ -112,31 +112,37 @@ def _read_short_forms(value: Any) -> Any:
 class StructuredModifier(StageModifier):
     """Fields that choose the units, rank them and spread a budget over layers.
 
-    :param sparsity: fraction of the parameters of all linears in the modules that hold units to remove, in [0, 1)
-    :param budget: what the pruned model may take, in place of the sparsity or besides: a mapping of the fields below, or a list of
-        such; all are met
-    :param targets: consuming linears (``fc2``, ``out_proj``) of the modules to prune, exact names or ``re:<pattern>``
-    :param ignore: the same, for modules to leave alone
-    :param attention_unit: ``head``; ``value_channels`` (the same number from every head; ``vo`` is short for it); ``none``
-    :param prune_ffn: whether to prune FFN channels
-    :param experts: ``channels``, ``whole``, ``both``, a mapping with ``units`` and more, or ``none``: what of a mixture's experts
-        goes; ``channels`` is without effect where a model has none that can
-    :param sublayers: ``attention``, ``ffn`` or ``both`` may lose all units, and with them their norms, queries, keys and cache; a
-        layer that loses both goes itself. For rules that can leave a module nothing (``error_curve``)
-    :param width_multiple: kept FFN widths are whole multiples of this, and of what later quantisers and sparsity modifiers ask
-    :param importance: how units are ranked: a name, or a mapping with ``method`` and that method's fields
-    :param weight_update: the same: ``least_squares`` re-solves the consumers, ``none`` deletes only
-    :param allocation: the same with ``rule``: how many units each module keeps
-    :param sensitivity: ``fisher``, a mapping with its ``samples``, or ``none``
-    :param dampening_frac: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix; ``auto``
-        takes 0.01, and for the least-squares solve that gives a module's weights what does best on every fourth sequence,
-        held out
-    :param rotate_values: rotate every head's values first, so that few channels carry what matters; for value channels with
-        ``obs`` and a solve
-    :param effort: ``fast`` takes about FASP's seconds, ``best`` several times the default's: sets samples of ``sensitivity`` and of
-        ``allocation: error_curve``, ``rotate_values`` and ``ffn_tuning`` where the recipe does not
-    :param memory_budget: bytes that the device may hold; moments and solves go to the host, and are made in pieces, where
-        they do not fit. None takes what an accelerator has free
+    :param sparsity: share of the parameters to remove, counted over all linears of the modules that hold units, in [0,
+        1)
+    :param budget: limits for the pruned model, in place of ``sparsity`` or in addition: a mapping of the fields below,
+        or a list of such mappings; all are met
+    :param targets: modules to prune, named by their consuming linears (``fc2``, ``out_proj``, ``down_proj``,
+        ``o_proj``): exact names or ``re:<pattern>``
+    :param ignore: modules to leave alone, named in the same way
+    :param attention_unit: unit of attention: ``head``; ``value_channels`` (the same number per head; ``vo`` is a short
+        form); ``none``
+    :param prune_ffn: prune FFN channels
+    :param experts: pruning of a mixture's experts: ``channels``, ``whole``, ``both``, ``none``, or a mapping with
+        ``units`` and the fields below; ``channels`` has no effect in models without such experts
+    :param sublayers: sublayers that may lose all units, and with them their norms, queries, keys and cache:
+        ``attention``, ``ffn``, ``both``; a layer that loses both goes too. For rules that can empty a module
+        (``error_curve``, ``whole_layers``)
+    :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and
+        sparsity modifiers need
+    :param importance: ranking of units: a name, or a mapping with ``method`` and the method's fields
+    :param weight_update: update of the remaining weights: a name, or a mapping with ``method`` and the method's fields
+    :param allocation: rule for the number of units that each module keeps: a name, or a mapping with ``rule`` and the
+        rule's fields
+    :param sensitivity: weight of errors: ``fisher``, a mapping with its ``samples``, or ``none``
+    :param dampening_frac: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix.
+        ``auto`` is 0.01, except in the least-squares solve that gives a module its weights: that uses the best value on
+        every fourth sequence, which is held out
+    :param rotate_values: rotate the values of each head first, so that few channels carry most of the output; for value
+        channels with ``obs`` and a solve
+    :param effort: time against quality: ``fast``, ``default`` or ``best``. Sets the samples of ``sensitivity`` and of
+        ``allocation: error_curve``, ``rotate_values`` and ``ffn_tuning``, unless the recipe sets them
+    :param memory_budget: bytes that the device may hold; moments and solves that do not fit move to the host. None uses
+        the accelerator's free memory
     """
 
     only_plans: ClassVar[bool] = False  # an allocator stage, which prunes nothing itself

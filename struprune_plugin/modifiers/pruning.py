@@ -65,18 +65,16 @@ class StruPruneModifier(StructuredModifier):
 
     Fields as in :class:`StructuredModifier`, and:
 
-    :param sparsity: it or a ``budget`` is required, unless a :class:`SparsityAllocatorModifier` stage comes before, whose plan
-        then rules
+    :param sparsity: required unless there is a ``budget`` or an earlier :class:`SparsityAllocatorModifier` stage, whose
+        plan is then used
     :param allocation: ``uniform``, or a rule that takes an allocation pass of the stage's own
-    :param reconstruct: what a solve should reproduce (method.md section 2): ``residual`` (the dense residual stream minus
-        the pruned one before the module, which repairs inherited error), ``block`` (the dense module's output) or
-        ``local`` (the module's own output on the pruned path's inputs)
-    :param output: ``per_layer`` (every layer its own size; our modelling file travels with the checkpoint) or ``uniform``
-        (all layers the same size, so that allocation is uniform; stock classes load it)
-    :param ffn_tuning: ``{epochs, learning_rate}``: every FFN that has lost channels is tuned towards what the dense one gives
-        on the same inputs, see :func:`~struprune_plugin.pruning.ffn_tuning.tune_ffn`; its consumer is then solved once more.
-        None leaves it as solved
-    :param replay: a ``struprune.json`` whose kept units and settings to repeat on the same calibration data
+    :param reconstruct: target of a solve (method.md section 2)
+    :param output: ``per_layer``: each layer has its own size, and our modelling file travels with the checkpoint;
+        ``uniform``: all layers have the same size, the allocation is uniform, and stock classes load the output
+    :param ffn_tuning: ``{epochs, learning_rate}``: train each FFN that has lost channels towards the dense FFN's output
+        on the same inputs, see :func:`~struprune_plugin.pruning.ffn_tuning.tune_ffn`, then solve its consumer once
+        more. None skips this
+    :param replay: a ``struprune.json`` whose kept units and settings are repeated on the same calibration data
 
     Example recipe::
 

@@ -26,7 +26,7 @@ _ON_ATTENTION = ("inner_steps", "learning_rate", "attention_method")
 
 @WEIGHT_UPDATES.register
 class ADMMUpdate(ADMMSettings, WeightUpdate):
-    """Move producers and consumer in turn (paper, Algorithm 4); least squares where positions rotate queries and keys."""
+    """ADMM over producers and consumer (paper, Algorithm 4); least squares for rotary attention."""
 
     refines: ClassVar[bool] = True
     method: Literal["admm"] = "admm"
@@ -52,10 +52,10 @@ class ADMMUpdate(ADMMSettings, WeightUpdate):
 
 @IMPORTANCES.register
 class ClosedForm(ADMMSettings, Importance):
-    """Lemma 1's scores after ``steps`` steps of Algorithm 1.
+    """Score of Lemma 1 after ``steps`` steps of Algorithm 1.
 
-    :param max_sparsity: the clip of a module's sparsity in the masks
-    :param as_printed: all scores are 1 at the first step (R4): units go by index
+    :param max_sparsity: upper bound on a module's sparsity in the masks
+    :param as_printed: keep the first step, at which all scores are 1 (R4): units go by index
     """
 
     keeps_budget: ClassVar[bool] = False

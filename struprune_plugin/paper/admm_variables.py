@@ -18,12 +18,12 @@ from struprune_plugin.storage.registry import Config
 class ADMMSettings(Config):
     """Fields of ``weight_update: admm`` and of ``importance: closed_form``.
 
-    :param alpha: weight of the linear terms, above 0 (paper, Algorithm 4; method.md section 7)
-    :param beta: weight of the activation terms, above 0
+    :param alpha: weight of the linear terms (paper, Algorithm 4; method.md section 7)
+    :param beta: weight of the activation terms
     :param steps: outer steps K
-    :param inner_steps: Adam steps of attention's sub-steps
-    :param learning_rate: theirs, relative to the size of what is updated
-    :param attention_method: 2 (z_Q and z_K apart) or 1 (one z for the logits), R13
+    :param inner_steps: Adam steps per attention sub-step
+    :param learning_rate: learning rate of these steps, relative to the size of the updated tensor
+    :param attention_method: 2: z_Q and z_K apart; 1: one z for the logits (R13)
     """
 
     alpha: float = Field(default=1.0, gt=0, allow_inf_nan=False)

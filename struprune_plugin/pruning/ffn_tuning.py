@@ -36,10 +36,10 @@ _JITTER = 1e-4  # of the inputs' mean variance, added to each: some may never va
 
 
 class FFNTuning(Config):
-    """Tune every FFN that has lost channels, see :func:`tune_ffn`.
+    """Tuning of each FFN that has lost channels, see :func:`tune_ffn`.
 
     :param epochs: passes over the calibration data
-    :param learning_rate: of Adam, relative to the root mean square of every parameter
+    :param learning_rate: learning rate of Adam, relative to the root mean square of each parameter
     """
 
     epochs: int = Field(ge=1)

@@ -1,4 +1,4 @@
-"""How the weights that remain are updated: deleted only, re-solved, or more, by registered methods."""
+"""Updates of the remaining weights: deletion alone, a least-squares solve, or more, as registered methods."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Refined:
 
 
 class WeightUpdate(Config):
-    """What happens to the weights that remain.
+    """Base class of an update of the remaining weights.
 
     :cvar solves: re-solve the consumers by least squares
     :cvar refines: then move the producers, too, by :meth:`refine`
@@ -63,14 +63,14 @@ WEIGHT_UPDATES: Registry[WeightUpdate] = Registry(WeightUpdate)
 
 @WEIGHT_UPDATES.register
 class LeastSquares(WeightUpdate):
-    """Re-solve the consumers on the inputs that they now see (method.md section 6)."""
+    """Least-squares solve of the consumers on their pruned inputs (method.md section 6)."""
 
     method: Literal["least_squares"] = "least_squares"
 
 
 @WEIGHT_UPDATES.register
 class NoUpdate(WeightUpdate):
-    """Delete only."""
+    """Deletion alone."""
 
     solves: ClassVar[bool] = False
     method: Literal["none"] = "none"

@@ -25,13 +25,13 @@ def _read_files(value: Any) -> Any:
 
 
 class Adapters(Config):
-    """Low-rank adapters on linears of the decoder layers, merged in the end: ``W + alpha / rank * B A`` (Hu et al., 2021).
+    """Low-rank adapters on linears of the decoder layers, merged at the end: ``W + alpha / rank * B A`` (Hu et al., 2021).
 
-    :param rank: of the adapters
+    :param rank: rank of the adapters
     :param alpha: scale of the adapters, divided by the rank
-    :param targets: linears to adapt: full names, last parts (``q_proj``, ``fc1``) or ``re:<pattern>``; all of the
-        modules that hold units where left out
-    :param dropout: on the inputs of the adapters; the model's own dropout stays off
+    :param targets: linears to adapt: full names, last parts (``q_proj``, ``fc1``) or ``re:<pattern>``. By default all
+        linears of the modules that hold units
+    :param dropout: dropout on the inputs of the adapters; the model's own dropout stays off
     """
 
     rank: int = Field(default=8, ge=1)
@@ -43,10 +43,10 @@ class Adapters(Config):
 class Divergence(Config):
     """KL divergence from the dense model's distribution over the next token. A number alone is the weight.
 
-    :param weight: in the sum of losses
-    :param temperature: T of both distributions
-    :param top_k: tokens kept of each of the dense model's distributions, beside one bucket for the rest: on the disk,
-        ``6 k + 2`` bytes a token
+    :param weight: weight in the sum of losses
+    :param temperature: temperature of both distributions
+    :param top_k: tokens kept per distribution of the dense model, beside one bucket for the rest; takes ``6 k + 2``
+        bytes per token on the disk
     """
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -55,13 +55,13 @@ class Divergence(Config):
 
 
 class Loss(Config):
-    """Weighted sum of losses a predicted token.
+    """Weighted sum of losses per predicted token.
 
     :param cross_entropy: weight of the cross entropy with the text
-    :param kl: divergence from the dense model's distribution: its weight, or its fields
-    :param hidden: weight of one minus the cosine between every layer's output and the dense one's, mean over layers
-    :param teacher: folder or hub name of the dense model; the checkpoint that is being pruned where left out. It runs layer
-        by layer, in passes of its own
+    :param kl: KL divergence from the dense model's distribution: its weight, or its fields
+    :param hidden: weight of one minus the cosine between each layer's output and the dense one, averaged over layers
+    :param teacher: folder or hub name of the dense model, which runs layer by layer in passes of its own. By default
+        the checkpoint that is pruned
     """
 
     cross_entropy: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -87,12 +87,12 @@ class Loss(Config):
 
 
 class Text(Config):
-    """Text to train on, packed into windows without padding. Files alone may stand for the whole.
+    """Text to train on, packed into windows without padding. A file name or a list of them is a short form.
 
     :param files: JSON-lines files or hub data sets, mixed evenly
-    :param column: that holds the text
-    :param window: tokens of a window
-    :param tokens: read at most so many; all where left out
+    :param column: field that holds the text
+    :param window: tokens per window
+    :param tokens: upper bound on the tokens read. By default all
     """
 
     files: list[str] = Field(min_length=1)
@@ -104,11 +104,11 @@ class Text(Config):
 class Schedule(Config):
     """Steps and their learning rates.
 
-    :param epochs: passes over the training part, each in an order of its own
-    :param max_steps: stop after so many steps
-    :param learning_rate: after the warm-up; 0.001, and 0.0001 for ``weights: all``, where left out
-    :param decay: how it falls after the warm-up: ``cosine``, ``linear`` (both to zero) or ``constant``
-    :param warmup_fraction: share of the steps in which it rises from zero, rounded up to whole steps
+    :param epochs: passes over the training part, each in a new order
+    :param max_steps: upper bound on the steps
+    :param learning_rate: learning rate after the warm-up. By default 0.001, and 0.0001 for ``weights: all``
+    :param decay: decay of the learning rate after the warm-up: ``cosine``, ``linear`` (both to zero) or ``constant``
+    :param warmup_fraction: share of the steps in which the learning rate rises from zero, rounded up to whole steps
     """
 
     epochs: int = Field(default=1, ge=1)
@@ -121,12 +121,12 @@ class Schedule(Config):
 class Optimizer(Config):
     """AdamW.
 
-    :param weight_decay: of AdamW
-    :param max_grad_norm: clip of the gradient's norm
-    :param clipping: ``layer`` clips every layer's gradient by its own norm, at once; ``global`` by the norm of all, until which
-        the float32 gradients of all layers wait on the host
-    :param state_dtype: of the moments: ``float32``, or ``bfloat16``, rounded at random
-    :param state_folder: where moments and float32 copies lie as files while it trains, if memory does not hold them
+    :param weight_decay: weight decay
+    :param max_grad_norm: bound on the gradient's norm
+    :param clipping: ``layer`` clips each layer's gradient by its own norm, at once; ``global`` clips by the norm of
+        all, so the float32 gradients of all layers wait on the host
+    :param state_dtype: dtype of the moments: ``float32``, or ``bfloat16`` with stochastic rounding
+    :param state_folder: folder for moments and float32 copies that memory does not hold
     """
 
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -137,11 +137,11 @@ class Optimizer(Config):
 
 
 class Holdout(Config):
-    """Samples, the last, of which none is trained on; what is best on them is kept, be it the model as it was.
+    """The last samples, which are not trained on; the best state on them is kept, the untrained model included.
 
-    :param fraction: of the samples, at least one
-    :param steps: measure them so often, and at the end; at the end of every epoch where none
-    :param patience: stop after so many measurements without a better one
+    :param fraction: held-out share of the samples, at least one sample
+    :param steps: steps between measurements; there is one more at the end. None measures after each epoch
+    :param patience: stop after this many measurements without an improvement
     """
 
     fraction: float = Field(default=0.05, gt=0, lt=1)
@@ -150,25 +150,27 @@ class Holdout(Config):
 
 
 class RecoveryConfig(BaseModel):
-    """What a recovery is asked for.
+    """Settings of a recovery.
 
-    :param weights: ``all`` trains the weights of the decoder layers and the norm after them, ``norms_and_biases`` their vectors
-        alone. Embeddings and the head, which pruning leaves whole, stay. ``all`` where neither this nor ``adapters`` is given
-    :param adapters: train low-rank adapters instead, and merge them
-    :param loss: what is lowered
-    :param data: text to train on; the calibration samples where left out
+    :param weights: ``all`` trains the weights of the decoder layers and the final norm, ``norms_and_biases`` only their
+        vectors. Embeddings and head stay. The default is ``all`` without ``adapters``
+    :param adapters: train low-rank adapters in place of weights, and merge them
+    :param loss: losses to minimise
+    :param data: text to train on. By default the calibration samples
     :param schedule: steps and their learning rates
     :param optimizer: AdamW
-    :param batch_size: sequences a step, of all processes together
-    :param micro_batch_size: sequences on the device at a time; as many as a calibration batch holds where none
-    :param holdout: samples of which none is trained on; where none, the last step's values are kept
-    :param checkpoint_steps: with ``checkpoint_dir``: keep so often, in steps, what a killed run goes on from
-    :param compute: dtype of weights and hidden states in a layer: ``model``'s own (bfloat16 for float16), or another
-    :param memory: ``layer`` holds one decoder layer on the device (two while the next is fetched), ``model`` the whole model,
-        so that weights do not travel
-    :param memory_budget: bytes that the device may hold; the next layer is not fetched early where it does not fit, and gradients
-        are added up on the host. None: three layers beside a micro-batch's activations; more spares traffic
-    :param seed: of the adapters' start, the order of samples, dropout and rounding
+    :param batch_size: sequences per step, over all processes
+    :param micro_batch_size: sequences on the device at a time. None uses the calibration batch size
+    :param holdout: samples that are not trained on. None keeps the values of the last step
+    :param checkpoint_steps: with ``checkpoint_dir``: steps between saved states, from which a killed run continues
+    :param compute: dtype of weights and hidden states in a layer: that of the ``model`` (bfloat16 for float16), or
+        another
+    :param memory: ``layer`` holds one decoder layer on the device (two while the next is fetched); ``model`` holds the
+        whole model and saves the traffic
+    :param memory_budget: bytes that the device may hold; where they are few, the next layer is not fetched early and
+        gradients are summed on the host. None is three layers beside the activations of a micro-batch; more saves
+        traffic
+    :param seed: seed of the adapters' start, the order of samples, dropout and rounding
     """
 
     weights: Literal["all", "norms_and_biases"] | None = None

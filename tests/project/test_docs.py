@@ -90,12 +90,13 @@ def test_hand_written_ranges_are_those_of_the_validators(field, good, bad):
             StruPruneModifier(**{"sparsity": 0.5, field: value})
 
 
-def test_plot_shows_figures_of_the_results():
-    rows = make_docs.read_quality(make_docs.RESULTS.read_text(encoding="utf-8"))
-    assert rows["FASP"] == (100.44, "")
-    assert rows["SliceGPT"][1] == "(21.3% removed)"  # fewer than the others: said in the plot
-    assert f"`opt-mini` {make_docs._DENSE} /" in make_docs.RESULTS.read_text(encoding="utf-8")
-    assert f"{rows['StruPrune, default'][0]} on WikiText-2" in README.read_text(encoding="utf-8")
+def test_plot_and_readme_show_figures_of_the_results():
+    dense, rows = make_docs.read_peers(make_docs.RESULTS.read_text(encoding="utf-8"))
+    assert set(rows) >= {"FASP", "SliceGPT", "FLAP", "LLM-Pruner", "OSSCAR", "default"}
+    assert [removed for removed, _ in rows["SliceGPT"]] != [20, 30, 50]  # drawn where it is, not where it should be
+    text = README.read_text(encoding="utf-8")
+    assert not [f"{value:.2f}" for points in rows.values() for _, value in points if f"{value:.2f}" not in text]
+    assert f"| {dense:.2f} |" in text
 
 
 # -- README ---------------------------------------------------------------------------------------------------------

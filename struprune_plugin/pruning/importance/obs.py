@@ -12,7 +12,7 @@ from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importanc
 
 @IMPORTANCES.register
 class OBS(Importance):
-    """The exact increase of the re-solved error (method.md section 3)."""
+    """Exact increase of the re-solved error (method.md section 3)."""
 
     eliminates: ClassVar[bool] = True
     method: Literal["obs"] = "obs"

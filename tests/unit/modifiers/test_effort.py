@@ -12,7 +12,8 @@ def test_the_default_effort_is_what_the_fields_say_by_themselves():
     assert plain.allocation.samples == default.samples
     assert plain.allocation.trial_samples == default.trial_samples
     assert plain.rotate_values is default.rotate_values
-    assert plain.ffn_tuning is None and not default.tuning_epochs
+    assert plain.ffn_tuning is None
+    assert not default.tuning_epochs
 
 
 @pytest.mark.parametrize("name", ["fast", "best"])
@@ -30,16 +31,20 @@ def test_what_a_recipe_says_is_not_for_the_effort():
     said = {"allocation": {"rule": "error_curve", "samples": 5}, "rotate_values": True, "ffn_tuning": None}
     found = StruPruneModifier(sparsity=0.3, effort="best", **said)
     assert (found.allocation.samples, found.allocation.trial_samples) == (5, EFFORTS["best"].trial_samples)
-    assert found.rotate_values and found.ffn_tuning is None
+    assert found.rotate_values
+    assert found.ffn_tuning is None
     assert StruPruneModifier(sparsity=0.3, effort="best", prune_ffn=False).ffn_tuning is None
     other = StruPruneModifier(sparsity=0.3, effort="fast", allocation="uniform", importance="wanda", sensitivity="none")
-    assert other.allocation.rule == "uniform" and other.sensitivity is None
+    assert other.allocation.rule == "uniform"
+    assert other.sensitivity is None
     assert StruPruneModifier(sparsity=0.3, effort="best", output="uniform").allocation.rule == "uniform"
 
 
 def test_stages_of_one_recipe_share_an_effort():
     stages = load_recipe("struprune_softmax", changes={"effort": "fast"}).modifiers
-    allocator, pruning = (next(m for m in stages if type(m) is kind) for kind in (SparsityAllocatorModifier, StruPruneModifier))
+    allocator, pruning = (
+        next(m for m in stages if type(m) is kind) for kind in (SparsityAllocatorModifier, StruPruneModifier)
+    )
     assert allocator.effort == pruning.effort == "fast"
     assert not {"allocation", "sensitivity"} & pruning.model_fields_set
 

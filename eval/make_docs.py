@@ -520,7 +520,8 @@ def read_peers(page: str) -> tuple[float, dict[str, list[tuple[float, float]]]]:
     The table is the last of its section whose header has all the sizes; a cell reads ``WikiText-2 / books (removed)``.
     """
     section = page.partition(f"\n## {_SECTION}\n")[2].partition("\n## ")[0]
-    dense, rows, columns = 0.0, {}, {}
+    dense, columns = 0.0, dict[int, float]()
+    rows: dict[str, list[tuple[float, float]]] = {}
     for line in section.splitlines():
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
         if cells[0] == "dense" and (match := re.match(r"[\d.]+", cells[1])):

@@ -52,7 +52,7 @@ ASIDE: dict[str, Row] = {  # measured beside the ladder
     "default with whole sublayers": Row(spell(**_DAMPED, sublayers="both")),
 }
 EFFORTS: dict[str, Row] = {  # and what uniform allocation leaves of the default
-    "default, uniform": Row({"allocation": "uniform"}),
+    "default with uniform allocation": Row({"allocation": "uniform"}),
     "effort: fast": Row({"effort": "fast"}),
     "default": Row(),
     "effort: best": Row({"effort": "best"}, text=4),

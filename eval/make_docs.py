@@ -68,7 +68,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Which units go": (
         *("importance", "importance.max_sparsity", "importance.as_printed"),
         *(f"importance.{name}" for name in _STEPS),
-        *("sensitivity", "sensitivity.samples", "rotate_values"),
+        *("sensitivity", "sensitivity.samples", "rotate_values", "effort"),
     ),
     "How much each layer loses": (
         *("allocation", "allocation.samples", "allocation.trial_samples", "allocation.max_sparsity"),
@@ -130,6 +130,7 @@ WHEN: dict[str, str] = {
     "importance.as_printed": "to see the effect of the paper's formula as printed",
     "sensitivity": "`none` to save its time and memory, or for the paper's variants",
     "sensitivity.samples": "higher with plenty of varied calibration text",
+    "effort": "first: no other field needs to be known",
     "rotate_values": "`false` to keep the dense model's own value channels",
     "allocation": "`uniform` if all layers must shrink alike; `softmax…` and `global_threshold` for the paper's variants",
     "allocation.samples": "higher with plenty of varied calibration text",
@@ -519,9 +520,8 @@ def read_peers(page: str) -> tuple[float, dict[str, list[tuple[float, float]]]]:
     The table is the last of its section whose header has all the sizes; a cell reads ``WikiText-2 / books (removed)``.
     """
     section = page.partition(f"\n## {_SECTION}\n")[2].partition("\n## ")[0]
-    dense = 0.0
+    dense, columns = 0.0, dict[int, float]()
     rows: dict[str, list[tuple[float, float]]] = {}
-    columns: dict[int, float] = {}
     for line in section.splitlines():
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
         if cells[0] == "dense" and (match := re.match(r"[\d.]+", cells[1])):

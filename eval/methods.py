@@ -48,7 +48,7 @@ _SPELLED: dict[str, Any] = {
         "output": "per_layer",
     },
     **{"importance": "obs", "weight_update": "least_squares", "reconstruct": "residual", "dampening_frac": 0.01},
-    **{"allocation": "uniform", "sensitivity": "none", "rotate_values": False, "ffn_tuning": None},
+    **{"allocation": "uniform", "sensitivity": "none", "rotate_values": False, "ffn_tuning": None, "effort": "default"},
 }
 
 

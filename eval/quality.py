@@ -51,11 +51,18 @@ ASIDE: dict[str, Row] = {  # measured beside the ladder
     "default with ADMM": Row(spell(**_DAMPED, weight_update="admm")),
     "default with whole sublayers": Row(spell(**_DAMPED, sublayers="both")),
 }
+EFFORTS: dict[str, Row] = {  # and what uniform allocation leaves of the default
+    "default with uniform allocation": Row({"allocation": "uniform"}),
+    "effort: fast": Row({"effort": "fast"}),
+    "default": Row(),
+    "effort: best": Row({"effort": "best"}, text=4),
+}
 PEERS: dict[str, Row] = {"FASP": FASP, "SliceGPT": SLICEGPT, **MORE_PEERS}
 ROWS: dict[str, dict[str, Row]] = {
     "ladder": {**PEERS, **LADDER},
     "peers": PEERS,
     "aside": {"FASP": FASP, **ASIDE},
+    "efforts": {"FASP": FASP, **EFFORTS},
     "all": {**PEERS, **LADDER, **ASIDE},
 }
 STUDY_TOKENS = (16_384, 32_768, 65_536, 131_072, 262_144)
@@ -90,6 +97,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
     header += ["removed", "seconds", "of FASP's", "of the default's at its size"]
     tasks = list(dense.get("zeroshot", ()))
     names = [f"{task} {metric}" for task in tasks for metric in METRICS]
+    names = [*(f"KL, {text}" for text in dense.get("divergence", ())), *names]
     table = []
     for key, row in rows.items():
         if "refused" in row:
@@ -97,6 +105,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
             continue
         line = [key, *_list_figures(row, done.get(f"{key.split(' | ')[0]} | FASP"), dense)]
         line.append(_compare(key, row, dense, ours))
+        line += [f"{value:.4f}" for value in row.get("divergence", {}).values()]
         table.append([*line, *(cell for task in tasks for cell in format_scores(row["zeroshot"][task]))])
     return "\n\n".join([format_table([*header, *names], table), *list_refusals(rows)])
 

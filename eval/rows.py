@@ -35,11 +35,13 @@ class Row:
     :param fields: of :class:`StruPruneModifier`; empty for its defaults
     :param recovery: of a :class:`LoRARecoveryModifier` in a second run, on the pruned folder; none where None
     :param peer: ``module:function`` of type ``(folder, windows, sparsity) -> PeerResult``; then there are no fields
+    :param text: calibration windows, as a multiple of the workload's
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     recovery: Mapping[str, Any] | None = None
     peer: str = ""
+    text: int = 1
 
     @property
     def is_here(self) -> bool:
@@ -51,6 +53,8 @@ class Row:
         if self.peer:
             return {"peer": self.peer, "sparsity": sparsity}
         told: dict[str, Any] = {"fields": resolve_fields(self.fields, sparsity)}
+        if self.text != 1:
+            told["text"] = self.text
         if self.recovery is not None:
             told["recovery"] = resolve_recovery(self.recovery)
         return told
@@ -65,6 +69,7 @@ class Workload:
     :param window: length of calibration samples and of scored windows, in tokens
     :param max_tokens: scored of every text; all of it where None
     :param tasks: zero-shot tasks to score, too, of :data:`eval.zeroshot.TASKS`
+    :param divergence: measure KL(dense ‖ pruned) on the texts, too
     """
 
     model: str
@@ -77,6 +82,7 @@ class Workload:
     stride: int | None
     max_tokens: int | None
     tasks: Sequence[str] = ()
+    divergence: bool = False
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that all rows of a table share, as a person knows them; see :meth:`identify_row` for rows."""
@@ -102,6 +108,7 @@ class Workload:
             "stride": self.stride or self.window,
             "max_tokens": self.max_tokens,
             "tasks": identify_tasks(self.tasks),
+            **({"divergence": True} if self.divergence else {}),
         }
         if row is None:
             return told
@@ -132,13 +139,18 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, help="tokens: 256 on local text, 2048 on the hub's")
     parser.add_argument("--stride", type=int, help="the window itself if unset")
     parser.add_argument("--max-tokens", type=int, help="scored of every text: 60,000 of local ones, all of the hub's")
+    parser.add_argument("--divergence", action="store_true", help="KL(dense || pruned) on the texts, too, in nats")
 
 
 def read_workload(args: argparse.Namespace) -> Workload:
     """Return the workload of a command line: local texts, or the paper's (128 windows of 2048 C4 tokens)."""
     if args.model is None:
         raise SystemExit("--model: must be a model folder or a hub name, got none.")
-    options: dict[str, Any] = {"recovery_samples": args.recovery_samples, "stride": args.stride}
+    options: dict[str, Any] = {
+        "recovery_samples": args.recovery_samples,
+        "stride": args.stride,
+        "divergence": args.divergence,
+    }
     if getattr(args, "zeroshot", False):
         options["tasks"] = tuple(TASKS)
     if args.data is None:
@@ -200,7 +212,7 @@ def _attempt(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
 def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
     """Prune by one row into a scratch folder; return perplexities, what is gone, and seconds of the method alone."""
     tokenizer = AutoTokenizer.from_pretrained(work.model)
-    dataset = make_calibration_dataset(work.calibration, tokenizer, work.num_samples, work.window)
+    dataset = make_calibration_dataset(work.calibration, tokenizer, row.text * work.num_samples, work.window)
     if row.peer:
         module, function = row.peer.split(":")
         windows = torch.tensor(dataset["input_ids"])
@@ -267,6 +279,10 @@ def score_dense(work: Workload) -> dict[str, Any]:
 def score_all(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, Any]:
     """Return what is measured of a model: perplexity by text and, where tasks are asked for, accuracy by task."""
     told: dict[str, Any] = {"perplexity": score_model(model, tokenizer, work)}
+    if work.divergence:
+        dense = load_checkpoint(work.model)[0]
+        texts = {name: read_tokens(source, tokenizer, work) for name, source in work.texts.items()}
+        told["divergence"] = {name: measure_divergence(dense, model, text, work.window) for name, text in texts.items()}
     return {**told, "zeroshot": score_tasks(model, tokenizer, work.tasks)} if work.tasks else told
 
 
@@ -276,6 +292,19 @@ def score_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work
         name: measure_perplexity(model, read_tokens(source, tokenizer, work), work.window, work.stride)
         for name, source in work.texts.items()
     }
+
+
+@torch.no_grad()
+def measure_divergence(dense: PreTrainedModel, model: PreTrainedModel, tokens: Tensor, window: int) -> float:
+    """Return KL(dense ‖ model) in nats, mean over the predictions of windows that are read one by one."""
+    total, windows = 0.0, tokens.unfold(0, window, window)
+    for batch in windows.split(4):
+        wanted, found = (
+            torch.log_softmax(m(input_ids=batch.to(m.device), use_cache=False).logits[:, :-1].float(), -1)
+            for m in (dense, model)
+        )
+        total += float(torch.nn.functional.kl_div(found, wanted, reduction="sum", log_target=True))
+    return total / windows[:, 1:].numel()
 
 
 def read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, work: Workload) -> Tensor:

@@ -3,6 +3,7 @@
 python -m eval.scale --profile results/profile/profile.json --output results/scale
 python -m eval.scale --recovery                # what a recovery of 70 billion parameters takes, on the same card
 python -m eval.scale --mixtures --measured 130 # mixtures of experts, here and on the card; seconds of the small one
+python -m eval.scale --widths 1536,4864        # an FFN's elimination and solves by width: measured here, counted to 28,672
 
 Counted: operations and bytes of every stage, from the sizes alone. Measured: how much longer than these operations at this
 device's own matrix rates a real run takes (``--profile``, written by ``eval.profile`` with one thread on this machine).
@@ -13,18 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from compressed_tensors.utils import patch_attr
 from torch import Tensor
 
 from eval.measure import count_own_seconds, fit_exponent, time_side_by_side
-from struprune_plugin.linalg.second_moments import count_sums
+from struprune_plugin.linalg import solve
+from struprune_plugin.linalg.elimination import eliminate_units, keep_last
+from struprune_plugin.linalg.second_moments import SecondMoments, count_sums
+from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights
 from struprune_plugin.reporting.tables import format_table
 
-_DAMPINGS = 8  # solves that choose the damping, and the last one
+_DAMPINGS = 3  # solves that choose the dampening: all that most modules need
+_TRIED = 11  # plans and blocks that trials solve a module for, in two passes
 _SENSED = 16  # sequences that the sensitivity is measured on
 
 
@@ -109,11 +117,12 @@ def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[st
     per_layer = {
         "sensitivity": 4 * forward * sensed / rates.model / ranks,
         "allocation, statistics": (forward / rates.model + gram / rates.single) * allocated / ranks,
-        "allocation, curves": sum(_count_elimination(size, n, 1.0, rates) + n**3 / 3 / rates.double for n in widths),
+        "allocation, curves": sum(_count_elimination(size, n, 1.0, rates) for n in widths),
+        "allocation, trials": sum(_count_trials(size, n * (1 - job.sparsity)) for n in widths) / rates.single,
         "passes": passes / rates.model / ranks,
         "Gram products": gram / rates.single / ranks,
         "selection": sum(_count_elimination(size, n, job.sparsity, rates) for n in widths),
-        "solves": sum(_count_solves(size, n * (1 - job.sparsity)) for n in widths) / rates.double,
+        "solves": sum(_count_solves(size, n * (1 - job.sparsity), rates) for n in widths),
         "host traffic": count_traffic(size, job)["host"] / ranks / rates.host,
         "traffic between cards": count_traffic(size, job)["between"] / rates.link if ranks > 1 else 0.0,
     }
@@ -121,19 +130,26 @@ def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[st
 
 
 def _count_elimination(size: Size, n: int, removed: float, rates: Rates) -> float:
-    """Return seconds: inverse, weights and downdates at the float64 rate, and traffic of the downdates at the memory's.
+    """Return seconds: inverse, weights and downdates at the float32 rate, and traffic of the downdates at the memory's.
 
     A removal takes 2 n^2 operations on H^-1 and 2 d n on W; both are read and written once for 32 removals.
     """
     left = 1 - removed
     square, cube = n**2 * (1 - left**2) / 2, n**3 * (1 - left**3) / 3  # sums of n and n^2 over the removals
     downdates = 2 * cube + 2 * size.hidden * square
-    traffic = 2 * 8 / 32 * (cube + size.hidden * square)
-    return (n**3 + 4 * size.hidden * n**2 + downdates) / rates.double + traffic / rates.memory
+    traffic = 2 * 4 / 32 * (cube + size.hidden * square)
+    return (n**3 + 4 * size.hidden * n**2 + downdates) / rates.single + traffic / rates.memory
 
 
-def _count_solves(size: Size, kept: float) -> float:
-    return _DAMPINGS * (kept**3 / 3 + 4 * size.hidden * kept**2)
+def _count_trials(size: Size, kept: float) -> float:
+    """Return operations: a factor per pass, a triangular solve per plan."""
+    return 2 * (kept**3 / 3 + size.hidden * kept**2) + _TRIED * size.hidden * kept**2
+
+
+def _count_solves(size: Size, kept: float, rates: Rates) -> float:
+    """Return seconds: solves that choose the dampening and their held-out errors in float32, the last solve in float64."""
+    factor, both, error = kept**3 / 3, 2 * size.hidden * kept**2, 2 * size.hidden * kept**2
+    return _DAMPINGS * (factor + both + error) / rates.single + (factor + both) / rates.double
 
 
 def count_traffic(size: Size, job: Job) -> dict[str, float]:
@@ -339,13 +355,11 @@ def count_mixture(size: Mixture, job: Job, rates: Rates, values: bool = True) ->
     per_layer = {
         "sensitivity": 4 * forward * min(1.0, _SENSED / job.samples) / rates.model,
         "allocation, statistics": (forward / rates.model + gram / rates.single) * allocated,
-        "allocation, curves": sum(
-            count * (_count_elimination(as_dense, n, 1.0, rates) + n**3 / 3 / rates.double) for n, count, _ in systems
-        ),
+        "allocation, curves": sum(count * _count_elimination(as_dense, n, 1.0, rates) for n, count, _ in systems),
         "passes": _WHOLE_PASSES * forward / rates.model,
         "Gram products": gram / rates.single,
         "selection": sum(c * _count_elimination(as_dense, n, job.sparsity, rates) for n, c, _ in systems),
-        "solves": sum(c * _count_solves(as_dense, n * (1 - job.sparsity)) for n, c, _ in systems) / rates.double,
+        "solves": sum(c * _count_solves(as_dense, n * (1 - job.sparsity), rates) for n, c, _ in systems),
         "host traffic": ((3 + 2 * min(_SENSED, job.samples)) * weights + 16 * states) / rates.host,
     }
     return {name: seconds * size.layers for name, seconds in per_layer.items()}
@@ -399,6 +413,68 @@ def measure_rates(device: str = "cpu", size: int = 1024) -> Rates:
     return Rates(model=model, single=single, double=double, host=host, link=host, memory=memory)
 
 
+_WIDTHS = (1536, 4864, 8192, 14336, 28672)
+
+
+def _make_moments(size: Size) -> tuple[SecondMoments, Tensor]:
+    """Return moments of inputs some of which are large and many of which are alike, and the weights, of an FFN's consumer."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(size.ffn // 8, size.ffn, generator=generator)
+    inputs = torch.randn(2 * size.ffn, size.ffn // 8, generator=generator) @ mix + torch.randn(2 * size.ffn, size.ffn)
+    inputs *= torch.logspace(0, 1, size.ffn)
+    inputs = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
+    weight = torch.nn.functional.pad(torch.randn(size.hidden, size.ffn, generator=generator), (0, 1)).double()
+    gram = inputs.T @ inputs
+    cross = (weight @ gram.double()).float()
+    energy = (cross.double() * weight).sum()
+    return SecondMoments(gram, cross, energy, inputs.abs().sum(0)), weight
+
+
+def _measure_width(size: Size, removed: float) -> dict[str, float]:
+    """Return own seconds of one FFN's selection and solves as a run takes them, and of the selection in float64."""
+    moments, weight = _make_moments(size)
+    damped, gone = damp_moments(moments, weight, 0.01), int(removed * size.ffn)
+    held = replace(moments, gram=moments.gram / 4, cross=moments.cross / 4, target_energy=moments.target_energy / 4)
+    found: dict[str, float] = {}
+
+    def take(name: str, run: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        result = run()
+        found[name] = time.process_time() - start
+        return result
+
+    order = take("selection", lambda: eliminate_units(damped, 1, "ffn", num_remove=gone)).order
+    with patch_attr(solve, "_SMALL", size.ffn + 1):
+        take("selection in float64", lambda: eliminate_units(damped, 1, "ffn", num_remove=gone))
+    keep = keep_last(order, size.ffn, size.ffn - gone)
+    take("solves", lambda: choose_damping(moments, held, weight, keep, True, "ffn"))
+    last = take("last solve", lambda: solve_kept_weights(damped, keep, "ffn"))
+    assert last.weight.isfinite().all()
+    return {**found, "solves": found["solves"] + found.pop("last solve")}
+
+
+def study_widths(measured: Sequence[int], removed: float, here: Rates) -> str:
+    """Return Markdown: seconds of one FFN's selection and solves by its width, measured here and counted here and on the card."""
+    rows = []
+    for width in _WIDTHS:
+        size = Size("", hidden=width * 2 // 7 // 64 * 64, ffn=width, layers=1, kv_width=0, linears=3)
+        told = _measure_width(size, removed) if width in measured else {}
+        line = [f"{width:,}"]
+        for name in ("selection", "solves"):
+            counted = [
+                _count_elimination(size, width, removed, rates)
+                if name == "selection"
+                else _count_solves(size, width * (1 - removed), rates)
+                for rates in (here, CARD)
+            ]
+            line += [f"{told[name]:.1f}" if told else "", f"{counted[0]:.1f}", f"{counted[1]:.2f}"]
+            line.append(f"{told[name] / counted[0]:.1f}" if told else "")
+        line.append(f"{told['selection in float64'] / told['selection']:.1f}" if told else "")
+        rows.append(line)
+    parts = [f"{name}, {kind}" for name in ("selection", "solves") for kind in ("s", "counted", "card", "ratio")]
+    return format_table(["width", *parts, "float64 / float32"], rows)
+
+
 def make_tables(size: Size, job: Job, factor: float) -> str:
     """Return Markdown: hours by stage, and bytes, on one card and on eight."""
     by_ranks = {ranks: count_seconds(size, job, CARD, ranks) for ranks in (1, 8)}
@@ -432,6 +508,7 @@ def main() -> None:
         "--recovery", action="store_true", help="count a recovery instead, for which nothing is measured"
     )
     parser.add_argument("--mixtures", action="store_true", help="count mixtures of experts instead")
+    parser.add_argument("--widths", help="of an FFN, with commas between them, to measure; wider ones are counted")
     parser.add_argument("--measured", type=float, help="with --mixtures: seconds of ours on the small one")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
@@ -441,12 +518,15 @@ def main() -> None:
     if args.recovery:
         print(make_recovery_tables(RECOVERED, Recovery(sparsity=args.sparsity)))
         return
-    if args.profile is None and not args.mixtures:
-        parser.error("--profile: must be given, or --recovery, or --mixtures")
+    if args.profile is None and not args.mixtures and not args.widths:
+        parser.error("--profile: must be given, or --recovery, --mixtures or --widths")
 
     torch.set_num_threads(1)
     with count_own_seconds():
         here = measure_rates()
+    if args.widths:
+        print(study_widths([int(width) for width in args.widths.split(",")], args.sparsity, here))
+        return
     if args.mixtures:
         print(make_mixture_tables(Job(args.samples, args.length, args.sparsity), here, args.measured))
         return

@@ -26,9 +26,10 @@ from struprune_plugin.export.saved_recipe import tidy_recipe
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
-from struprune_plugin.modifiers.fields import StageModifier, StructuredModifier
+from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
 from struprune_plugin.modifiers.host_log import log_output, quieten_host
+from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.model_card import try_write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes

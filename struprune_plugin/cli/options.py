@@ -100,9 +100,13 @@ class Amount:
     """Size of the calibration text."""
 
     title: ClassVar = "Calibration text"
-    num_samples: Annotated[int, whole("number of sequences")] = 64
+    num_samples: Annotated[int | None, whole("number of sequences [default: 64; 256 with --effort best]")] = None
     seq_length: Annotated[int, whole("tokens per sequence", low=2)] = 256  # a token alone has no context
     batch_size: Annotated[int, whole("sequences on the device at a time")] = 8
+
+    def count_samples(self, changes: dict[str, Any]) -> int:
+        """Return the number of sequences, by the effort among the changes to the recipe where none was given."""
+        return self.num_samples or (256 if changes.get("effort") == "best" else 64)
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,9 @@ class Changes(Settings):
     sparsity: Annotated[float | None, option("share of the decoder's parameters to remove, in [0, 1)", "R")] = None
     budget: Annotated[
         str | None, option("limit for the result, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML")
+    ] = None
+    effort: Annotated[
+        Literal["fast", "default", "best"] | None, option("time against quality; best uses four times the text")
     ] = None
     memory_budget: Annotated[int | None, num_bytes("bytes that the device may hold, e.g. 2GB")] = None
 

@@ -61,7 +61,11 @@ def plan(model: Model, question: Question, amount: Amount, changes: Changes, scr
         screen.show({**record, "fits": [vars(fit) for fit in fits]}, *parts)
         return
     modifiers = load_recipe(name, changes=changed).modifiers
-    outline, work, costs = outline_run(shapes, modifiers), Workload(**vars(amount)), None
+    outline, work, costs = (
+        outline_run(shapes, modifiers),
+        Workload(**vars(amount) | {"num_samples": amount.count_samples(changed)}),
+        None,
+    )
     needs, obstacle = count_needs(shapes, modifiers, work), planning.find_obstacle(shapes)
     if not question.no_probe and not obstacle:
         costs = probe_costs(shapes, outline.sparsity, load_recipe(name, changes=changed), work)

@@ -60,6 +60,7 @@ def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, sc
     transformers and lm-eval load the folder. The recipe may continue with quantisers.
     """
     changed = changes.read()
+    num_samples = calibration.count_samples(changed)
     check_names(run.device, run.recipe, [model], [calibration.data])
     if run.push_to_hub is not None:
         _check_push(run.push_to_hub)
@@ -83,7 +84,7 @@ def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, sc
     dataset = make_calibration_dataset(
         calibration.data or DEMO_CALIBRATION,
         load_tokenizer(model),
-        calibration.num_samples,
+        num_samples,
         calibration.seq_length,
         calibration.text_column,
     )
@@ -99,7 +100,7 @@ def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, sc
             checkpoint_dir=run.checkpoint,
             dataset=dataset,
             batch_size=calibration.batch_size,
-            num_calibration_samples=calibration.num_samples,
+            num_calibration_samples=num_samples,
             shuffle_calibration_samples=False,
             precision=run.dtype,
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from struprune_plugin.linalg.second_moments import SecondMoments, with_bias_index
-from struprune_plugin.linalg.solve import invert_in_place
+from struprune_plugin.linalg.solve import factorize_fast
 from struprune_plugin.linalg.ties import ROUNDING, argmin_tensor_with_ties, order_scores
 
 _PANEL = 32  # columns whose removal changes the matrices at once
@@ -67,7 +67,7 @@ def eliminate_units(
     """Remove units one by one, each time the one whose removal raises the re-solved error least, the first of those that tie.
 
     It is looked for among the cheapest units of a while ago (:class:`_Remaining`), which on real FFNs changes the error by at
-    most one part in a thousand.
+    most one part in a thousand; where units are many, in float32 (:func:`~struprune_plugin.linalg.solve.factorize_fast`).
     Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the
     current least-squares weights; then W and H^-1 are downdated. The bias always stays.
     Source: method.md section 3, ``obs`` (twice its value: an increase of the sum of squares, without the half).
@@ -80,8 +80,9 @@ def eliminate_units(
     """
     num_units = (damped.gram.shape[0] - 1) // columns_per_unit
     num_remove = num_units if num_remove is None else num_remove
-    inverse = invert_in_place(damped.gram.clone(), where)
-    left = _Remaining(inverse, inverse @ damped.cross.T, columns_per_unit, num_blocks)
+    factor = factorize_fast(damped.gram, where)
+    inverse = torch.cholesky_inverse(factor, out=factor)
+    left = _Remaining(inverse, inverse @ damped.cross.T.to(inverse.dtype), columns_per_unit, num_blocks)
     order, increases = [inverse.new_zeros(0, dtype=torch.int64)], [inverse.new_zeros(0)]
     count = 0
     while count < num_remove:
@@ -89,7 +90,7 @@ def eliminate_units(
         order.append(units)
         increases.append(costs)
         count += len(units)
-    return Elimination(torch.cat(order), torch.cat(increases))
+    return Elimination(torch.cat(order), torch.cat(increases).double())
 
 
 class _Remaining:
@@ -98,8 +99,8 @@ class _Remaining:
     A panel decides among twice as many units as it removes, the cheapest when it starts (:class:`_Candidates`). Costs rise as
     units go and rarely fall, so that hardly any other unit would be cheaper than what goes.
 
-    :param inverse: H^-1, shape [n + 1, n + 1], float64; changed in place
-    :param weight: W^T, shape [n + 1, d], float64; the same
+    :param inverse: H^-1, shape [n + 1, n + 1], float64 or float32; changed in place
+    :param weight: W^T, shape [n + 1, d]; the same
     """
 
     def __init__(self, inverse: Tensor, weight: Tensor, width: int, num_blocks: int):
@@ -109,7 +110,7 @@ class _Remaining:
         self._alive = torch.ones_like(self._units, dtype=torch.bool)
         self._lost = self._units.new_zeros(num_blocks)  # units, by block
         self._block_size = num_units // num_blocks
-        self._rounding = ROUNDING * self._measure_costs().sum()
+        self._rounding = ROUNDING[inverse.dtype] * self._measure_costs().sum()
 
     def remove_cheapest(self, most: int) -> tuple[Tensor, Tensor]:
         """Remove a panel of units, at most so many; return (their original indices, what each cost), in order."""

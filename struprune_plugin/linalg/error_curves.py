@@ -13,7 +13,7 @@ from torch import Tensor
 
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import SecondMoments
-from struprune_plugin.linalg.solve import factorize_in_place
+from struprune_plugin.linalg.solve import factorize_fast, factorize_in_place
 
 
 def sum_increases(increases: Tensor) -> Tensor:
@@ -37,8 +37,9 @@ def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_uni
     :param order: units, first removed first, shape [units]
     :return: damped error with k = 0 ... units kept, shape [units + 1], float64, never increasing
     """
-    _, half, _ = _factorize(damped, order, columns_per_unit, where)
-    explained = half.square().sum(1)
+    rows = _list_rows(order, columns_per_unit)
+    factor = factorize_in_place(damped.gram[rows[:, None], rows], where)
+    explained = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False).square().sum(1)
     return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
 
 
@@ -68,12 +69,16 @@ def solve_nested_weights(
     :return: by k, shape [d, n + 1], float64, bias last
     """
     counts = sorted(counts)
-    factor, half, rows = _factorize(damped, order, columns_per_unit, where, counts[-1])
+    rows = _list_rows(order, columns_per_unit)[: 1 + counts[-1] * columns_per_unit]
+    factor = factorize_fast(damped.gram[rows[:, None], rows], where)
+    half = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T.to(factor.dtype), upper=False)
     solved = {}
     for count in counts:
         kept = 1 + count * columns_per_unit
         weight = torch.zeros_like(damped.cross)
-        weight[:, rows[:kept]] = torch.linalg.solve_triangular(factor[:kept, :kept].mT, half[:kept], upper=True).T
+        weight[:, rows[:kept]] = torch.linalg.solve_triangular(
+            factor[:kept, :kept].mT, half[:kept], upper=True
+        ).T.double()
         solved[count] = weight
     return solved
 
@@ -82,18 +87,6 @@ def _list_rows(order: Tensor, columns_per_unit: int) -> Tensor:
     """Return the rows of H, those that stay longest first: the bias, then the last unit."""
     columns = unit_columns(order.flip(0), columns_per_unit)
     return torch.cat([columns.new_tensor([len(columns)]), columns])
-
-
-def _factorize(
-    damped: SecondMoments, order: Tensor, columns_per_unit: int, where: str, num_units: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the Cholesky factor L of H in that order of rows, ``L^-1 C^T``, and the rows.
-
-    :param num_units: so many of those that stay longest; all where None
-    """
-    rows = _list_rows(order, columns_per_unit)[: None if num_units is None else 1 + num_units * columns_per_unit]
-    factor = factorize_in_place(damped.gram[rows[:, None], rows], where)
-    return factor, torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False), rows
 
 
 def measure_block_influence(inputs: Tensor, outputs: Tensor) -> Tensor:

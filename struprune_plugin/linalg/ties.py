@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-13  # of a sum: below it its small parts are rounding
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-7}  # of a sum: below it its small parts are rounding
 MARGIN = 1e-9  # relative; above the rounding of float64 solves, far below any difference that matters
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from llmcompressor.modifiers import Modifier
 from pydantic import (
     BeforeValidator,
     Field,
@@ -34,13 +33,14 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.budget_fields import BudgetConfig, read_budgets, split_parameters
+from struprune_plugin.modifiers.effort import EFFORTS, complete
 from struprune_plugin.modifiers.patterns import check_patterns
+from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.ffn_tuning import FFNTuning
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
 from struprune_plugin.storage.registry import Config
-from struprune_plugin.storage.resume_store import ResumeStore
 
 GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "sublayers", "width_multiple")
 PLAN_FIELDS = ("allocation", "sensitivity")  # that an allocator stage rules
@@ -109,35 +109,6 @@ def _read_short_forms(value: Any) -> Any:
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
-class StageModifier(Modifier):
-    """A modifier of ours, which works once, in a stage of its own."""
-
-    requires_calibration_data: bool = False  # our own loops take it through the layers
-
-    _store: ResumeStore | None = PrivateAttr(default=None)
-
-    @model_validator(mode="after")
-    def _check_span(self) -> StageModifier:
-        if self.start is not None or self.end is not None:
-            raise ValueError(
-                f"start and end must be left out: {type(self).__name__} works once, in a stage of its own."
-            )
-        return self
-
-    def set_store(self, store: ResumeStore) -> None:
-        """Set where finished parts are kept, so that a killed run goes on there."""
-        self._store = store
-
-    @property
-    def store(self) -> ResumeStore | None:
-        """Store of finished parts. None without one."""
-        return self._store
-
-    def dump_fields(self) -> dict[str, Any]:
-        """Return the recipe fields, without llm-compressor's bookkeeping."""
-        return self.model_dump(exclude=set(Modifier.model_fields))
-
-
 class StructuredModifier(StageModifier):
     """Fields that choose the units, rank them and spread a budget over layers.
 
@@ -168,6 +139,8 @@ class StructuredModifier(StageModifier):
         every fourth sequence, which is held out
     :param rotate_values: rotate the values of each head first, so that few channels carry most of the output; for value
         channels with ``obs`` and a solve
+    :param effort: time against quality: ``fast``, ``default`` or ``best``. Sets the samples of ``sensitivity`` and of
+        ``allocation: error_curve``, ``rotate_values`` and ``ffn_tuning``, unless the recipe sets them
     :param memory_budget: bytes that the device may hold; moments and solves that do not fit move to the host. None uses
         the accelerator's free memory
     """
@@ -191,6 +164,7 @@ class StructuredModifier(StageModifier):
     sensitivity: Annotated[Fisher | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Fisher)
     dampening_frac: float | Literal["auto"] = "auto"
     rotate_values: bool = True
+    effort: Literal[tuple(EFFORTS)] = "default"  # type: ignore[valid-type]
     memory_budget: int | None = Field(default=None, ge=1)
 
     _cache: MeasurementCache | None = PrivateAttr(default=None)
@@ -219,6 +193,19 @@ class StructuredModifier(StageModifier):
         if not isinstance(value, str) and not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"must be auto, or finite and at least 0, got {value}. Leave it out, or take 0.01.")
         return value
+
+    @model_validator(mode="after")
+    def _take_effort(self) -> StructuredModifier:
+        """Set what the recipe leaves to the effort; as far as other stages can tell, it stays unset."""
+        effort, given = EFFORTS[self.effort], set(self.model_fields_set)
+        if self.sensitivity is not None and self.sensitivity_samples is not None:
+            self.sensitivity = complete(self.sensitivity, samples=effort.sensitivity_samples)
+        if self.allocation.rule == "error_curve":
+            self.allocation = complete(self.allocation, samples=effort.samples, trial_samples=effort.trial_samples)
+        if "rotate_values" not in given:
+            self.rotate_values = effort.rotate_values
+        self.model_fields_set.intersection_update(given)
+        return self
 
     @model_validator(mode="after")
     def _check_fields(self) -> StructuredModifier:

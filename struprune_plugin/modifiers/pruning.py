@@ -26,6 +26,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.budget_told import describe_budget
 from struprune_plugin.modifiers.checks import check_alone
+from struprune_plugin.modifiers.effort import EFFORTS
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
 from struprune_plugin.modifiers.mixtures import describe_experts
@@ -121,6 +122,12 @@ class StruPruneModifier(StructuredModifier):
     def _default_to_uniform(self) -> StruPruneModifier:
         if self.output == "uniform" and "allocation" not in self.model_fields_set:
             self.allocation = RULES.parse("uniform")
+        if (
+            "ffn_tuning" not in self.model_fields_set
+            and self.prune_ffn
+            and (epochs := EFFORTS[self.effort].tuning_epochs)
+        ):
+            self.ffn_tuning = FFNTuning(epochs=epochs)
         if self.ffn_tuning is not None and not self.prune_ffn:
             raise ValueError("ffn_tuning has no effect with prune_ffn: false. Remove it, or set prune_ffn: true.")
         return self

@@ -26,9 +26,9 @@ from struprune_plugin.modifiers.checks import (
     list_modifiers,
     split_modifiers,
 )
-from struprune_plugin.modifiers.fields import StageModifier
 from struprune_plugin.modifiers.patterns import check_patterns
 from struprune_plugin.modifiers.setup import open_store
+from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recovery.adapters import lift_dispatch, match_linears, seed_random
 from struprune_plugin.recovery.memory import place_recovery, read_recovery_sizes
 from struprune_plugin.recovery.recover import Recovery

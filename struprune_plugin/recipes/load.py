@@ -29,7 +29,17 @@ _OURS: dict[str, type[Modifier]] = {
     "RecoveryModifier": RecoveryModifier,
 }
 # what an allocation stage and the pruning stage after it must agree on, so that one change sets it in both
-_AGREED = {"sparsity", "budget", "targets", "ignore", "attention_unit", "prune_ffn", "width_multiple", "memory_budget"}
+_AGREED = {
+    "sparsity",
+    "budget",
+    "targets",
+    "ignore",
+    "attention_unit",
+    "prune_ffn",
+    "width_multiple",
+    "effort",
+    "memory_budget",
+}
 
 
 def load_recipe(

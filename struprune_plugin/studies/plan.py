@@ -12,7 +12,7 @@ from llmcompressor.modifiers import Modifier
 from torch import nn
 
 from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
-from struprune_plugin.modifiers.fields import StageModifier
+from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts, show_budget
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.studies.needs import Needs

@@ -59,6 +59,17 @@ def test_scale_counts_parameters_and_moments_as_they_are():
     assert scale.count_traffic(size, scale.Job(1, 2))["between"] == 3 * held + 8 * 24 * 64
 
 
+def test_scale_measures_the_widths_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(scale, "_WIDTHS", (224, 448))
+    header, _, *rows = scale.study_widths([224], 0.3, scale.CARD).splitlines()
+    assert "float64 / float32" in header
+    measured, counted = (row.split() for row in rows)
+    assert measured[0] == "224"
+    assert len(measured) == 10
+    assert counted[0] == "448"
+    assert len(counted) == 5
+
+
 def test_scale_splits_over_cards_what_is_per_token_only():
     size, job = scale.LARGE, scale.Job(128, 2048)
     one, eight = (scale.count_seconds(size, job, scale.CARD, ranks) for ranks in (1, 8))

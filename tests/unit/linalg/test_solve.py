@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from struprune_plugin.linalg import elimination, solve
 from struprune_plugin.linalg.elimination import eliminate_units, keep_last, order_units, unit_columns
-from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve
+from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve, solve_nested_weights
 from struprune_plugin.linalg.rotation import eliminate_directions
 from struprune_plugin.linalg.second_moments import append_bias, measure_error
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights, weigh_outputs
@@ -238,3 +238,40 @@ def test_a_singular_system_among_several_is_told():
     systems[1, 0, 0] = -1
     with pytest.raises(ValueError, match="here: the least-squares system must have a condition number"):
         solve.factorize_in_place(systems, "here")
+
+
+def make_large_problem(damping):
+    """More inputs than float64 is taken for, some of them large and many of them alike, as in a real FFN."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.logspace(0, 2, 1100, dtype=torch.float64).flip(0)
+    mix = torch.randn(60, 1100, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(600, 60, generator=generator, dtype=torch.float64) @ mix
+    inputs = (inputs + torch.randn(inputs.shape, generator=generator, dtype=torch.float64)) * scales
+    weight = torch.randn(8, 1100, generator=generator, dtype=torch.float64) / scales
+    moments = gather(inputs, inputs @ weight.T, 600)
+    return damp_moments(moments, append_bias(weight, torch.zeros(8, dtype=torch.float64)), damping)
+
+
+def test_many_units_are_eliminated_in_float32_as_well_as_in_float64(monkeypatch):
+    damped = make_large_problem(damping=0.01)
+    fast = eliminate_units(damped, 1, "fc2", num_remove=700)
+    solved = solve_nested_weights(damped, fast.order, 1, [400], "fc2")[400]
+    assert solve.factorize_fast(damped.gram, "fc2").dtype == torch.float32
+    monkeypatch.setattr(solve, "_SMALL", 2000)
+    exact = eliminate_units(damped, 1, "fc2", num_remove=700)
+    columns = [keep_last(found.order, 1100, 400) for found in (fast, exact)]
+    errors = [measure_error(damped, solve_kept_weights(damped, part, "fc2").weight, part) for part in columns]
+    assert errors[0] <= 1.03 * errors[1]  # close choices part the ways, for the better or the worse
+    assert float(fast.increase.sum()) == pytest.approx(float(exact.increase.sum()), rel=0.03)
+    assert fast.increase.dtype == torch.float64
+    again = solve_nested_weights(damped, fast.order, 1, [400], "fc2")[400]
+    torch.testing.assert_close(solved, again, rtol=1e-3, atol=1e-3 * float(again.abs().max()))
+
+
+def test_a_system_that_float32_cannot_factorise_is_left_to_float64():
+    damped = make_large_problem(damping=1e-9)
+    before = damped.gram.clone()
+    factor = solve.factorize_fast(damped.gram, "fc2")
+    assert factor.dtype == torch.float64
+    torch.testing.assert_close(factor @ factor.T, before)
+    assert torch.equal(damped.gram, before)

@@ -1,0 +1,42 @@
+"""The recipe's ``effort``: seconds against quality, in one word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from struprune_plugin.storage.registry import Config
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The fields that an effort sets where the recipe does not.
+
+    :param sensitivity_samples: of ``sensitivity``
+    :param samples: of ``allocation: error_curve``
+    :param trial_samples: the same
+    :param rotate_values: whether they are
+    :param tuning_epochs: of ``ffn_tuning``; 0 for none
+    """
+
+    sensitivity_samples: int = 16
+    samples: int = 16
+    trial_samples: int = 4
+    rotate_values: bool = True
+    tuning_epochs: int = 0
+
+
+EFFORTS = {
+    "fast": Effort(sensitivity_samples=8, samples=8, trial_samples=0, rotate_values=False),
+    "default": Effort(),
+    "best": Effort(sensitivity_samples=64, samples=64, trial_samples=16, tuning_epochs=6),
+}
+
+
+def complete(given: C, **values: object) -> C:
+    """Return settings with values in the fields that were not given."""
+    return given.model_copy(
+        update={name: value for name, value in values.items() if name not in given.model_fields_set}
+    )

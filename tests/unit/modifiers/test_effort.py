@@ -1,0 +1,60 @@
+import pytest
+
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.cli.options import Amount
+from struprune_plugin.modifiers.effort import EFFORTS
+from struprune_plugin.recipes.load import load_recipe
+
+
+def test_the_default_effort_is_what_the_fields_say_by_themselves():
+    default, plain = EFFORTS["default"], StruPruneModifier(sparsity=0.3)
+    assert plain.sensitivity.samples == default.sensitivity_samples
+    assert plain.allocation.samples == default.samples
+    assert plain.allocation.trial_samples == default.trial_samples
+    assert plain.rotate_values is default.rotate_values
+    assert plain.ffn_tuning is None
+    assert not default.tuning_epochs
+
+
+@pytest.mark.parametrize("name", ["fast", "best"])
+def test_an_effort_sets_what_the_recipe_leaves(name):
+    effort, found = EFFORTS[name], load_recipe("struprune", changes={"effort": name}).modifiers[0]
+    assert found.sensitivity.samples == effort.sensitivity_samples
+    assert (found.allocation.samples, found.allocation.trial_samples) == (effort.samples, effort.trial_samples)
+    assert found.rotate_values is effort.rotate_values
+    assert (found.ffn_tuning.epochs if found.ffn_tuning else 0) == effort.tuning_epochs
+    again = StruPruneModifier(**found.dump_fields())
+    assert again.dump_fields() == found.dump_fields()
+
+
+def test_what_a_recipe_says_is_not_for_the_effort():
+    said = {"allocation": {"rule": "error_curve", "samples": 5}, "rotate_values": True, "ffn_tuning": None}
+    found = StruPruneModifier(sparsity=0.3, effort="best", **said)
+    assert (found.allocation.samples, found.allocation.trial_samples) == (5, EFFORTS["best"].trial_samples)
+    assert found.rotate_values
+    assert found.ffn_tuning is None
+    assert StruPruneModifier(sparsity=0.3, effort="best", prune_ffn=False).ffn_tuning is None
+    other = StruPruneModifier(sparsity=0.3, effort="fast", allocation="uniform", importance="wanda", sensitivity="none")
+    assert other.allocation.rule == "uniform"
+    assert other.sensitivity is None
+    assert StruPruneModifier(sparsity=0.3, effort="best", output="uniform").allocation.rule == "uniform"
+
+
+def test_stages_of_one_recipe_share_an_effort():
+    stages = load_recipe("struprune_softmax", changes={"effort": "fast"}).modifiers
+    allocator, pruning = (
+        next(m for m in stages if type(m) is kind) for kind in (SparsityAllocatorModifier, StruPruneModifier)
+    )
+    assert allocator.effort == pruning.effort == "fast"
+    assert not {"allocation", "sensitivity"} & pruning.model_fields_set
+
+
+def test_the_best_effort_takes_four_times_the_text_where_no_number_is_given():
+    assert Amount().count_samples({}) == Amount().count_samples({"effort": "fast"}) == 64
+    assert Amount().count_samples({"effort": "best"}) == 256
+    assert Amount(num_samples=8).count_samples({"effort": "best"}) == 8
+
+
+def test_an_unknown_effort_is_refused():
+    with pytest.raises(ValueError, match=r"effort .*fast.*best"):
+        load_recipe("struprune", changes={"effort": "most"})

@@ -1,8 +1,8 @@
 """StruPrune: structured pruning of large language models, as a plugin for llm-compressor.
 
-Importing this package registers its modifiers with the host and its model types with transformers. Under the command line alone
-that waits until there is something to do: help and early refusals need no torch. Where llm-compressor is not installed, beside an
-inference engine, model types are all that is registered.
+Importing this package registers its modifiers with llm-compressor and its model types with transformers. For the command line
+the registration waits until a command needs it: help and early refusals need no torch. Without llm-compressor, beside an
+inference engine, only the model types are registered.
 """
 
 import sys

@@ -138,7 +138,7 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
             if "resolving mappings" in str(error):  # before any calibration
                 raise ValueError(
                     f"recipe: SmoothQuantModifier must have mappings that fit the model, got none for {config.model_type!r} that "
-                    "the host knows or finds. Spell its mappings, or leave it out."
+                    "llm-compressor knows or finds. Give its mappings, or leave it out."
                 ) from error
             raise
 
@@ -209,7 +209,7 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
     """Return what the weights of a run's output take at least, in bytes; 0 where the input's are not on this machine.
 
     A lower bound, so that nothing is refused that would fit: all weights shrink by the sparsity, though embeddings do
-    not; by half where the model is loaded in half precision, and to a quarter where a modifier of the host's follows.
+    not; by half where the model is loaded in half precision, and to a quarter where a modifier of llm-compressor follows.
     """
     ours = [modifier for modifier in modifiers if isinstance(modifier, StructuredModifier)]
     left = min([1.0, *(1 - modifier.sparsity for modifier in ours if modifier.sparsity)])

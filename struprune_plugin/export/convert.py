@@ -212,8 +212,8 @@ def _copy_processor(source: str, output: Path) -> None:
 def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
     """Keep ``model.save_pretrained`` from writing the dense config over the pruned one, and add to what it writes.
 
-    The host, once a checkpoint is written, replaces its config.json by the original one that it finds through
-    ``config._name_or_path``; so that name is blank while saving, and only then (a later run needs it).
+    llm-compressor, once a checkpoint is written, replaces its config.json by the original one that it finds through
+    ``config._name_or_path``. That name is therefore blank while saving, and only then (a later run needs it).
 
     :param after: called with the folder when everything else is written
     """
@@ -230,10 +230,10 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
         finally:
             logger.enable(_HOST_SAVING)
             model.config._name_or_path = name
-        if is_source_process():  # one of several processes writes, as in the host's own save
+        if is_source_process():  # one of several processes writes, as in llm-compressor's own save
             tidy_recipe(save_directory)
             _copy_processor(name, Path(save_directory))
             after(str(save_directory))
 
-    save_pretrained._overridden = True  # type: ignore[attr-defined]  # the host wraps only what lacks this mark
+    save_pretrained._overridden = True  # type: ignore[attr-defined]  # llm-compressor wraps only what lacks this mark
     model.save_pretrained = save_pretrained

@@ -67,7 +67,7 @@ def load_recipe(
             loaded = Recipe.from_dict(content)
         except ValidationError as error:
             raise ValueError(f"{where}: {error.title} refuses the recipe: {describe_error(error, _OURS)}") from None
-        except Exception as error:  # a modifier of the host's, given what it does not expect
+        except Exception as error:  # a modifier of llm-compressor, given what it does not expect
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise ValueError(
                 f"{where}: llm-compressor must be able to read the recipe, got {problem}. Correct its fields."
@@ -167,7 +167,7 @@ def _check_modifiers(where: str, content: dict[str, Any]) -> None:
                 if name not in known and name not in ModifierFactory._errors:
                     remedy = suggest(str(name), known) or f"Ours are {', '.join(_OURS)}."
                     raise ValueError(
-                        f"{where}: {name!r} must be a modifier of ours or of the host's, got no such. {remedy}"
+                        f"{where}: {name!r} must be a modifier of StruPrune or llm-compressor, got no such. {remedy}"
                     )
 
 

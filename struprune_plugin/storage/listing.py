@@ -13,7 +13,7 @@ from struprune_plugin.storage.files import digest_file, digest_whole_file, write
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
 FILES_NAME = "struprune_files.json"
-_WRITTEN = (  # what an output without a list of its files may hold, beside its manifest: written through the host's oneshot
+_WRITTEN = (  # what an output without a list of its files may hold, beside its manifest: written by llm-compressor's oneshot
     *(MANIFEST_NAME, "recipe.yaml", "config.json", "generation_config.json", "modeling_*.py", "model.safetensors"),
     *("model-?????-of-?????.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
@@ -36,8 +36,8 @@ class Listing(BaseModel):
 class Entry:
     """One file of an output folder, or an empty folder in it.
 
-    :param state: ``as written``, ``changed``, ``missing``, ``not ours``, or ``unlisted``: of a usual name, in an output that the
-        host's own ``oneshot`` wrote, without a list
+    :param state: ``as written``, ``changed``, ``missing``, ``not ours``, or ``unlisted``: of a usual name, in an output that
+        llm-compressor's own ``oneshot`` wrote, without a list
     """
 
     name: str
@@ -57,7 +57,7 @@ def list_foreign(folder: Path) -> list[str]:
 def list_entries(folder: Path, whole: bool) -> list[Entry]:
     """Return all that an output folder holds, or should.
 
-    An output lists its files and their digests; one that the host's own ``oneshot`` wrote has its manifest only, beside which
+    An output lists its files and their digests; one that llm-compressor's own ``oneshot`` wrote has its manifest only, beside which
     files of the usual names count as ours.
 
     :param whole: compare every byte; samples of large files otherwise

@@ -45,7 +45,7 @@ def verify_folder(folder: Path) -> Verdict:
     problems, notes = _list_changes(entries), list(_describe_code(folder, entries))
     if read_listing(folder) is None:
         notes.append(
-            "no list of files (written by the host's own oneshot): bytes cannot be compared, weights were read instead"
+            "no list of files (written by llm-compressor's own oneshot): bytes cannot be compared, weights were read instead"
         )
         problems += _check_weights(folder)
     return Verdict(entries, problems, notes)

@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is on the device."""
+        """Return whether a tensor is on the device."""
         return tensor.untyped_storage().data_ptr() in self._held
 
     def move(self, tensor: Tensor, to_host: bool) -> Tensor:

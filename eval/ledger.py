@@ -89,7 +89,7 @@ class Turn:
         self._end, self.left = time.monotonic() + seconds, 0
 
     def takes(self, found: object) -> bool:
-        """Tell whether a row is there already, or may still be begun; one that may not is left for the next call."""
+        """Return whether a row is there already, or may still be begun; one that may not is left for the next call."""
         if found is not None or time.monotonic() <= self._end:
             return True
         self.left += 1

@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def passes(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Tell whether a file is as near to transformers as the dense one of the same model and type, which must itself be near."""
+    """Return whether a file is as near to transformers as the dense one of the same model and type, which must itself be near."""
     if row["form"] == "dense":
         return row["kind"] != "F32" or row["worst"] <= DENSE_OFF
     same = [other for other in rows if (other["model"], other["kind"]) == (row["model"], row["kind"])]

@@ -351,7 +351,7 @@ def find_field(kind: type[BaseModel], path: str) -> tuple[type[BaseModel], str, 
 
 
 def is_shared(modifier: type[Modifier], name: str) -> bool:
-    """Tell whether a field means what it means in StruPruneModifier."""
+    """Return whether a field means what it means in StruPruneModifier."""
     if name not in list_fields(StruPruneModifier):
         return False
     ours, theirs = (find_field(kind, name)[2] for kind in (modifier, StruPruneModifier))
@@ -373,7 +373,7 @@ def group_fields(modifier: type[Modifier], names: Sequence[str]) -> Iterator[tup
 
 
 def is_masked(modifier: type[Modifier], wanted: str) -> bool:
-    """Tell whether a bare name of a topic is one that this modifier has an entry of its own for."""
+    """Return whether a bare name of a topic is one that this modifier has an entry of its own for."""
     return f"{modifier.__name__}.{wanted}" in WHEN
 
 

@@ -256,7 +256,7 @@ def count_least_budget(model: PreTrainedModel, fields: Mapping[str, Any], length
 
 
 def has_room(name: str, free: int | None = None) -> bool:
-    """Tell whether the host's memory holds a measurement: six float64 Gram matrices of the FFN and the weights.
+    """Return whether the host's memory holds a measurement: six float64 Gram matrices of the FFN and the weights.
 
     :param free: bytes to use; what is available where None
     """

@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def passes(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Tell whether vLLM says what transformers says of the same folder; quantised, as nearly as it does of the dense model."""
+    """Return whether vLLM says what transformers says of the same folder; quantised, as nearly as it does of the dense model."""
     if "failed" in row:
         return False
     if row["form"].startswith(DENSE):
@@ -147,7 +147,7 @@ def name_row(model: str, form: str, engine: str) -> str:
 
 
 def suits(form: str, model: str) -> bool:
-    """Tell whether a model can take a form: the schema of block_configs describes LLaMA's layers."""
+    """Return whether a model can take a form: the schema of block_configs describes LLaMA's layers."""
     if form != "block_configs":
         return True
     kind = TINIES[model]["model_type"] if model in TINIES else AutoConfig.from_pretrained(model).model_type
@@ -339,7 +339,7 @@ def load_peer(folder: Path) -> Any:
 
 
 def has_own_code(folder: Path) -> bool:
-    """Tell whether a folder's code must be trusted where our package is installed, too."""
+    """Return whether a folder's code must be trusted where our package is installed, too."""
     return (folder / "modeling_block_configs.py").is_file()
 
 

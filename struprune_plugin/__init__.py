@@ -22,7 +22,7 @@ __all__ = [
 
 
 def _is_command_line() -> bool:
-    """Tell whether this process was started as ``struprune``, or ``python -m struprune_plugin.cli`` is about to run.
+    """Return whether this process was started as ``struprune``, or ``python -m struprune_plugin.cli`` is about to run.
 
     ``sys.argv[0]`` is ``-m`` while a module that is to be run is looked up, and its path as soon as it runs.
     """

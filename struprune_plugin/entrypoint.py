@@ -115,7 +115,7 @@ def oneshot(
 
 @contextmanager
 def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: list[Modifier]) -> Iterator[None]:
-    """Let llm-compressor take models that it would refuse, or change without need; tell what to do where it has no mappings.
+    """Patch llm-compressor to accept models that it would refuse or change without need; explain missing mappings.
 
     :param config: as the model's folder has it
     """
@@ -149,7 +149,7 @@ def _make_store(
     modifiers: list[Modifier],
     inputs: list[str | os.PathLike],
 ) -> ResumeStore | None:
-    """Give every modifier that can go on after a kill the folder to do so from; None without one.
+    """Return the store of a run's finished parts, set in every modifier that uses it; None without a folder.
 
     :raises ValueError: a folder that is something else already, or lies where the run reads or writes
     """
@@ -222,7 +222,7 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
 
 
 def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
-    """Tell whether a pruned model's layers have other head counts than its configuration as a whole."""
+    """Return whether a pruned model's layers have other head counts than its configuration as a whole."""
     if describe_form(config) != "per_layer":
         return False
     stated = vars(config).get("num_attention_heads")
@@ -230,7 +230,7 @@ def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
 
 
 def _carry_manifest(source: str, folder: Path) -> None:
-    """Let the manifest of a pruned folder follow into the folder made from it, which has the same kept units.
+    """Copy the manifest of a pruned folder to the folder made from it, which has the same kept units.
 
     What was measured of the former is not the latter's.
     """

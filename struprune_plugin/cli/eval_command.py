@@ -114,7 +114,7 @@ def _find_base(path: str) -> str | None:
 
 
 def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Let what was measured of our outputs go with them, into manifest and card."""
+    """Store the figures of our outputs in manifest and model card."""
     from struprune_plugin.reporting.model_card import keep_results
     from struprune_plugin.reporting.results import list_results
 
@@ -142,7 +142,7 @@ def _check_scores_file(file: Path) -> None:
 
 
 def _add_dense(paths: list[str]) -> list[str]:
-    """Put the model that a pruned folder was made from before it, where it can be found: the number to compare with."""
+    """Return the folders with the dense model of a pruned folder before it, if it is available."""
     models: list[str] = []
     for path in paths:
         base, others = _find_base(path), {Path(other).resolve() for other in paths + models}

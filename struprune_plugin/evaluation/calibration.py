@@ -29,7 +29,7 @@ def check_dataset(dataset: object, splits: object) -> None:
 
 
 def _is_from_host(dataset: object) -> bool:
-    """Tell whether data are a name or a folder that the host resolves."""
+    """Return whether data are a name or a folder that the host resolves."""
     return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in HUB_DATASETS or Path(dataset).is_file())
 
 
@@ -59,7 +59,7 @@ def _make_windows(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[
 
 
 def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Give every process its own part of a data set's samples.
+    """Return the part of a data set's samples that belongs to this process.
 
     The host too would split them, but the indices that its sampler draws in a part are looked up in the whole: every
     process would read the first part.

@@ -91,7 +91,7 @@ def describe_form(config: PreTrainedConfig) -> str:
 
 
 def is_pruned(kind: type) -> bool:
-    """Tell whether a class of models or configurations is one of the pruned."""
+    """Return whether a class of models or configurations is one of the pruned."""
     return kind.__name__.startswith(modeling.PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""Give a sliced model the classes and the configuration under which it saves and loads."""
+"""Classes and configuration under which a sliced model saves and loads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def describe_layout(structure: Structure, width_key: str) -> dict[str, Any]:
 
 
 def can_narrow(model: PreTrainedModel) -> bool:
-    """Tell whether attention can have values of any width without padding: in classes whose forward pass is rewritten for it."""
+    """Return whether attention can have values of any width without padding: in classes whose forward pass is rewritten for it."""
     config, structure = model.config, find_structure(model)
     if config.get_text_config(decoder=True) is not config or describe_form(config) == "linears":
         return False
@@ -202,7 +202,7 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 
 def _copy_processor(source: str, output: Path) -> None:
-    """Put what a wrapper's images are prepared by beside it, where the checkpoint that it was loaded from has that."""
+    """Copy the image processor's files of a wrapper, if its checkpoint has them."""
     folder = find_checkpoint(source) if source else None
     for name in _PROCESSOR_FILES if folder else ():
         if (folder / name).is_file() and not (output / name).exists():  # type: ignore[operator]
@@ -210,7 +210,7 @@ def _copy_processor(source: str, output: Path) -> None:
 
 
 def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
-    """Keep ``model.save_pretrained`` from writing the dense config over the pruned one, and add to what it writes.
+    """Wrap ``model.save_pretrained`` so that it keeps the pruned configuration and calls ``after``.
 
     llm-compressor, once a checkpoint is written, replaces its config.json by the original one that it finds through
     ``config._name_or_path``. That name is therefore blank while saving, and only then (a later run needs it).

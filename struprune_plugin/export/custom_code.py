@@ -22,7 +22,7 @@ _HEAD = '''"""The pruned classes of the code beside this file, made by struprune
 
 
 def is_custom(model: PreTrainedModel) -> bool:
-    """Tell whether a model's class is not transformers' own."""
+    """Return whether a model's class is not transformers' own."""
     return not find_stock(type(model)).__module__.startswith("transformers.")
 
 

@@ -19,7 +19,7 @@ _BY_LAYER = ("linears", "parameters", "skip")  # of a layout
 
 
 def drop_layers(model: PreTrainedModel) -> None:
-    """Take layers that have nothing left off a model's list, and number the others anew, as caches and configuration count them.
+    """Remove empty layers from a model's list and renumber the others, as caches and configuration count them.
 
     They stay, as layers that do nothing, where the class would make other layers of the shorter configuration.
     """

@@ -84,7 +84,7 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
 
 
 def _make_ffns(layers: list[int], config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the weights of FFNs that add nothing, by name: without any, llama.cpp passes over a layer's attention, too."""
+    """Yield the weights of FFNs that add nothing, by name: without any, llama.cpp passes over a layer's attention, too."""
     for index in layers:
         prefix, wide = f"model.layers.{index}", config.hidden_size
         yield f"{prefix}.post_attention_layernorm.weight", torch.ones(wide)

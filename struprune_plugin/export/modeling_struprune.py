@@ -441,7 +441,7 @@ def _read_width(attention: Any) -> int:
 
 
 def _cuts_by_config(layout: dict[str, Any]) -> bool:
-    """Tell whether stock code cuts a fused projection's rows by the configuration's one head count."""
+    """Return whether stock code cuts a fused projection's rows by the configuration's one head count."""
     return not layout["interleaved"] and any({"query", "value"} <= {*parts} for parts in layout["rows"].values())
 
 
@@ -519,11 +519,11 @@ class StruPruneAttention:
         return getattr(self, self.output)(output), weights
 
     def fits_stock(self) -> bool:
-        """Tell whether the stock class' own function gives the output."""
+        """Return whether the stock class' own function gives the output."""
         return self.value_head_dim == self.wide and not self.is_joined()  # stock code cuts by the config's head count
 
     def is_joined(self) -> bool:
-        """Tell whether one linear makes all queries, then all keys, then all values."""
+        """Return whether one linear makes all queries, then all keys, then all values."""
         return len(self.rows) == 1 and not self.interleaved
 
     def _make_states(self: Any, hidden: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor] | None) -> Any:

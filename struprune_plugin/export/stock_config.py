@@ -55,7 +55,7 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def are_layers_alike(model: PreTrainedModel) -> bool:
-    """Tell whether the layers of a model are as its stock class makes them, or all of one size."""
+    """Return whether the layers of a model are as its stock class makes them, or all of one size."""
     return describe_form(model.config) == "dense" or has_uniform_layers(model)
 
 
@@ -118,7 +118,7 @@ def change_heads(model: PreTrainedModel, num_key_value_heads: int) -> dict[str, 
 
 
 def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
-    """Tell whether a model's stock class can be configured with that many value heads in every layer."""
+    """Return whether a model's stock class can be configured with that many value heads in every layer."""
     changes = change_heads(model, num_key_value_heads)
     if not changes:
         return True

@@ -72,7 +72,7 @@ def _count_weights(layer: nn.Module, sublayer: Sublayer) -> int:
 
 
 def remove_sublayer(layer: nn.Module, group: UnitGroup) -> None:
-    """Take a group's module out of its decoder layer, with its norms; what is left of the layer adds nothing for it."""
+    """Remove a group's module from its decoder layer, with its norms."""
     assert group.sublayer is not None
     for name, parts in group.sublayer.absent.items():
         modeling.remove_module(layer, name, parts)

@@ -106,7 +106,7 @@ class LayerCall:
         previous: LayerCall | None,
         context: DeviceContext,
     ) -> LayerCall:
-        """Take down a call as a hook sees it, all tokens as counting.
+        """Record a call as a hook sees it, all tokens as counting.
 
         :param previous: an earlier call, whose equal tensors are shared
         """

@@ -74,7 +74,7 @@ class DenseReference:
             self._targets.setdefault(group.name, []).append(self._context.park(wanted))
 
     def knows(self, group: UnitGroup, num_batches: int) -> bool:
-        """Tell whether the targets of all batches are known."""
+        """Return whether the targets of all batches are known."""
         return len(self._targets.get(group.name, ())) == num_batches
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
@@ -101,7 +101,7 @@ class DenseReference:
             self._targets.setdefault(group.output_name, []).append(self._context.park(take()))
 
     def repairs(self, group: UnitGroup | None) -> bool:
-        """Tell whether experts are to repair what the layer inherits."""
+        """Return whether experts are to repair what the layer inherits."""
         return group is not None and self.target.is_dense and self._is_residual(group)
 
     def find_repair(self, group: UnitGroup, take: Callable[[], Tensor], index: int) -> Repair | None:
@@ -123,7 +123,7 @@ class DenseReference:
         self._targets.clear()
 
     def _is_residual(self, group: UnitGroup) -> bool:
-        """Tell whether a group's target is the residual stream; past a norm, the dense output is all that can be asked."""
+        """Return whether a group's target is the residual stream; past a norm, the dense output is all that can be asked."""
         return self.target.is_residual and group.join.is_direct
 
 

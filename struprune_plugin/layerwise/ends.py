@@ -49,7 +49,7 @@ class BatchFlow:
         return call
 
     def forget(self, index: int) -> None:
-        """Let go of what a layer was called with."""
+        """Release what a layer was called with."""
         call = self.calls[index]
         self.calls[index] = replace(call, hidden=call.hidden.new_empty(0), arguments={}, others={})
 

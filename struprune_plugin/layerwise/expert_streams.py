@@ -38,7 +38,7 @@ class _Routing:
 
 
 def _takes_choice(experts: Any) -> bool:
-    """Tell whether a list of experts is called with a router's choice: llm-compressor's of Llama 4 is not."""
+    """Return whether a list of experts is called with a router's choice: llm-compressor's of Llama 4 is not."""
     return "top_k_index" in signature(type(experts).forward).parameters
 
 

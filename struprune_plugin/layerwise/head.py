@@ -42,7 +42,7 @@ class Head:
         return cls(own, shape, linear.out_features)
 
     def compute_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Give (first row, logits [tokens, rows] in at least float32, weights) of every piece."""
+        """Yield (first row, logits [tokens, rows] in at least float32, weights) of every piece."""
         for start, weight, bias in self.pieces():
             logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
             yield start, self.shape(logits), weight

@@ -87,13 +87,13 @@ def _show(model: PreTrainedModel, head: nn.Module, shown: Tensor) -> Tensor:
 
 
 def _agrees(shape: LogitShape, shown: Tensor, found: Tensor) -> bool:
-    """Tell whether a shape explains the logits found; first on a few of them."""
+    """Return whether a shape explains the logits found; first on a few of them."""
     few = slice(None, None, max(1, len(shown) // _SHOWN))
     return all(torch.allclose(shape(shown[part]), found[part], rtol=1e-6, atol=1e-6) for part in (few, slice(None)))
 
 
 def _list_shapes(model: PreTrainedModel) -> Iterator[LogitShape]:
-    """Give what may be done to logits, the simplest first."""
+    """Yield what may be done to logits, the simplest first."""
     numbers = sorted(set(_list_numbers(model.config.to_dict())))
     yield LogitShape()
     scales = [LogitShape(scale=number) for number in numbers] + [LogitShape(factor=number) for number in numbers]
@@ -104,7 +104,7 @@ def _list_shapes(model: PreTrainedModel) -> Iterator[LogitShape]:
 
 
 def _list_numbers(value: Any) -> Iterator[float]:
-    """Give the numbers of a configuration, those of its parts too, that change what they multiply."""
+    """Yield the numbers of a configuration, those of its parts too, that change what they multiply."""
     if isinstance(value, dict):
         for part in value.values():
             yield from _list_numbers(part)

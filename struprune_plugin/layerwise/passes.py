@@ -60,7 +60,7 @@ def stream_layers(
     progress: str,
     propagates: bool = False,
 ) -> Iterator[LayerStep]:
-    """Give every decoder layer in order, its weights on the device until the next one is asked for.
+    """Yield every decoder layer in order, its weights on the device until the next one is asked for.
 
     :param progress: what the progress bar says
     :param propagates: whether a layer sees the outputs of the changed layers before it, or of the dense ones
@@ -83,7 +83,7 @@ def stream_layers(
 def list_visits(
     model: PreTrainedModel, backward: bool = False
 ) -> Iterator[tuple[int, str, nn.Module, nn.Module | None]]:
-    """Give the decoder layers in the order of a pass: index, name, layer, and the layer that follows."""
+    """Yield the decoder layers in the order of a pass: index, name, layer, and the layer that follows."""
     visits = [(index, *named) for index, named in enumerate(find_decoder_layers(model))][:: -1 if backward else 1]
     for place, visit in enumerate(visits):
         yield *visit, visits[place + 1][2] if place + 1 < len(visits) else None

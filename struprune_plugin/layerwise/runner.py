@@ -84,7 +84,7 @@ class LayerwiseRunner:
     # -- what is on the device ------------------------------------------------------------------------------------
 
     def stream_layers(self, order: Sequence[int]) -> Iterator[tuple[int, Weights]]:
-        """Give every layer's weights, on the device while it is its turn."""
+        """Yield every layer's weights, on the device while it is its turn."""
         ahead: Weights | None = None
         for position, index in enumerate(order):
             weights = self._take(self._send(index) if ahead is None else ahead)
@@ -174,7 +174,7 @@ class LayerwiseRunner:
 
     @torch.no_grad()
     def finish_all(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """Give every micro-batch that is through all layers, with the inputs of its head on the device."""
+        """Yield every micro-batch that is through all layers, with the inputs of its head on the device."""
         rest = self.fetch_rest()
         for micro_batch in micro_batches:
             yield (

@@ -83,7 +83,7 @@ def split_samples(samples: list[Sample], fraction: float) -> tuple[list[Sample],
 
 
 def make_micro_batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
-    """Give groups of at most ``size`` samples of one length."""
+    """Yield groups of at most ``size`` samples of one length."""
     by_length: dict[int, list[Sample]] = {}
     for sample in samples:
         by_length.setdefault(len(sample.tokens), []).append(sample)

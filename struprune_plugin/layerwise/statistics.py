@@ -65,7 +65,7 @@ class MomentGatherer:
         self._device = torch.device("cpu")  # that the inputs are on
 
     def has(self, group: UnitGroup) -> bool:
-        """Tell whether a group's moments have been gathered."""
+        """Return whether a group's moments have been gathered."""
         return group.name in self._sums
 
     def add(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:

@@ -140,7 +140,7 @@ class MomentSums:
             total[rows] += product if self._fetch is None else self._fetch(product)
 
     def is_finite(self) -> bool:
-        """Tell whether every token was finite; the diagonal of H and tr(Y Y^T) show it."""
+        """Return whether every token was finite; the diagonal of H and tr(Y Y^T) show it."""
         diagonal = torch.cat([block.diagonal() for block in self._upper])
         return bool(diagonal.isfinite().all() and self._target_energy.isfinite())
 
@@ -207,7 +207,7 @@ def _append_ones(inputs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _multiplies_narrow(inputs: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether a device multiplies bfloat16 numbers into float32 sums."""
+    """Return whether a device multiplies bfloat16 numbers into float32 sums."""
     return inputs.is_cuda and inputs.dtype is torch.bfloat16 and dtype is torch.float32
 
 

@@ -148,7 +148,7 @@ def choose_damping(
 
 
 def _solves_together(system: Tensor) -> bool:
-    """Tell whether several systems of one size are solved in one call: where each by itself would leave a card idle."""
+    """Return whether several systems of one size are solved in one call: where each by itself would leave a card idle."""
     return system.is_cuda and len(system) <= _SMALL
 
 

@@ -62,14 +62,14 @@ _SLOTS: dict[tuple[type, tuple[str, ...]], Slots] = {}  # measured, by class and
 
 
 def list_experts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Give the lists of experts of a decoder layer that have been taken apart, by name."""
+    """Yield the lists of experts of a decoder layer that have been taken apart, by name."""
     for name, module in layer.named_modules():
         if isinstance(module, LinearExperts2D):
             yield name, module
 
 
 def take_apart(model: nn.Module) -> None:
-    """Let every expert of a model be linears of its own, where llm-compressor knows the class; the function stays."""
+    """Split the experts of a model into linears, where llm-compressor knows the class; the function stays."""
     for name, packed in _list_packed(model):
         kind = LinearExperts2D.get_linear_experts_cls(type(packed))
         down = packed.down_proj

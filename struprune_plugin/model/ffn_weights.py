@@ -63,7 +63,7 @@ def read_ffn(layer: nn.Module, group: UnitGroup) -> FFN:
 
 
 def write_ffn(layer: nn.Module, group: UnitGroup, ffn: FFN) -> None:
-    """Give a layer's linears these weights, in their dtype."""
+    """Set the weights of a layer's linears, in their dtype."""
     names = (*group.producers, group.consumer)
     with torch.no_grad():
         for name, (weight, bias) in zip(names, (*(p[:2] for p in ffn.first), ffn.second), strict=True):

@@ -47,7 +47,7 @@ def list_present(layer: nn.Module, layout: LayerLayout) -> LayerLayout:
 
 
 def has_linear(layer: nn.Module, name: str) -> bool:
-    """Tell whether a layer has a linear, which goes with a whole sublayer."""
+    """Return whether a layer has a linear, which goes with a whole sublayer."""
     return any("weight" in module._parameters for own, module in layer.named_modules() if own == name)
 
 
@@ -100,7 +100,7 @@ def describe_weights(model: nn.Module) -> str:
 
 
 def can_fuse_attention(model: PreTrainedModel) -> bool:
-    """Tell whether layers may attend without maps: sdpa drops a soft cap."""
+    """Return whether layers may attend without maps: sdpa drops a soft cap."""
     config = model.config.get_text_config(decoder=True)
     return model._supports_sdpa and getattr(config, SOFT_CAP, None) is None
 
@@ -179,7 +179,7 @@ def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:
 
 
 def has_uniform_layers(model: nn.Module) -> bool:
-    """Tell whether all layers have the same sizes, values as wide as queries and keys; modules that the dense class does not have
+    """Return whether all layers have the same sizes, values as wide as queries and keys; modules that the dense class does not have
     in a layer are passed over."""
     if any(type(module).__name__ == ABSENT for module in model.modules()):
         return False
@@ -197,7 +197,7 @@ def read_counts(attention: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def freeze_weights(model: nn.Module) -> Iterator[None]:
-    """Let no weight collect gradients; offloaded ones stay where they are."""
+    """Disable the gradients of all weights; offloaded ones stay where they are."""
     with disable_onloading():
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

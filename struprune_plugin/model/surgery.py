@@ -110,7 +110,7 @@ def rotate_producer(
 def mask_group(
     layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Give a dense layer the function that :func:`slice_group` gives it, by zero columns instead of fewer.
+    """Set columns of a dense layer to zero, so that it has the function that :func:`slice_group` gives it.
 
     Parameters as in :func:`slice_group`. Shapes stay, so that masked and physical results can be compared.
     """
@@ -142,7 +142,7 @@ def read_consumer(layer: nn.Module, group: UnitGroup, fetch: Callable[[Tensor], 
 
 
 def set_consumer(layer: nn.Module, group: UnitGroup, weight: Tensor) -> None:
-    """Give the consumer new weights, of all or of the kept units, columns in unit order, bias last."""
+    """Set the consumer's weights, of all or of the kept units, columns in unit order, bias last."""
     columns = group.to_module_order(weight[:, :-1])
     set_weight(find_linear(layer, group.consumer), torch.cat([columns, weight[:, -1:]], 1))
 
@@ -155,7 +155,7 @@ def sum_rows(group: UnitGroup, producer: str, per_row: Tensor) -> Tensor:
 
 
 def set_weight(linear: nn.Linear, weight: Tensor) -> None:
-    """Give a linear new weights of any size, bias last, shape [rows, columns + 1], cast to its dtype."""
+    """Set a linear's weights, of any size, bias last, shape [rows, columns + 1], cast to its dtype."""
     _set_parameters(linear, weight[:, :-1], None if linear.bias is None else weight[:, -1])
 
 
@@ -194,7 +194,7 @@ class LayerCopy:
 
 
 def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
-    """Take down the linears of a decoder layer that may change, and the sizes that its attention module keeps in attributes.
+    """Record the linears of a decoder layer that may change, and the sizes that its attention module keeps in attributes.
 
     :param layout: without what is gone
     """
@@ -210,7 +210,7 @@ def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
 
 
 def restore_layer(layer: nn.Module, layout: LayerLayout, copy: LayerCopy) -> None:
-    """Give a layer back what was taken down of it, to the bit; the layout is without what is gone."""
+    """Restore the recorded state of a layer, bit by bit; the layout lacks the removed parts."""
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
     for name, known in copy.padding.items():

@@ -190,7 +190,7 @@ def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_neede
 
 
 def _warn_of_sameness(num_sequences: int, num_distinct: int, num_tokens: int, num_words: int) -> None:
-    """Say so where calibration data hold few different sequences or tokens: statistics of them say little of other text.
+    """Warn if calibration data hold few different sequences or tokens: their statistics say little about other text.
 
     The tokens of natural text that differ grow with at least the square root of its length (Heaps' law).
     """

@@ -104,7 +104,7 @@ class StruPruneModifier(StructuredModifier):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_replay(cls, values: Any) -> Any:
-        """Take all settings from the manifest that is to be replayed; what the recipe says besides must agree."""
+        """Take all settings from the replayed manifest; the recipe's own settings must agree."""
         if not isinstance(values, dict) or not values.get("replay"):
             return values
         settings = {name: v for name, v in read_manifest(values["replay"]).settings.items() if name != "replay"}

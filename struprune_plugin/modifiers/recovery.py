@@ -88,11 +88,11 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
         return [path for path in named if path is not None]
 
     def take_tokenizer(self, tokenizer: Any) -> None:
-        """Take in the tokenizer of the run, or where it lies; the model's folder is asked where nobody gives one."""
+        """Add the tokenizer of the run, or where it lies; the model's folder is asked where nobody gives one."""
         self._tokenizer = tokenizer
 
     def watch(self, texts: Mapping[str, list[Sample]]) -> None:
-        """Take in more texts, whose cross entropy is told with every held-out measurement."""
+        """Add more texts, whose cross entropy is told with every held-out measurement."""
         self._watched = dict(texts)
 
     # -- lifecycle ------------------------------------------------------------------------------------------------

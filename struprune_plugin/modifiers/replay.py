@@ -66,7 +66,7 @@ def read_replay(path: str, setup: RunSetup, weights_digest: str) -> Replay:
 
 
 def _warn_of_changes(path: str, manifest: Manifest) -> None:
-    """Say what differs between the run that a manifest tells of and this one, which may change its bytes."""
+    """Warn of differences from the manifest's run that may change bytes."""
     now = {**describe_versions(), "seed": torch.initial_seed()}
     then = {**manifest.versions, "seed": manifest.seed}
     changes = [f"{name} {then.get(name)} -> {now.get(name)}" for name in now if then.get(name) != now.get(name)]

@@ -71,7 +71,7 @@ def measure_group_bytes(model: PreTrainedModel, group: UnitGroup, item: int, lat
 
 
 def _list_gone(group: UnitGroup) -> Iterator[str]:
-    """Give the full names of the modules that go with a group's last unit."""
+    """Yield the full names of the modules that go with a group's last unit."""
     for name in () if group.sublayer is None else group.sublayer.absent:
         yield f"{group.layer_name}.{name}"
 

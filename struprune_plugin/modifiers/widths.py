@@ -125,7 +125,7 @@ def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], 
 
 
 def _list_demands(modifier: Modifier, model: nn.Module, name: str) -> Iterator[tuple[int, int, str]]:
-    """Give what a modifier of llm-compressor asks of the shape of one linear, by its full name: what its input columns and its
+    """Yield what a modifier of llm-compressor asks of the shape of one linear, by its full name: what its input columns and its
     output rows must be multiples of, and why."""
     linear = model.get_submodule(name)
     who = type(modifier).__name__
@@ -158,7 +158,7 @@ def _read_group_size(args: QuantizationArgs | None) -> int | None:
 
 
 def _is_sparsified(modifier: SparsityModifierBase, model: nn.Module, name: str) -> bool:
-    """Tell whether the host's sparsity modifiers touch a linear: it, or a module that holds it, is a target.
+    """Return whether the host's sparsity modifiers touch a linear: it, or a module that holds it, is a target.
 
     They compare ``ignore`` with the target's name, a dot and the rest, as here.
     """

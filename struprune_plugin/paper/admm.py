@@ -105,7 +105,7 @@ class ADMMRun(ABC, Generic[_Sample]):
         return weights
 
     def _start(self, visit: Visit, weights: Weights) -> None:
-        """Take in a batch, at the variables that the weights give."""
+        """Add a batch, at the variables that the weights give."""
         for sample in self.split(visit):
             self.samples.append(_move(sample, None, self.context))
             variables = self.initialize(_move(sample, weights[-1].device, self.context), weights)

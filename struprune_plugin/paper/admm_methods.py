@@ -104,6 +104,6 @@ def _check_ffn(model: PreTrainedModel, what: str, prune_ffn: bool) -> None:
 
 
 def _has_plain_attention(model: PreTrainedModel) -> bool:
-    """Tell whether no positions stand between queries and keys, in all layers."""
+    """Return whether no positions stand between queries and keys, in all layers."""
     kinds = find_structure(model).kinds
     return all(kind.attention.is_plain for kind in kinds if kind.attention)

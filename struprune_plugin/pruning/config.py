@@ -39,7 +39,7 @@ class PruningConfig:
     sparsity: float
 
     def rotates(self, group: UnitGroup) -> bool:
-        """Tell whether the units of a group are rotated into each other before some go."""
+        """Return whether the units of a group are rotated into each other before some go."""
         return self.rotate_values and group.rotates and self.importance.eliminates and self.weight_update.solves
 
 

@@ -63,7 +63,7 @@ class FFNData:
 
 @torch.no_grad()
 def gather_inputs(group: UnitGroup, dense: FFN, visits: Iterable[Visit], context: DeviceContext) -> FFNData:
-    """Take down what the FFN sees, every eighth sequence as held out.
+    """Record what the FFN sees, every eighth sequence as held out.
 
     :param visits: all batches
     """
@@ -90,7 +90,7 @@ def gather_inputs(group: UnitGroup, dense: FFN, visits: Iterable[Visit], context
 def prepare_tuning(
     module: ModuleView, root: Tensor | None, settings: FFNTuning
 ) -> Callable[[ModuleView], TuningRecord]:
-    """Take down an FFN that is about to lose channels, and what it sees; return what tunes it once it has lost them.
+    """Record an FFN that is about to lose channels, and what it sees; return what tunes it once it has lost them.
 
     :param root: R, as in :class:`Teacher`
     """

@@ -1,4 +1,4 @@
-"""Prune one decoder layer. The page to read first: everything else in this package serves it."""
+"""Prune one decoder layer. Read this file first: everything else in this package serves it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class LayerPruner:
         return LayerOutcome(records, tuning, changed)
 
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Take the whole experts that are to go out of a layer; return the groups that are left.
+        """Remove whole experts from a layer; return the remaining groups.
 
         :param groups: of the dense layer
         """
@@ -148,7 +148,7 @@ class LayerPruner:
             return compute_on_rank0(decide, SelectionResult, moments.all.gram.device)
 
     def _slice(self, module: ModuleView, result: SelectionResult) -> GroupRecord:
-        """Take the units that go out of the layer, by way of the weight update where it refines; return the group's record."""
+        """Remove units from the layer, with the weight update if it refines; return the group's record."""
         layer, group, record = module.layer, module.group, result.record
         if not record.kept:
             remove_sublayer(layer, group)

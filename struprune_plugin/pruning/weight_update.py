@@ -39,7 +39,7 @@ class WeightUpdate(Config):
     method: str
 
     def can_refine(self, group: UnitGroup) -> bool:
-        """Tell whether :meth:`refine` is defined for a group."""
+        """Return whether :meth:`refine` is defined for a group."""
         return False
 
     def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:

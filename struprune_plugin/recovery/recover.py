@@ -97,7 +97,7 @@ class Recovery:
 
     @contextmanager
     def _open_store(self) -> Iterator[ResumeStore]:
-        """Give the run's store, or one that goes with the stage."""
+        """Yield the run's store, or one that goes with the stage."""
         if self.store is not None:
             yield self.store
             return
@@ -154,6 +154,6 @@ def _log(curve: RunCurve, seconds: float) -> None:
 
 
 def _own(parameters: Iterable[nn.Parameter]) -> None:
-    """Give every process weights of its own: the host lets processes share them, and each would move them, or merge into them."""
+    """Copy the weights for each process: llm-compressor lets processes share them, and each would change them."""
     for parameter in parameters if count_ranks() > 1 else ():
         parameter.data = parameter.data.clone()

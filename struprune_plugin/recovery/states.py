@@ -108,7 +108,7 @@ class TrainedStates:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take in what :meth:`list_values` or :meth:`list_tensors` gave, to the bit."""
+        """Add what :meth:`list_values` or :meth:`list_tensors` gave, to the bit."""
         for name, parameter in self.parameters.items():
             self._masters[name].copy_(tensors[f"{name}.value"])
             parameter.copy_(self._masters[name])
@@ -117,7 +117,7 @@ class TrainedStates:
                     moment.copy_(tensors[f"{name}.{part}"])
 
     def is_finite(self) -> bool:
-        """Tell whether all values are."""
+        """Return whether all values are."""
         return all(bool(value.isfinite().all()) for value in self._masters.values())
 
 

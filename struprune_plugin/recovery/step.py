@@ -172,7 +172,7 @@ class Stepper:
 
     @contextmanager
     def _watch_gradients(self, weights: Weights, trained: Sequence[str]) -> Iterator[Sums]:
-        """Give the gradients of weights, each added up as soon as it is there; over all processes once the block is over."""
+        """Yield the gradients of weights, each added up as soon as it is there; over all processes once the block is over."""
         sums: Sums = {}
         context, held = self.runner.context, self._choose_held({name: weights[name] for name in trained})
 

@@ -49,7 +49,7 @@ class LayerwiseTeacher:
             self._parts |= dict.fromkeys(chosen, (store, part))
 
     def forget_weights(self) -> None:
-        """Let go of the model, where only what lies on the disk is asked for from now on."""
+        """Release the model, where only what lies on the disk is asked for from now on."""
         self._runner.model.to("meta")
 
     def describe(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ def _compare_settings(manifests: Mapping[str, Manifest]) -> dict[str, dict[str, 
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Give (place, value) of every field, those of methods behind a dot."""
+    """Yield (place, value) of every field, those of methods behind a dot."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")

@@ -50,7 +50,7 @@ class DevicePeaks:
 
     @contextmanager
     def watch(self) -> Iterator[list[int]]:
-        """Give a list that holds the peak once the block is over; blocks may be nested."""
+        """Yield a list that holds the peak once the block is over; blocks may be nested."""
         outer, self._before = max(self._before, self._read()), 0
         self._reset()
         peak: list[int] = []
@@ -77,7 +77,7 @@ class DeviceContext:
     @classmethod
     @contextmanager
     def open(cls, placement: OffloadPlan = WHOLE) -> Iterator[DeviceContext]:
-        """Give the context of a run, which ends with the block; eval.account puts one here that counts on a CPU."""
+        """Yield the context of a run, which ends with the block; eval.account puts one here that counts on a CPU."""
         yield cls(placement)
 
     def replace(self, placement: OffloadPlan) -> DeviceContext:
@@ -114,7 +114,7 @@ class DeviceContext:
 
     @contextmanager
     def on_host(self, active: bool = True) -> Iterator[torch.device]:
-        """Give the device on which what the block makes lies: the host's; a block with False inside is as any other again."""
+        """Yield the device on which what the block makes lies: the host's; a block with False inside is as any other again."""
         yield torch.device("cpu")
 
     @contextmanager
@@ -156,7 +156,7 @@ class DeviceContext:
         self._ahead.take(layer)
 
     def drop_ahead(self) -> None:
-        """Let go of fetched weights that no layer took."""
+        """Release fetched weights that no layer took."""
         self._ahead.drop()
 
     @contextmanager
@@ -183,7 +183,7 @@ class DeviceContext:
         return tensor if self.placement.solve_on_host else self.to_device(tensor, like.device)
 
     def release(self, module: nn.Module) -> None:
-        """Take a module's weights off the device where the budget asks for that."""
+        """Move a module's weights off the device if the budget requires it."""
         if self.placement.release_weights:
             release_weights(module)
 
@@ -207,7 +207,7 @@ class DeviceContext:
 
 
 def _may_pin(size: int) -> bool:
-    """Tell whether the host has memory to pin; the system can move none of that to the disk."""
+    """Return whether the host has memory to pin; the system can move none of that to the disk."""
     memory = psutil.virtual_memory()
     return memory.available - size > _UNPINNED * memory.total
 

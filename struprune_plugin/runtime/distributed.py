@@ -82,7 +82,7 @@ def split_range(length: int) -> range:
 
 
 def compute_on_rank0(compute: Callable[[], Result], kind: Any, device: torch.device) -> Result:
-    """Let the first process compute, and return its result, to the bit, in all; what it raises, all raise.
+    """Compute in the first process and return its result in all, bit by bit; all raise its exceptions.
 
     :param kind: type of the result, which :func:`~struprune_plugin.runtime.payload.dump` must know
     :param device: where the others want its tensors

@@ -144,7 +144,7 @@ class WeightsAhead:
         return fetched
 
     def drop(self) -> None:
-        """Let go of what was fetched and not taken."""
+        """Release what was fetched and not taken."""
         coming, self._layer, self._coming = self._coming, None, None
         if coming is not None and not coming.cancel():
             coming.exception()  # a copy that is being made ends first

@@ -56,7 +56,7 @@ def measure_rate(dtype: torch.dtype) -> float:
 
 @contextmanager
 def watch_memory() -> Iterator[Sequence[int]]:
-    """Give a list of the process' resident bytes, looked at all along the block."""
+    """Yield a list of the process' resident bytes, looked at all along the block."""
     process, over = psutil.Process(), threading.Event()
     seen = [process.memory_info().rss]
 

@@ -53,7 +53,7 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
 
 
 def is_packed(config: PretrainedConfig) -> bool:
-    """Tell whether weights are stored in a form of a few bits that transformers unpacks where asked to."""
+    """Return whether weights are stored in a form of a few bits that transformers unpacks where asked to."""
     stored = getattr(config, "quantization_config", None)
     return isinstance(stored, dict) and stored.get("quant_method") in ("fp8", "mxfp4")
 

@@ -19,7 +19,7 @@ def write_whole(file: Path, text: str) -> None:
 
 @contextmanager
 def replace_file(file: Path) -> Iterator[Path]:
-    """Give a file beside another, which takes its name once what the block wrote has reached the disk."""
+    """Yield a file beside another, which takes its name once what the block wrote has reached the disk."""
     partial = file.with_name(file.name + ".partial")
     try:
         yield partial

@@ -108,7 +108,7 @@ def _read_owner(scratch: Path) -> Owner | None:
 
 
 def _is_alive(owner: Owner) -> bool | None:
-    """Tell whether a process still runs; None where that cannot be known from here."""
+    """Return whether a process still runs; None where that cannot be known from here."""
     if owner.place != _describe_place():
         return None
     try:

@@ -90,7 +90,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _is_mount_point(folder: Path) -> bool:
-    """Tell whether a folder is one; of a folder mounted from the same disk only the kernel's list knows."""
+    """Return whether a folder is one; of a folder mounted from the same disk only the kernel's list knows."""
     partitions = psutil.disk_partitions(all=True)
     return os.path.ismount(folder) or str(folder) in {partition.mountpoint for partition in partitions}
 
@@ -127,7 +127,7 @@ def _check_place(folder: Path, num_bytes: int) -> None:
 def write_folder(
     folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = (), num_bytes: int = 0
 ) -> Iterator[Path]:
-    """Give a folder to write into, which takes the place of ``folder`` when the block ends well, and vanishes otherwise.
+    """Yield a folder to write into, which takes the place of ``folder`` when the block ends well, and vanishes otherwise.
 
     What dead runs left there is put right first; of several processes the first does all of this.
 

@@ -83,7 +83,7 @@ def record_linears(layer: nn.Module, call: Call, length: int) -> tuple[dict[str,
 
 
 def is_whole(seen: Tensor, length: int) -> bool:
-    """Tell whether a tensor holds something of every token of every copy."""
+    """Return whether a tensor holds something of every token of every copy."""
     return seen.shape[:-1].numel() == COPIES * length
 
 

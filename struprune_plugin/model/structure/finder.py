@@ -258,5 +258,5 @@ def _list_facts(module: nn.Module) -> Iterator[Any]:
 
 
 def is_position(name: str) -> bool:
-    """Tell whether an attribute of that name holds a layer's place, which is no fact about it."""
+    """Return whether an attribute of that name holds a layer's place, which is no fact about it."""
     return bool({"idx", "layer"} & {*name.split("_")})

@@ -43,6 +43,6 @@ def _list_stacks(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def _holds_linear(layer: nn.Module) -> bool:
-    """Tell whether a layer has a linear, or had one: whole sublayers may have gone from it."""
+    """Return whether a layer has a linear, or had one: whole sublayers may have gone from it."""
     kinds = (nn.Linear, Conv1D)
     return any(isinstance(each, kinds) or type(each).__name__ == ABSENT for each in layer.modules())

@@ -48,7 +48,7 @@ class Routing:
         return ".".join(part for part, *_ in takewhile(lambda column: len({*column}) == 1, columns))
 
     def cut(self, layer: nn.Module, keep: Sequence[int]) -> Iterator[tuple[nn.Module, str, Any]]:
-        """Give what a layer's router is to hold once only some experts are left: module, attribute, value.
+        """Yield what a layer's router is to hold once only some experts are left: module, attribute, value.
 
         :param keep: experts that stay, sorted
         """
@@ -62,7 +62,7 @@ class Routing:
                 yield _find(layer, name), own, len(keep)
 
     def drop(self, layer: nn.Module, experts: str, keep: Sequence[int]) -> None:
-        """Take whole experts out of a decoder layer, with their entries in its router.
+        """Remove whole experts from a decoder layer, with their entries in its router.
 
         :param experts: name of the list of experts, which have been taken apart
         :param keep: experts that stay, sorted

@@ -70,7 +70,7 @@ def mixes(
     matrix: Tensor,
     run: Callable[[], Tensor],
 ) -> bool:
-    """Tell whether a model stays the same when the channels of every head are mixed by an orthogonal matrix.
+    """Return whether a model stays the same when the channels of every head are mixed by an orthogonal matrix.
 
     A permutation shows that channels can stand at each other's place; any other, that values may be rotated.
 
@@ -118,7 +118,7 @@ def _change(layers: Sequence[nn.Module], trial: Trial, zero_rows: bool) -> Itera
 
 @contextmanager
 def _keep(layers: Sequence[nn.Module], names: Sequence[str]) -> Iterator[None]:
-    """Give linears back the weights that they have now."""
+    """Yield linears back the weights that they have now."""
     linears: list[Any] = [layer.get_submodule(name) for layer in layers for name in names]
     before = [{name: p.data.clone() for name, p in linear.named_parameters(recurse=False)} for linear in linears]
     try:
@@ -131,7 +131,7 @@ def _keep(layers: Sequence[nn.Module], names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _slice(layers: Sequence[nn.Module], trial: Trial) -> Iterator[None]:
-    """Take the columns out of the consumer and the rows out of the producers."""
+    """Remove columns from the consumer and rows from the producers."""
     changes: list[tuple[Any, dict[str, Any]]] = []
     for layer in layers:
         for name in (trial.consumer, *trial.rows):

@@ -282,7 +282,7 @@ def _find_segments(rows: list[tuple[str, int, int]]) -> list[tuple[str, int]]:
 
 
 def _count_up(rows: list[tuple[str, int, int]], width: int) -> bool:
-    """Tell whether the channels of every part come in order."""
+    """Return whether the channels of every part come in order."""
     for part in ("value", "gate"):
         places = [head * width + channel for label, head, channel in rows if label == part]
         if places != list(range(len(places))):
@@ -291,7 +291,7 @@ def _count_up(rows: list[tuple[str, int, int]], width: int) -> bool:
 
 
 def _are_heads_apart(thin: Mapping[str, Coupling], columns: int) -> bool:
-    """Tell whether every row reaches columns of one group of heads only."""
+    """Return whether every row reaches columns of one group of heads only."""
     for coupling in thin.values():
         groups = coupling.reached.unflatten(1, (-1, columns)).any(2).sum(1)
         if (groups > 1).any():

@@ -248,15 +248,16 @@ def format_speeds(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return format_table(["budget", "asked", "planned", "measured", "off", "removed", "kept", "elsewhere"], cells)
 
 
-def read_speed(row: Mapping[str, Any], engine: str, phase: str) -> float:
-    """Return the tokens a second of a row's model."""
-    return (512 if phase == "prompt" else 1) / row["measured"][engine][phase][1]
+def read_speed(rows: Mapping[str, Mapping[str, Any]], name: str, engine: str, phase: str) -> float:
+    """Return the tokens a second of a row's model: the dense row's, times the ratio to the dense model that it ran in turn with."""
+    dense, own = (rows[key]["measured"][engine][phase] for key in ("dense", name))
+    return (512 if phase == "prompt" else 1) / dense[0] * (own[0] / own[1] if name != "dense" else 1.0)
 
 
 def find_equal(rows: Mapping[str, Mapping[str, Any]], engine: str, phase: str, speed: float, text: str) -> float:
     """Return the perplexity of a budget of parameters at a speed: its logarithm between rows, on a line; nan beyond them."""
     points = sorted(
-        (read_speed(row, engine, phase), math.log(row["perplexity"][text]))
+        (read_speed(rows, name, engine, phase), math.log(row["perplexity"][text]))
         for name, row in rows.items()
         if name == "dense" or name.startswith("parameters")
     )
@@ -283,7 +284,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
             told = ""
             if ", " in name:
                 engine, phase, _ = name.split(", ")
-                equal = find_equal(rows, engine, phase, read_speed(row, engine, phase), text)
+                equal = find_equal(rows, engine, phase, read_speed(rows, name, engine, phase), text)
                 increase = row["perplexity"][text] - dense["perplexity"][text]
                 told = f"{equal:.2f} ({increase / (equal - dense['perplexity'][text]) - 1:+.1%})"
             line.append(told)
@@ -308,7 +309,7 @@ def draw_rows(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             for name, row in rows.items():
                 kind = "parameters" if not name.startswith(f"{engine}, {phase}") else "clock"
                 if kind == "clock" or name == "dense" or name.startswith("parameters"):
-                    speed, value = read_speed(row, engine, phase), row["perplexity"]["books"]
+                    speed, value = read_speed(rows, name, engine, phase), row["perplexity"]["books"]
                     told = f"{name}: {value:.2f} at {speed:.1f} tokens a second"
                     for one in ("parameters", "clock") if name == "dense" else (kind,):
                         series.setdefault(one, []).append((speed, value, told))

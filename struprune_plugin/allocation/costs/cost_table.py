@@ -27,9 +27,9 @@ class ModuleCosts:
 
     :param module: what it is, see :func:`describe_module`
     :param units: kept, rising, the last all of them
-    :param seconds: at these
+    :param seconds: at these, of the line that was fitted to what was measured
     :param penalties: by the largest power of two that divides the width, as text: the factor that it costs more than the line
-    :param error: of the line, at the inner points left out one by one, in seconds
+    :param error: of the line, root mean square at points left out of its fit, in seconds
     """
 
     module: str

@@ -5,10 +5,10 @@
     python -m eval.clock --model MODEL --data ../shared/testbed/data --tables tf.json,llama.json \
         --python .venv-llama/bin/python --output results/clock
 
-``--rows speeds`` plans every speed-up of every table on one set of error curves, and times the planned sizes, of the whole model,
-in both engines: a speed depends on sizes alone. ``--rows quality`` prunes, scores and times: by parameters, and by the clock.
-Finished rows are read back. Writes rows.json, speeds.md, quality.md and a picture per engine and phase: perplexity against measured
-tokens a second.
+``--rows speeds`` plans every speed-up of every table on one set of error curves (with ``--allocation uniform`` on none), and times
+the planned sizes, of the whole model, in both engines: a speed depends on sizes alone. ``--rows quality`` prunes, scores and times:
+by parameters, and by the clock. Finished rows are read back. Writes rows.json, speeds.md, quality.md and a picture per engine and
+phase: perplexity against measured tokens a second.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from struprune_plugin.allocation.costs.cost_table import CostTable, read_table
 from struprune_plugin.allocation.costs.llama_cpp_engine import time_files
 from struprune_plugin.allocation.costs.measure_costs import Run
 from struprune_plugin.allocation.costs.transformers_engine import time_pair
-from struprune_plugin.allocation.rules.rule import tie_statistics
+from struprune_plugin.allocation.rules.rule import GroupStatistics, tie_statistics
 from struprune_plugin.evaluation.calibration import make_calibration_dataset
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import read_texts, tokenize_texts
@@ -50,6 +51,7 @@ from struprune_plugin.reporting.tables import format_table
 from struprune_plugin.storage.resume_store import ResumeStore
 
 TEXTS = {"books": "books_test.jsonl", "WikiText-2": "wikitext2_test.jsonl"}
+_TURNS = 2  # measurements of one pair of models
 Kept = Mapping[str, int]
 
 
@@ -63,6 +65,12 @@ def main() -> int:
     parser.add_argument("--speedups", default="1.2,1.4,1.6")
     parser.add_argument("--sparsity", default="0.15,0.3,0.45", help="of the rows by parameters")
     parser.add_argument("--rows", choices=("speeds", "quality", "all"), default="all")
+    parser.add_argument(
+        "--allocation",
+        choices=("error_curve", "uniform"),
+        default="error_curve",
+        help="of the planned sizes of --rows speeds; uniform needs no calibration",
+    )
     parser.add_argument("--only", default="", help="rows of quality whose name holds this")
     parser.add_argument("--python", default="", help="a Python with llama-cpp-python; without it llama.cpp is left out")
     parser.add_argument("--num-samples", type=int, default=32)
@@ -124,7 +132,7 @@ class Study:
         """Plan every budget of the clock by error curves, and time the planned sizes."""
         rows = {}
         for name, budget in self.list_budgets().items():
-            how = self._how | {"speed": budget}
+            how = self._how | {"speed": budget, "allocation": self.args.allocation}
             if self.turn.takes(self.ledger.find(f"speed | {name}", how)):
                 rows[name] = self.ledger.finish(f"speed | {name}", how, lambda b=budget: self._measure_plan(b))  # type: ignore[misc]
         return rows
@@ -159,19 +167,13 @@ class Study:
         )
 
     def _measure_plan(self, budget: dict[str, Any]) -> dict[str, Any]:
-        modifier, model = StruPruneModifier(budget=[budget]), self._dense
-        measured = self._cache.take_curves(modifier.dump_fields())
-        if measured is None:  # any run leaves the curves
-            with tempfile.TemporaryDirectory() as scratch:
-                rule = {"rule": "error_curve", "trial_samples": 0}
-                self._prune({"sparsity": 0.3, "allocation": rule}, Path(scratch) / "out")
-            measured = self._cache.take_curves(modifier.dump_fields())
-            assert measured is not None
+        modifier, model = StruPruneModifier(budget=[budget], allocation=self.args.allocation), self._dense
         groups = modifier.find_groups(model)
         sizes = measure_groups(groups, find_roundings(model, groups, (), 1))
         targets = find_targets(modifier, model, groups, sizes, (), torch.float32)
         asked = modifier.make_budget(count_prunable_parameters(model), 0.0, [target.limit for target in targets])
-        plan = modifier.allocation.decide(sizes, tie_statistics(sizes, measured), asked)
+        measured = tie_statistics(sizes, self._take_curves(modifier)) if modifier.allocation.measures else {}
+        plan = modifier.allocation.decide(sizes, measured, asked)
         counts = [plan.kept[size.name] for size in sizes]
         total = targets[0].fixed + targets[0].limit.add_up(counts)
         kept = expand_counts(sizes, counts)
@@ -182,17 +184,29 @@ class Study:
         told = {"asked": budget["speedup"], "planned": targets[0].tell(total), "kept": shares}
         return told | {"removed": removed / asked.num_prunable, "measured": self._time(kept, run)}
 
+    def _take_curves(self, modifier: StruPruneModifier) -> dict[str, GroupStatistics]:
+        """Return the error curves of the recipe, measured where no run has left them."""
+        if self._cache.take_curves(modifier.dump_fields()) is None:
+            with tempfile.TemporaryDirectory() as scratch:
+                rule = {"rule": "error_curve", "trial_samples": 0}
+                self._prune({"sparsity": 0.3, "allocation": rule}, Path(scratch) / "out")
+        measured = self._cache.take_curves(modifier.dump_fields())
+        assert measured is not None
+        return measured
+
     def _time(self, kept: Kept, run: Run) -> dict[str, dict[str, tuple[float, float]]]:
         """Return, by engine and phase, seconds of the dense model and of one of the kept sizes."""
         cut = self._cut(kept)
         tokens = draw_tokens(self._dense.config, run.batch, run.length)
-        found: dict[str, Any] = {"transformers": time_pair(self._dense, cut, run, tokens)}
+        found: dict[str, Any] = {
+            "transformers": _time_again(lambda: time_pair(self._dense, cut, run, tokens)),
+        }
         if run.python:
             with tempfile.TemporaryDirectory() as scratch:
                 dense, changed = Path(scratch) / "dense.gguf", Path(scratch) / "cut.gguf"
                 for file, model in ((dense, self._dense), (changed, cut)):
                     write_random_gguf(model.config, list_sizes(model), torch.float32, file)
-                found["llama.cpp"] = time_files(dense, changed, run)
+                found["llama.cpp"] = _time_again(lambda: time_files(dense, changed, run))
         return found
 
     def _cut(self, kept: Kept) -> Any:
@@ -228,6 +242,16 @@ class Study:
             }
         run = Run(("prompt", "token"), 1, 512, self.args.python)
         return told | {"measured": self._time(kept, run)}
+
+
+def _time_again(measure: Callable[[], dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Return, by phase, the least seconds of the dense model, and those of the other by the mean ratio of several measurements."""
+    found = [measure() for _ in range(_TURNS)]
+    times = {}
+    for phase in found[0]:
+        dense = min(one[phase][0] for one in found)
+        times[phase] = (dense, dense * statistics.mean(one[phase][1] / one[phase][0] for one in found))
+    return times
 
 
 def _mean_kept(groups: Sequence[Any], kept: Kept) -> float:

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval.ledger import EVAL, Ledger, Turn, describe_code, digest_text, identify_model, identify_text
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.allocation.cache import MeasurementCache
-from struprune_plugin.allocation.costs.cost_table import CostTable, read_table
+from struprune_plugin.allocation.costs.cost_table import PHASES, CostTable, read_table
 from struprune_plugin.allocation.costs.llama_cpp_engine import time_files
 from struprune_plugin.allocation.costs.measure_costs import Run
 from struprune_plugin.allocation.costs.transformers_engine import time_pair
@@ -149,7 +149,11 @@ class Study:
             if found is None and self.args.only not in name and name != "dense":
                 continue
             if self.turn.takes(found):
-                rows[name] = self.ledger.finish(f"quality | {name}", how, lambda f=own: self._prune_and_score(f))  # type: ignore[misc]
+                rows[name] = self.ledger.finish(
+                    f"quality | {name}",
+                    how,
+                    lambda f=own, n=name: self._prune_and_score(f, *_read_clock(n)),  # type: ignore[misc]
+                )
         return rows
 
     def _prune(self, fields: Mapping[str, Any], out: Path) -> None:
@@ -194,14 +198,17 @@ class Study:
         assert measured is not None
         return measured
 
-    def _time(self, kept: Kept, run: Run) -> dict[str, dict[str, tuple[float, float]]]:
-        """Return, by engine and phase, seconds of the dense model and of one of the kept sizes."""
+    def _time(self, kept: Kept, run: Run, engine: str = "") -> dict[str, dict[str, tuple[float, float]]]:
+        """Return, by engine and phase, seconds of the dense model and of one of the kept sizes.
+
+        :param engine: the only one; all where empty
+        """
         cut = self._cut(kept)
         tokens = draw_tokens(self._dense.config, run.batch, run.length)
-        found: dict[str, Any] = {
-            "transformers": _time_again(lambda: time_pair(self._dense, cut, run, tokens)),
-        }
-        if run.python:
+        found: dict[str, Any] = {}
+        if engine != "llama.cpp":
+            found["transformers"] = _time_again(lambda: time_pair(self._dense, cut, run, tokens))
+        if run.python and engine != "transformers":
             with tempfile.TemporaryDirectory() as scratch:
                 dense, changed = Path(scratch) / "dense.gguf", Path(scratch) / "cut.gguf"
                 for file, model in ((dense, self._dense), (changed, cut)):
@@ -217,7 +224,12 @@ class Study:
         cut_units(cut, groups, kept)
         return cut
 
-    def _prune_and_score(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _prune_and_score(self, fields: Mapping[str, Any], engine: str, phase: str) -> dict[str, Any]:
+        """Return a row of quality.
+
+        :param engine: to time it in; all where empty
+        :param phase: the same
+        """
         told: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as scratch:
             folder: str | Path = self.args.model
@@ -240,8 +252,14 @@ class Study:
                 )
                 for name, file in TEXTS.items()
             }
-        run = Run(("prompt", "token"), 1, 512, self.args.python)
-        return told | {"measured": self._time(kept, run)}
+        run = Run((phase,) if phase else PHASES, 1, 512, self.args.python)  # type: ignore[arg-type]
+        return told | {"measured": self._time(kept, run, engine)}
+
+
+def _read_clock(name: str) -> tuple[str, str]:
+    """Return engine and phase of a row's budget; empty ones where that is no clock's."""
+    engine, phase, *_ = [*name.split(", "), ""]
+    return (engine, phase) if phase else ("", "")
 
 
 def _time_again(measure: Callable[[], dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
@@ -295,9 +313,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a line per row: what went, measured speeds against dense, perplexities, those of parameters at equal speed."""
     cells, dense = [], rows["dense"]
     for name, row in rows.items():
-        speeds = [
-            f"{pair[0] / pair[1]:.2f}" for part in row["measured"].values() for pair in (part["prompt"], part["token"])
-        ]
+        speeds = [_show_speed(row, engine, phase) for engine in dense["measured"] for phase in PHASES]
         line = [
             name,
             f"{row.get('removed', 0.0):.1%}",
@@ -313,7 +329,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
                 told = f"{equal:.2f} ({increase / (equal - dense['perplexity'][text]) - 1:+.1%})"
             line.append(told)
         cells.append(line)
-    engines = [f"{key}, {phase}" for key in dense["measured"] for phase in ("prompt", "token")]
+    engines = [f"{key}, {phase}" for key in dense["measured"] for phase in PHASES]
     header = [
         "budget",
         "removed",
@@ -324,11 +340,17 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return format_table(header, cells)
 
 
+def _show_speed(row: Mapping[str, Any], engine: str, phase: str) -> str:
+    """Return how many times as fast as the dense model a row's is; nothing where it was not timed."""
+    pair = row["measured"].get(engine, {}).get(phase)
+    return f"{pair[0] / pair[1]:.3f}" if pair else ""
+
+
 def draw_rows(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return pictures by name: perplexity against measured tokens a second, a budget of parameters beside one of the clock."""
     pictures = {}
     for engine in rows["dense"]["measured"]:
-        for phase in ("prompt", "token"):
+        for phase in PHASES:
             series: dict[str, list[tuple[float, float, str]]] = {}
             for name, row in rows.items():
                 kind = "parameters" if not name.startswith(f"{engine}, {phase}") else "clock"

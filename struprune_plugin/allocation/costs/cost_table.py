@@ -181,7 +181,8 @@ def read_table(path: str | Path) -> CostTable:
     file = Path(path)
     if not file.is_file():
         raise ValueError(
-            f"budget.engine: must be transformers, llama.cpp or a file that struprune costs wrote, got {str(path)!r}. Correct it."
+            "budget.engine: must be transformers or llama.cpp, the engines that can be timed, or a file of struprune costs, "
+            f"got {str(path)!r}. Correct it."
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

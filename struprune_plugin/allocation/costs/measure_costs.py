@@ -121,7 +121,8 @@ def check_measurable(model: PreTrainedModel, run: Run) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and run.length + _ROOM > positions:
         raise ValueError(
-            f"length: must be at most {positions - _ROOM} for this model's {positions} positions, got {run.length}. Lower it."
+            f"length: must be at most {positions - _ROOM} for this model's {positions} positions, got {run.length}. Set the "
+            "budget's length, or --length of struprune costs."
         )
 
 

@@ -172,9 +172,14 @@ def measure_costs(
         layer = dense[phase] / engine.num_layers
         seconds = {key: layer * ratio[phase] for key, ratio in ratios.items()}
         modules = [_gather(model, group, seconds, layer * full[phase], engine.is_flat(group)) for group in groups]
-        rest = dense[phase] * empty[phase]
-        more = num_layers / engine.num_layers
-        whole, pruned = (rest + more * (dense[phase] * ratio - rest) for ratio in (1.0, full[phase]))
+        ends = [  # the model with all units by every line, steadier than its own measurement
+            seconds[group.name, 0] + module.seconds[-1]
+            for group, module in zip(groups, modules, strict=True)
+            if not engine.is_flat(group)
+        ]
+        at_full = statistics.mean(ends) / layer if ends else full[phase]
+        rest, more = dense[phase] * empty[phase], num_layers / engine.num_layers
+        whole, pruned = (rest + more * (dense[phase] * ratio - rest) for ratio in (1.0, at_full))
         phases.append(PhaseCosts(phase, run.batch, run.length, whole, pruned, modules))
     return CostTable(
         engine=engine.name, machine=engine.machine, dtype=engine.dtype, model=describe_shapes(model), phases=phases

@@ -5,10 +5,10 @@
     python -m eval.clock --model MODEL --data ../shared/testbed/data --tables tf.json,llama.json \
         --python .venv-llama/bin/python --output results/clock
 
-``--rows speeds`` plans every speed-up of every table on one set of error curves, and times the planned sizes, of the whole model,
-in both engines: a speed depends on sizes alone. ``--rows quality`` prunes, scores and times: by parameters, and by the clock.
-Finished rows are read back. Writes rows.json, speeds.md, quality.md and a picture per engine and phase: perplexity against measured
-tokens a second.
+``--rows speeds`` plans every speed-up of every table on one set of error curves (with ``--allocation uniform`` on none), and times
+the planned sizes, of the whole model, in both engines: a speed depends on sizes alone. ``--rows quality`` prunes, scores and times:
+by parameters, and by the clock. Finished rows are read back. Writes rows.json, speeds.md, quality.md and a picture per engine and
+phase: perplexity against measured tokens a second.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval.ledger import EVAL, Ledger, Turn, describe_code, digest_text, identify_model, identify_text
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.allocation.cache import MeasurementCache
-from struprune_plugin.allocation.costs.cost_table import CostTable, read_table
+from struprune_plugin.allocation.costs.cost_table import PHASES, CostTable, read_table
 from struprune_plugin.allocation.costs.llama_cpp_engine import time_files
 from struprune_plugin.allocation.costs.measure_costs import Run
 from struprune_plugin.allocation.costs.transformers_engine import time_pair
-from struprune_plugin.allocation.rules.rule import tie_statistics
+from struprune_plugin.allocation.rules.rule import GroupStatistics, tie_statistics
 from struprune_plugin.evaluation.calibration import make_calibration_dataset
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import read_texts, tokenize_texts
@@ -50,6 +51,7 @@ from struprune_plugin.reporting.tables import format_table
 from struprune_plugin.storage.resume_store import ResumeStore
 
 TEXTS = {"books": "books_test.jsonl", "WikiText-2": "wikitext2_test.jsonl"}
+_TURNS = 2  # measurements of one pair of models
 Kept = Mapping[str, int]
 
 
@@ -63,6 +65,12 @@ def main() -> int:
     parser.add_argument("--speedups", default="1.2,1.4,1.6")
     parser.add_argument("--sparsity", default="0.15,0.3,0.45", help="of the rows by parameters")
     parser.add_argument("--rows", choices=("speeds", "quality", "all"), default="all")
+    parser.add_argument(
+        "--allocation",
+        choices=("error_curve", "uniform"),
+        default="error_curve",
+        help="of the planned sizes of --rows speeds; uniform needs no calibration",
+    )
     parser.add_argument("--only", default="", help="rows of quality whose name holds this")
     parser.add_argument("--python", default="", help="a Python with llama-cpp-python; without it llama.cpp is left out")
     parser.add_argument("--num-samples", type=int, default=32)
@@ -124,7 +132,7 @@ class Study:
         """Plan every budget of the clock by error curves, and time the planned sizes."""
         rows = {}
         for name, budget in self.list_budgets().items():
-            how = self._how | {"speed": budget}
+            how = self._how | {"speed": budget, "allocation": self.args.allocation}
             if self.turn.takes(self.ledger.find(f"speed | {name}", how)):
                 rows[name] = self.ledger.finish(f"speed | {name}", how, lambda b=budget: self._measure_plan(b))  # type: ignore[misc]
         return rows
@@ -141,7 +149,11 @@ class Study:
             if found is None and self.args.only not in name and name != "dense":
                 continue
             if self.turn.takes(found):
-                rows[name] = self.ledger.finish(f"quality | {name}", how, lambda f=own: self._prune_and_score(f))  # type: ignore[misc]
+                rows[name] = self.ledger.finish(
+                    f"quality | {name}",
+                    how,
+                    lambda f=own, n=name: self._prune_and_score(f, *_read_clock(n)),  # type: ignore[misc]
+                )
         return rows
 
     def _prune(self, fields: Mapping[str, Any], out: Path) -> None:
@@ -159,19 +171,13 @@ class Study:
         )
 
     def _measure_plan(self, budget: dict[str, Any]) -> dict[str, Any]:
-        modifier, model = StruPruneModifier(budget=[budget]), self._dense
-        measured = self._cache.take_curves(modifier.dump_fields())
-        if measured is None:  # any run leaves the curves
-            with tempfile.TemporaryDirectory() as scratch:
-                rule = {"rule": "error_curve", "trial_samples": 0}
-                self._prune({"sparsity": 0.3, "allocation": rule}, Path(scratch) / "out")
-            measured = self._cache.take_curves(modifier.dump_fields())
-            assert measured is not None
+        modifier, model = StruPruneModifier(budget=[budget], allocation=self.args.allocation), self._dense
         groups = modifier.find_groups(model)
         sizes = measure_groups(groups, find_roundings(model, groups, (), 1))
         targets = find_targets(modifier, model, groups, sizes, (), torch.float32)
         asked = modifier.make_budget(count_prunable_parameters(model), 0.0, [target.limit for target in targets])
-        plan = modifier.allocation.decide(sizes, tie_statistics(sizes, measured), asked)
+        measured = tie_statistics(sizes, self._take_curves(modifier)) if modifier.allocation.measures else {}
+        plan = modifier.allocation.decide(sizes, measured, asked)
         counts = [plan.kept[size.name] for size in sizes]
         total = targets[0].fixed + targets[0].limit.add_up(counts)
         kept = expand_counts(sizes, counts)
@@ -182,17 +188,32 @@ class Study:
         told = {"asked": budget["speedup"], "planned": targets[0].tell(total), "kept": shares}
         return told | {"removed": removed / asked.num_prunable, "measured": self._time(kept, run)}
 
-    def _time(self, kept: Kept, run: Run) -> dict[str, dict[str, tuple[float, float]]]:
-        """Return, by engine and phase, seconds of the dense model and of one of the kept sizes."""
+    def _take_curves(self, modifier: StruPruneModifier) -> dict[str, GroupStatistics]:
+        """Return the error curves of the recipe, measured where no run has left them."""
+        if self._cache.take_curves(modifier.dump_fields()) is None:
+            with tempfile.TemporaryDirectory() as scratch:
+                rule = {"rule": "error_curve", "trial_samples": 0}
+                self._prune({"sparsity": 0.3, "allocation": rule}, Path(scratch) / "out")
+        measured = self._cache.take_curves(modifier.dump_fields())
+        assert measured is not None
+        return measured
+
+    def _time(self, kept: Kept, run: Run, engine: str = "") -> dict[str, dict[str, tuple[float, float]]]:
+        """Return, by engine and phase, seconds of the dense model and of one of the kept sizes.
+
+        :param engine: the only one; all where empty
+        """
         cut = self._cut(kept)
         tokens = draw_tokens(self._dense.config, run.batch, run.length)
-        found: dict[str, Any] = {"transformers": time_pair(self._dense, cut, run, tokens)}
-        if run.python:
+        found: dict[str, Any] = {}
+        if engine != "llama.cpp":
+            found["transformers"] = _time_again(lambda: time_pair(self._dense, cut, run, tokens))
+        if run.python and engine != "transformers":
             with tempfile.TemporaryDirectory() as scratch:
                 dense, changed = Path(scratch) / "dense.gguf", Path(scratch) / "cut.gguf"
                 for file, model in ((dense, self._dense), (changed, cut)):
                     write_random_gguf(model.config, list_sizes(model), torch.float32, file)
-                found["llama.cpp"] = time_files(dense, changed, run)
+                found["llama.cpp"] = _time_again(lambda: time_files(dense, changed, run))
         return found
 
     def _cut(self, kept: Kept) -> Any:
@@ -203,7 +224,12 @@ class Study:
         cut_units(cut, groups, kept)
         return cut
 
-    def _prune_and_score(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _prune_and_score(self, fields: Mapping[str, Any], engine: str, phase: str) -> dict[str, Any]:
+        """Return a row of quality.
+
+        :param engine: to time it in; all where empty
+        :param phase: the same
+        """
         told: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as scratch:
             folder: str | Path = self.args.model
@@ -226,8 +252,24 @@ class Study:
                 )
                 for name, file in TEXTS.items()
             }
-        run = Run(("prompt", "token"), 1, 512, self.args.python)
-        return told | {"measured": self._time(kept, run)}
+        run = Run((phase,) if phase else PHASES, 1, 512, self.args.python)  # type: ignore[arg-type]
+        return told | {"measured": self._time(kept, run, engine)}
+
+
+def _read_clock(name: str) -> tuple[str, str]:
+    """Return engine and phase of a row's budget; empty ones where that is no clock's."""
+    engine, phase, *_ = [*name.split(", "), ""]
+    return (engine, phase) if phase else ("", "")
+
+
+def _time_again(measure: Callable[[], dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Return, by phase, the least seconds of the dense model, and those of the other by the mean ratio of several measurements."""
+    found = [measure() for _ in range(_TURNS)]
+    times = {}
+    for phase in found[0]:
+        dense = min(one[phase][0] for one in found)
+        times[phase] = (dense, dense * statistics.mean(one[phase][1] / one[phase][0] for one in found))
+    return times
 
 
 def _mean_kept(groups: Sequence[Any], kept: Kept) -> float:
@@ -248,15 +290,16 @@ def format_speeds(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return format_table(["budget", "asked", "planned", "measured", "off", "removed", "kept", "elsewhere"], cells)
 
 
-def read_speed(row: Mapping[str, Any], engine: str, phase: str) -> float:
-    """Return the tokens a second of a row's model."""
-    return (512 if phase == "prompt" else 1) / row["measured"][engine][phase][1]
+def read_speed(rows: Mapping[str, Mapping[str, Any]], name: str, engine: str, phase: str) -> float:
+    """Return the tokens a second of a row's model: the dense row's, times the ratio to the dense model that it ran in turn with."""
+    dense, own = (rows[key]["measured"][engine][phase] for key in ("dense", name))
+    return (512 if phase == "prompt" else 1) / dense[0] * (own[0] / own[1] if name != "dense" else 1.0)
 
 
 def find_equal(rows: Mapping[str, Mapping[str, Any]], engine: str, phase: str, speed: float, text: str) -> float:
     """Return the perplexity of a budget of parameters at a speed: its logarithm between rows, on a line; nan beyond them."""
     points = sorted(
-        (read_speed(row, engine, phase), math.log(row["perplexity"][text]))
+        (read_speed(rows, name, engine, phase), math.log(row["perplexity"][text]))
         for name, row in rows.items()
         if name == "dense" or name.startswith("parameters")
     )
@@ -270,9 +313,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a line per row: what went, measured speeds against dense, perplexities, those of parameters at equal speed."""
     cells, dense = [], rows["dense"]
     for name, row in rows.items():
-        speeds = [
-            f"{pair[0] / pair[1]:.2f}" for part in row["measured"].values() for pair in (part["prompt"], part["token"])
-        ]
+        speeds = [_show_speed(row, engine, phase) for engine in dense["measured"] for phase in PHASES]
         line = [
             name,
             f"{row.get('removed', 0.0):.1%}",
@@ -283,12 +324,12 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
             told = ""
             if ", " in name:
                 engine, phase, _ = name.split(", ")
-                equal = find_equal(rows, engine, phase, read_speed(row, engine, phase), text)
+                equal = find_equal(rows, engine, phase, read_speed(rows, name, engine, phase), text)
                 increase = row["perplexity"][text] - dense["perplexity"][text]
                 told = f"{equal:.2f} ({increase / (equal - dense['perplexity'][text]) - 1:+.1%})"
             line.append(told)
         cells.append(line)
-    engines = [f"{key}, {phase}" for key in dense["measured"] for phase in ("prompt", "token")]
+    engines = [f"{key}, {phase}" for key in dense["measured"] for phase in PHASES]
     header = [
         "budget",
         "removed",
@@ -299,16 +340,22 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return format_table(header, cells)
 
 
+def _show_speed(row: Mapping[str, Any], engine: str, phase: str) -> str:
+    """Return how many times as fast as the dense model a row's is; nothing where it was not timed."""
+    pair = row["measured"].get(engine, {}).get(phase)
+    return f"{pair[0] / pair[1]:.3f}" if pair else ""
+
+
 def draw_rows(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return pictures by name: perplexity against measured tokens a second, a budget of parameters beside one of the clock."""
     pictures = {}
     for engine in rows["dense"]["measured"]:
-        for phase in ("prompt", "token"):
+        for phase in PHASES:
             series: dict[str, list[tuple[float, float, str]]] = {}
             for name, row in rows.items():
                 kind = "parameters" if not name.startswith(f"{engine}, {phase}") else "clock"
                 if kind == "clock" or name == "dense" or name.startswith("parameters"):
-                    speed, value = read_speed(row, engine, phase), row["perplexity"]["books"]
+                    speed, value = read_speed(rows, name, engine, phase), row["perplexity"]["books"]
                     told = f"{name}: {value:.2f} at {speed:.1f} tokens a second"
                     for one in ("parameters", "clock") if name == "dense" else (kind,):
                         series.setdefault(one, []).append((speed, value, told))

@@ -34,6 +34,7 @@ _CURVES = _VO | {"allocation": "error_curve"}
 _FISHER = _CURVES | {"sensitivity": "fisher"}
 _ROTATED = _FISHER | {"rotate_values": True}
 _DAMPED = _ROTATED | {"dampening_frac": "auto"}
+_WHOLE_LAYERS = {"rule": "whole_layers", "samples": 16, "trial_samples": 4}
 _TUNED = _DAMPED | {"ffn_tuning": {"epochs": 6}}
 BEST = "+ damping by held-out text (default)"  # the best rung without tuning and recovery
 LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
@@ -50,6 +51,7 @@ ASIDE: dict[str, Row] = {  # measured beside the ladder
     "uniform, rotated values": Row(spell(**_VO, rotate_values=True)),
     "default with ADMM": Row(spell(**_DAMPED, weight_update="admm")),
     "default with whole sublayers": Row(spell(**_DAMPED, sublayers="both")),
+    "whole layers": Row(spell(**_DAMPED | {"allocation": _WHOLE_LAYERS}, sublayers="both")),
 }
 EFFORTS: dict[str, Row] = {  # and what uniform allocation leaves of the default
     "default with uniform allocation": Row({"allocation": "uniform"}),

@@ -46,7 +46,9 @@ def costs(model: Model, timing: Timing, screen: Screen) -> None:
     from struprune_plugin.studies.sizes import read_shapes
 
     if timing.engine not in ENGINES:
-        raise ValueError(f"--engine: must be {' or '.join(ENGINES)}, got {timing.engine!r}. Correct it.")
+        raise ValueError(
+            f"--engine: must be {' or '.join(ENGINES)}, the engines that can be timed, got {timing.engine!r}. Name one of them."
+        )
     check_place("--output", timing.output.absolute().parent)
     shapes = read_shapes(model, timing.dtype)
     run = Run(phases, timing.batch, timing.length, timing.python)  # type: ignore[arg-type]

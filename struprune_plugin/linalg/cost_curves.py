@@ -1,4 +1,4 @@
-"""Curves of cost through measured points: rising, straight in between, and dearer at widths that kernels do not like."""
+"""Curves of cost through measured points: smooth, rising, straight in between, and dearer at widths that kernels do not like."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+_STIFFNESS = [10 ** (power / 2) for power in range(-6, 13)]  # that a line may have: from through all points to straight
+_FEWEST = 4  # points that a line is fitted to
+_TIE = 1.1  # times the least error of left out points: the stiffest line within it is taken
 
 
 def fit_rising(values: Tensor) -> Tensor:
@@ -53,10 +57,37 @@ def weigh_alignment(num_units: int, per_block: int, penalties: Mapping[int, floa
     return factors
 
 
-def measure_left_out(points: Sequence[int], values: Tensor) -> float:
-    """Return how far the line through a point's neighbours is from it, the most of all inner points, in the values' unit."""
+def fit_smooth(points: Sequence[int], values: Tensor) -> tuple[Tensor, float]:
+    """Return a line through noisy points, and its error: the root mean square of what it says of points that it has not seen.
+
+    Squared distances and squared changes of slope are weighed against each other (Whittaker, for points at any distances), with the
+    stiffest weight whose error is within a tenth of the least: what rises straight comes out straight, whatever its noise.
+
+    :param points: rising
+    :return: the line at the points, float64; with fewer than four points, the values, whose error nothing tells
+    """
     xs, ys = torch.tensor(points, dtype=torch.float64), values.double()
-    if len(xs) < 3:
-        return 0.0
-    share = (xs[1:-1] - xs[:-2]) / (xs[2:] - xs[:-2])
-    return float((ys[:-2] + share * (ys[2:] - ys[:-2]) - ys[1:-1]).abs().max())
+    if len(xs) < _FEWEST:
+        return ys, 0.0
+    gaps, identity = xs.diff(), torch.eye(len(xs), dtype=torch.float64)
+    bends = ((identity.diff(dim=0) / gaps[:, None]) * gaps.mean()).diff(dim=0)
+    fits = []
+    for stiffness in _STIFFNESS:
+        hat = torch.linalg.inv(identity + stiffness * bends.mT @ bends)
+        line = hat @ ys
+        fits.append((line, float(((ys - line) / (1 - hat.diagonal())).square().mean().sqrt())))
+    least = min(error for _, error in fits)
+    return next(fit for fit in reversed(fits) if fit[1] <= _TIE * least)
+
+
+def fit_penalties(penalties: Mapping[int, float], noise: float) -> dict[int, float]:
+    """Return factors that never rise with the power of two, the nearest in least squares, and are 1 where noise explains them.
+
+    :param penalties: by the power of two, as measured
+    :param noise: of a factor
+    """
+    powers = sorted(penalties, reverse=True)
+    rising = fit_rising(torch.tensor([penalties[power] for power in powers], dtype=torch.float64)).tolist()
+    return {
+        power: factor if factor > 1 + 2 * noise else 1.0 for power, factor in sorted(zip(powers, rising, strict=True))
+    }

@@ -163,13 +163,14 @@ class Planner:
             plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity, context), held
         else:
             budget = recipe.make_budget(setup.num_prunable, setup.share, setup.limits)
-            tied = tie_statistics(setup.sizes, measured)
+            tied = told = tie_statistics(setup.sizes, measured)
             plans = dict(zip((rule.rule, "all sublayers"), self._decide(tied, budget), strict=False))
             probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
             last = list(plans.values())[-1]
             if held and (bent := self._probe(tied, last, lambda blocks: measure_plans(blocks, probes))):
                 plans |= zip(("probed", "probed, all sublayers"), self._decide(bent, budget), strict=False)
-            plans = self._spread(plans) if held else plans
+                told = bent
+            plans = self._spread(plans, told, budget) if held else plans
         if len(plans) > 1 and judges:
             plans = {"": _take_best(plans, measure_plans(list(plans.values()), judges))}
         taken = next(iter(plans.values()))
@@ -227,8 +228,13 @@ class Planner:
         logger.info(f"blocks tried: {found}")
         return bend_curves(tied, sizes, counts, dict(zip(blocks, found, strict=True)))
 
-    def _spread(self, proposed: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
-        """Return plans, and a rule's others near them that meet the budget and fit the widths that were asked for."""
+    def _spread(
+        self, proposed: Mapping[str, UnitAllocation], told: Mapping[str, GroupStatistics], budget: Budget
+    ) -> dict[str, UnitAllocation]:
+        """Return plans, and a rule's others near them that meet the budget and fit the widths that were asked for.
+
+        :param told: of every size, the nearest to the truth that is known
+        """
         setup, found = self.setup, dict[str, UnitAllocation]()
         slack, first = self.recipe.allocation.measure_slack(setup.sizes), next(iter(proposed.values()))
 
@@ -236,13 +242,18 @@ class Planner:
             if all(kept != other.kept for other in found.values()):
                 found[name] = replace(first, kept=kept)
 
+        def add_fitting(name: str, counts: Sequence[int]) -> None:
+            with suppress(ValueError):
+                kept = expand_counts(setup.sizes, self._fit(counts, slack))
+                check_widths(setup.groups, kept, setup.roundings)
+                add(name, kept)
+
         for label, own in proposed.items():
             add(label, own.kept)
             for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
-                with suppress(ValueError):
-                    kept = expand_counts(setup.sizes, self._fit(counts, slack))
-                    check_widths(setup.groups, kept, setup.roundings)
-                    add(name if label == self.recipe.allocation.rule else f"{label}, {name}", kept)
+                add_fitting(name if label == self.recipe.allocation.rule else f"{label}, {name}", counts)
+        if (others := self.recipe.allocation.decide_by_parameters(setup.sizes, told, budget)) is not None:
+            add_fitting("by parameters", others)
         return found
 
     def _fit(self, counts: Sequence[int], slack: int | None) -> Sequence[int]:

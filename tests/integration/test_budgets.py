@@ -8,6 +8,11 @@ from helpers.models import make_dataset, run_oneshot, save_wide_llama, save_wide
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.allocation.rules import Budget, GroupStatistics
+from struprune_plugin.allocation.rules.error_curve import ErrorCurve
+from struprune_plugin.linalg.budget import allocate_error_curves
+from struprune_plugin.linalg.knapsack import Limit
+from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_manifest
 
@@ -182,3 +187,22 @@ def test_trials_keep_to_the_budgets(llama, tmp_path, monkeypatch):
         removed = sum((groups[name].num_units - count) * groups[name].unit_cost for name, count in plan.items())
         assert removed >= 0.2 * read_manifest(tmp_path / "out").budget.prunable_parameters
     assert len(list(itertools.groupby(map(str, tried)))) == len(tried)
+
+
+def test_a_plan_by_parameters_keeps_the_most_that_meets_other_budgets():
+    sizes = [
+        GroupSize("cheap", "ffn", num_units=8, unit_cost=10, step=1),
+        GroupSize("dear", "ffn", num_units=8, unit_cost=10, step=1),
+    ]
+    counts = torch.arange(9, dtype=torch.float64)
+    curves = [(8 - counts) ** 2, 2 * (8 - counts) ** 2]
+    measured = {
+        size.name: GroupStatistics(1.0, curve, counts[:-1], torch.arange(8))
+        for size, curve in zip(sizes, curves, strict=True)
+    }
+    limit = Limit("seconds", [counts, 3 * counts], 20.0)
+    rule = ErrorCurve()
+    kept = rule.decide_by_parameters(sizes, measured, Budget(0.0, 160, 0.4, "none", [limit]))
+    plans = [allocate_error_curves(sizes, curves, 10.0 * units) for units in range(2, 17)]
+    assert kept == [plan for plan in plans if limit.fits(plan)][-1]
+    assert rule.decide_by_parameters(sizes, measured, Budget(0.4, 160, 0.4, "none")) is None

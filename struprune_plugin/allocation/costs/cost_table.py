@@ -27,9 +27,9 @@ class ModuleCosts:
 
     :param module: what it is, see :func:`describe_module`
     :param units: kept, rising, the last all of them
-    :param seconds: at these
+    :param seconds: at these, of the line that was fitted to what was measured
     :param penalties: by the largest power of two that divides the width, as text: the factor that it costs more than the line
-    :param error: of the line, at the inner points left out one by one, in seconds
+    :param error: of the line, root mean square at points left out of its fit, in seconds
     """
 
     module: str
@@ -181,7 +181,8 @@ def read_table(path: str | Path) -> CostTable:
     file = Path(path)
     if not file.is_file():
         raise ValueError(
-            f"budget.engine: must be transformers, llama.cpp or a file that struprune costs wrote, got {str(path)!r}. Correct it."
+            "budget.engine: must be transformers or llama.cpp, the engines that can be timed, or a file of struprune costs, "
+            f"got {str(path)!r}. Correct it."
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

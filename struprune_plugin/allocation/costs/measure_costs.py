@@ -8,6 +8,7 @@ modules stay as they are, so that weights come from where they come from in the 
 from __future__ import annotations
 
 import math
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from struprune_plugin.allocation.costs.cost_table import (
     describe_module,
     describe_shapes,
 )
-from struprune_plugin.linalg.cost_curves import fit_rising, interpolate, measure_left_out
+from struprune_plugin.linalg.cost_curves import fit_penalties, fit_rising, fit_smooth, interpolate
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, has_uniform_layers
 from struprune_plugin.model.units.group import UnitGroup
 
@@ -33,6 +34,7 @@ _LIKED = 128  # a width that is a multiple of this pleases every kernel
 _PROBES = (1, 4, 8, 16, 32, 64)  # powers of two, that a width may be a multiple of instead
 _COLD = 128 << 20  # bytes of weights that no processor's cache holds
 _FEWEST = 2  # decoder layers
+_AGAIN = 3  # times that the one with all units is measured
 _ROOM = 32  # tokens that are read one by one behind a prompt
 
 
@@ -119,7 +121,8 @@ def check_measurable(model: PreTrainedModel, run: Run) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and run.length + _ROOM > positions:
         raise ValueError(
-            f"length: must be at most {positions - _ROOM} for this model's {positions} positions, got {run.length}. Lower it."
+            f"length: must be at most {positions - _ROOM} for this model's {positions} positions, got {run.length}. Set the "
+            "budget's length, or --length of struprune costs."
         )
 
 
@@ -149,7 +152,10 @@ def measure_costs(
         factor = engine.num_layers / (engine.num_layers - gone)  # as if all layers had lost it
         return {phase: 1 - factor * (1 - changed / whole) for phase, (whole, changed) in found.items()}
 
-    empty, full = compare(None), compare(Change(groups[0], groups[0].num_units))
+    empty, whole_ones = compare(None), [compare(Change(groups[0], groups[0].num_units)) for _ in range(_AGAIN)]
+    full: dict[str, float] = {}  # at which all lines end
+    for phase in run.phases:
+        full[phase] = statistics.median(ratio[phase] for ratio in whole_ones)
     for group in groups:
         points = [] if engine.is_flat(group) else [*_list_grid(group), *_list_probes(group).values()]
         for units in [*([0] if engine.can_remove(group) else []), *points]:
@@ -166,9 +172,14 @@ def measure_costs(
         layer = dense[phase] / engine.num_layers
         seconds = {key: layer * ratio[phase] for key, ratio in ratios.items()}
         modules = [_gather(model, group, seconds, layer * full[phase], engine.is_flat(group)) for group in groups]
-        rest = dense[phase] * empty[phase]
-        more = num_layers / engine.num_layers
-        whole, pruned = (rest + more * (dense[phase] * ratio - rest) for ratio in (1.0, full[phase]))
+        ends = [  # the model with all units by every line, steadier than its own measurement
+            seconds[group.name, 0] + module.seconds[-1]
+            for group, module in zip(groups, modules, strict=True)
+            if not engine.is_flat(group)
+        ]
+        at_full = statistics.mean(ends) / layer if ends else full[phase]
+        rest, more = dense[phase] * empty[phase], num_layers / engine.num_layers
+        whole, pruned = (rest + more * (dense[phase] * ratio - rest) for ratio in (1.0, at_full))
         phases.append(PhaseCosts(phase, run.batch, run.length, whole, pruned, modules))
     return CostTable(
         engine=engine.name, machine=engine.machine, dtype=engine.dtype, model=describe_shapes(model), phases=phases
@@ -188,15 +199,16 @@ def _gather(
         return ModuleCosts(name, sorted({1, group.num_units}), [full] * len({1, group.num_units}), {}, 0.0)
     grid = _list_grid(group)
     points = [full if units == group.num_units else max(seconds[group.name, units] - gone, 0.0) for units in grid]
-    values = torch.tensor(points, dtype=torch.float64)
-    line = interpolate(grid, fit_rising(values), group.num_units)
-    penalties = {
-        str(power): max(1.0, (seconds[group.name, units] - gone) / max(float(line[units]), 1e-12))
-        for power, units in _list_probes(group).items()
-    }
+    smooth, error = fit_smooth(grid, torch.tensor(points, dtype=torch.float64))
+    values = fit_rising(smooth.clamp(min=0))
+    line = interpolate(grid, values, group.num_units)
+    probes = {power: (units, float(line[units])) for power, units in _list_probes(group).items()}
+    factors = {power: (seconds[group.name, units] - gone) / max(told, 1e-12) for power, (units, told) in probes.items()}
+    noise = error / max(min((told for _, told in probes.values()), default=1.0), 1e-12)
+    penalties = {str(power): factor for power, factor in fit_penalties(factors, noise).items()}
     if penalties:
         penalties[str(_align(group))] = 1.0
-    return ModuleCosts(name, grid, fit_rising(values).tolist(), penalties, measure_left_out(grid, values))
+    return ModuleCosts(name, grid, values.tolist(), penalties, error)
 
 
 def _align(group: UnitGroup) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -16,17 +16,20 @@ from struprune_plugin.allocation.rules.rule import (
     make_allocation,
 )
 from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves
-from struprune_plugin.linalg.knapsack import allocate_under_limits
+from struprune_plugin.linalg.knapsack import allocate_under_limits, find_least
 from struprune_plugin.linalg.rounding import check_budget, round_kept_counts
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
+
+_HALVINGS = 12  # of the parameters that a budget of them leaves
 
 
 @RULES.register
 class ErrorCurve(AllocationRule):
     """Every module's error by how many units stay, weighed by the sensitivity; their sum is minimised
     (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves bent to
-    what they show (:mod:`struprune_plugin.allocation.probes`); the allocations of both are tried against some nearer to uniform.
+    what they show (:mod:`struprune_plugin.allocation.probes`); the allocations of both are tried against some nearer to uniform,
+    and under other budgets than parameters against those that parameters alone would make.
 
     :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
         widest module are taken
@@ -54,6 +57,21 @@ class ErrorCurve(AllocationRule):
             check_budget(sizes, kept, budget.share)
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
         return make_allocation(sizes, kept, AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity))
+
+    def decide_by_parameters(
+        self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget
+    ) -> Sequence[int] | None:
+        curves, found = [statistics[size.name].curve for size in sizes], None
+        all_units, least = sum(size.num_parameters for size in sizes), find_least(sizes, self.max_sparsity)
+        low, high = sum(size.find_cost(count) for size, count in zip(sizes, least, strict=True)) / all_units, 1.0
+        for _ in range(_HALVINGS if budget.limits else 0):
+            middle = (low + high) / 2
+            kept = allocate_error_curves(sizes, curves, middle * all_units, self.max_sparsity)
+            if all(limit.fits(kept) for limit in budget.limits):
+                low, found = middle, kept
+            else:
+                high = middle
+        return found
 
     def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> dict[str, list[int]]:
         """Return allocations on the way from the rule's own to uniform, and that.

@@ -116,6 +116,13 @@ class AllocationRule(Config):
         """
         raise NotImplementedError
 
+    def decide_by_parameters(
+        self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget
+    ) -> Sequence[int] | None:
+        """Return the kept units of a budget of parameters alone, the most that meet all budgets, to try beside the rule's own; None
+        where there is nothing to try."""
+        return None
+
     def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> Mapping[str, Sequence[int]]:
         """Return kept units of allocations to try beside the rule's own, by their names; none where it is taken untried."""
         return {}

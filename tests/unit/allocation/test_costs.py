@@ -22,7 +22,7 @@ from struprune_plugin.allocation.costs.engines import find_table, list_kinds, li
 from struprune_plugin.allocation.costs.measure_costs import Engine, Run, check_measurable, measure_costs
 from struprune_plugin.allocation.costs.transformers_engine import TransformersEngine
 from struprune_plugin.export.any_class import replace_conv1d
-from struprune_plugin.linalg.cost_curves import fit_rising, interpolate, weigh_alignment
+from struprune_plugin.linalg.cost_curves import fit_penalties, fit_rising, fit_smooth, interpolate, weigh_alignment
 from struprune_plugin.studies.sizes import outline_run, read_shapes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -39,6 +39,40 @@ def search_rising(values):
 def test_fit_rising_is_the_nearest_that_never_falls(seed):
     values = torch.rand(9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     assert fit_rising(values).tolist() == pytest.approx(search_rising(values.tolist()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fit_smooth_takes_noise_off_a_straight_line(seed):
+    points = [256, 384, 512, 768, 1024, 1152, 1280, 1536]
+    truth = torch.tensor(points, dtype=torch.float64) / 1536
+    noise = 0.03 * torch.randn(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    line, error = fit_smooth(points, truth + noise)
+    assert (line - truth).square().sum() < 0.7 * noise.square().sum()
+    assert 0.01 < error < 0.1
+
+
+def test_fit_smooth_keeps_a_step_that_is_no_noise():
+    values = torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
+    line, _ = fit_smooth([1, 2, 3, 4, 5, 6, 7, 8], values)
+    assert (line - values).abs().max() < 0.3
+
+
+def test_fit_smooth_says_what_it_makes_of_points_that_it_has_not_seen():
+    points, values = [1, 2, 4, 8, 9], torch.tensor([1.0, 2.5, 3.9, 8.3, 8.9], dtype=torch.float64)
+    line, error = fit_smooth(points, values)
+    slope, offset = torch.linalg.lstsq(
+        torch.tensor([[x, 1.0] for x in points], dtype=torch.float64), values[:, None]
+    ).solution.flatten()
+    assert line.tolist() == pytest.approx([float(slope * x + offset) for x in points], abs=0.1)
+    assert error > float((line - values).square().mean().sqrt()), "points that were seen are nearer"
+    few = torch.tensor([1.0, 5.0, 2.0])
+    assert fit_smooth([1, 2, 3], few)[0].tolist() == few.tolist()
+
+
+def test_fit_penalties_takes_noise_for_what_it_is():
+    assert fit_penalties({1: 2.0, 4: 1.4, 8: 1.05, 16: 0.98}, 0.03) == {1: 2.0, 4: 1.4, 8: 1.0, 16: 1.0}
+    assert fit_penalties({1: 1.2, 4: 1.4, 8: 1.0}, 0.01) == {1: pytest.approx(1.3), 4: pytest.approx(1.3), 8: 1.0}
+    assert fit_penalties({}, 0.1) == {}
 
 
 def test_interpolate_goes_through_its_points_and_vanishes_at_zero():
@@ -144,7 +178,7 @@ def test_a_file_that_is_no_table_is_refused(llama, tmp_path, change, told):
 
 def test_files_that_are_none(tmp_path):
     with pytest.raises(
-        ValueError, match=r"must be transformers, llama.cpp or a file that struprune costs wrote, got 'no.json'"
+        ValueError, match=r"must be transformers or llama.cpp, .* or a file of struprune costs, got 'no.json'"
     ):
         read_table("no.json")
     (tmp_path / "junk.json").write_text("{")

@@ -15,6 +15,8 @@ from struprune_plugin.layerwise.calls import LayerCall, split_call
 from struprune_plugin.model.layers import find_linear, lay_rows_out, pick_columns
 from struprune_plugin.model.units.group import UnitGroup
 
+_HOLD_EVERY = 4  # sequences
+
 
 @dataclass
 class Stream:
@@ -140,6 +142,19 @@ def split_tokens(tokens: Tensor | None, num_tokens: int, length: int) -> list[An
     return list(tokens.split(torch.bincount(tokens // length, minlength=num_tokens // length).tolist()))
 
 
+def hold_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:
+    """Return the flat indices of the tokens that are no padding, int64: those to count, and those of every fourth sequence.
+
+    :param first: sequences before this batch
+    """
+    batch, length = call.batch_shape
+    apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
+    valid = torch.ones_like(apart)
+    if call.tokens is not None:
+        valid = torch.zeros_like(apart).index_fill(0, call.tokens.cpu(), True)
+    return (valid & ~apart).nonzero().flatten(), (valid & apart).nonzero().flatten()
+
+
 @dataclass(frozen=True)
 class Visit:
     """One micro-batch of one group: what its module sees, and what its consumer should give.
@@ -149,7 +164,7 @@ class Visit:
     :param target: wanted output of the consumer, shape [tokens, d], float32
     :param call: the layer's call: batch shape, attention mask, tokens that are no padding
     :param rows: of an expert: the token of every row, sorted, shape [rows], int64; None where every token has one
-    :param weights: of an expert: the router's, by which its outputs are multiplied, shape [rows]; None elsewhere
+    :param weights: that errors are multiplied by, shape [rows]: of an expert, its router's weights, too; None for ones
     """
 
     source: Tensor

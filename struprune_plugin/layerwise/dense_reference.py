@@ -68,6 +68,8 @@ class DenseReference:
         """Keep what a dense forward pass showed of the targets, and its output, on the host."""
         self._outputs.append(output.map(self._context.park))
         for group in groups:
+            if self.repairs(group):  # the stream behind the sum is kept
+                continue
             stream = streams[group.name]
             assert stream.output is not None
             wanted = stream.output.float() + (_read_residual(group, stream) if self._is_residual(group) else 0)
@@ -93,21 +95,21 @@ class DenseReference:
     def keep_sum(self, group: UnitGroup | None, take: Callable[[], Tensor]) -> None:
         """Keep, on the host, the stream behind experts that a dense forward pass showed, where they are to repair it.
 
-        :param group: of one of the experts; None without any
+        :param group: of one of the experts, or of one beside them; None without any
         :param take: as :func:`~struprune_plugin.layerwise.expert_streams.capture_sum` gives it
         """
         if self.repairs(group):
             assert group is not None
-            self._targets.setdefault(group.output_name, []).append(self._context.park(take()))
+            self._targets.setdefault(_name_sum(group), []).append(self._context.park(take()))
 
     def repairs(self, group: UnitGroup | None) -> bool:
-        """Return whether experts are to repair what the layer inherits."""
-        return group is not None and self.target.is_dense and self._is_residual(group)
+        """Return whether a group is of experts, or beside them, and repairs what the layer inherits."""
+        return group is not None and bool(group.join.block) and self.target.is_dense and self._is_residual(group)
 
     def find_repair(self, group: UnitGroup, take: Callable[[], Tensor], index: int) -> Repair | None:
         """Return what experts are to add to their sum beside what they give, so that the stream behind it is the dense one.
 
-        :param group: of one of the experts
+        :param group: of one of the experts, or of one beside them
         :param take: gives that stream as it now is
         :param index: of the batch; -1 for the one that came last
         :return: None where they are to give what they do now
@@ -115,7 +117,7 @@ class DenseReference:
         if not self.repairs(group):
             return None
         now = take()
-        return Repair.of(self._context.to_device(self._targets[group.output_name][index], now.device), now)
+        return Repair.of(self._context.to_device(self._targets[_name_sum(group)][index], now.device), now)
 
     def finish_layer(self) -> None:
         """Forget the layer; its outputs become the next layer's inputs."""
@@ -130,3 +132,8 @@ class DenseReference:
 def _read_residual(group: UnitGroup, stream: Stream) -> Tensor:
     """Return the residual stream in units of the consumer's output, shape [tokens, d], float32."""
     return stream.residual.float() / group.join.scale
+
+
+def _name_sum(group: UnitGroup) -> str:
+    """Return what the sum of a group's experts is kept by."""
+    return f"{group.layer_name}.{group.join.block}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import (
-    Stopped,
-    Visit,
-    capture_streams,
-    skip_linears,
-)
+from struprune_plugin.layerwise.capture import Stopped, Stream, Visit, capture_streams, hold_tokens, skip_linears
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
 from struprune_plugin.layerwise.expert_streams import capture_experts, capture_sum
 from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, add_moments, select_inputs
@@ -26,7 +21,6 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks, gather, reduce_sums
 
-_HOLD_EVERY = 4  # sequences
 _FAINT = 1e-12
 
 
@@ -82,7 +76,7 @@ class MomentGatherer:
         if self._hold_out:
             first = self._visits.get(group.name, self._num_before)
             self._visits[group.name] = first + visit.call.batch_shape[0]
-            rest, apart = _split_tokens(visit.call, first)
+            rest, apart = hold_tokens(visit.call, first)
             tokens = rest if len(apart) else tokens
             if len(apart) or count_ranks() > 1:  # with several processes empty ones are sent too
                 count(self._held, apart, apart=True)
@@ -156,7 +150,7 @@ class LayerStatistics:
         counted = groups if self._all_groups else self._list_together(groups[0]) if groups else groups
         experts = [group for group in counted if group.experts]
         is_dense = self.dense.is_pruned_path
-        one = next((group for group in groups if group.experts), None)
+        one = next((group for group in groups if group.join.block), None)
         self.dense.run(layer, plain, one, call)
         watched = plain if is_dense else [group for group in counted if not group.experts]
         skips = self._propagates and not is_dense and not any(group.join.parallel for group in watched)
@@ -164,7 +158,7 @@ class LayerStatistics:
         with (
             capture_streams(layer, watched) as take,
             capture_experts(layer, experts) as take_experts,
-            capture_sum(layer, one if is_dense or experts else None) as take_sum,
+            capture_sum(layer, one if is_dense or any(g.join.block for g in counted) else None) as take_sum,
             skip_linears(layer, [] if experts else later),
         ):
             output = call.run(layer, self.context)
@@ -174,9 +168,7 @@ class LayerStatistics:
             self.dense.keep_sum(one, take_sum)
         for group in counted:
             if not group.experts:
-                stream = streams[group.name]
-                target = self.dense.find_target(group, stream, -1)
-                self._moments.add(layer, group, Visit(stream.source, stream.inputs, target, call))
+                self._moments.add(layer, group, self._make_visit(group, streams[group.name], call, -1, take_sum))
         if experts:
             for group, visit in take_experts(call, self.dense.find_repair(experts[0], take_sum, -1)):
                 self._moments.add(layer, group, visit)
@@ -213,12 +205,26 @@ class LayerStatistics:
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the layer, as it now is, on every recorded batch of the pruned path."""
         stop = self.dense.knows(group, len(self.calls)) and not group.join.parallel
-        with capture_streams(layer, [group], stop) as take:
+        beside = group if self.dense.repairs(group) else None
+        with capture_streams(layer, [group], stop) as take, capture_sum(layer, beside) as take_sum:
             for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
                 with suppress(Stopped):
                     call.repeat(layer, self.context)
-                stream = take(group)
-                yield Visit(stream.source, stream.inputs, self.dense.find_target(group, stream, index), call)
+                yield self._make_visit(group, take(group), call, index, take_sum)
+
+    def _make_visit(
+        self, group: UnitGroup, stream: Stream, call: LayerCall, index: int, take_sum: Callable[[], Tensor]
+    ) -> Visit:
+        """Return what a group that is of no list of experts saw, and is to give.
+
+        :param index: of the batch; -1 for the one that came last
+        :param take_sum: gives the stream behind the experts that it is beside, if it is
+        """
+        repair = self.dense.find_repair(group, take_sum, index)
+        if repair is None:
+            return Visit(stream.source, stream.inputs, self.dense.find_target(group, stream, index), call)
+        assert stream.output is not None
+        return Visit(stream.source, stream.inputs, stream.output.float() + repair.error, call, weights=repair.factors)
 
     def finish_layer(self) -> None:
         """Forget the layer; its dense outputs become the next layer's dense inputs."""
@@ -285,16 +291,3 @@ def _reorder(moments: SecondMoments, group: UnitGroup) -> SecondMoments:
         return moments
     order = torch.arange(group.num_columns, device=moments.gram.device)
     return select_inputs(moments, group.to_unit_order(order))
-
-
-def _split_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:
-    """Return the flat indices of the tokens that are no padding, int64: those to count, and those of every fourth sequence.
-
-    :param first: sequences before this batch
-    """
-    batch, length = call.batch_shape
-    apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
-    valid = torch.ones_like(apart)
-    if call.tokens is not None:
-        valid = torch.zeros_like(apart).index_fill(0, call.tokens.cpu(), True)
-    return (valid & ~apart).nonzero().flatten(), (valid & apart).nonzero().flatten()

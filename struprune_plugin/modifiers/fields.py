@@ -61,6 +61,15 @@ class Fisher(Config):
     samples: int = Field(default=16, ge=1)
 
 
+def _refuse_per_expert(value: Any) -> Any:
+    if value == "per_expert":
+        raise ValueError(
+            "must be same or per_layer, got per_expert: engines hold all experts of a layer in one tensor, and widths of their own "
+            "have measured no better. Set widths: per_layer."
+        )
+    return value
+
+
 class Experts(Config):
     """Pruning of a mixture's experts: channels, of which every expert keeps its own, and whole experts.
 
@@ -76,7 +85,7 @@ class Experts(Config):
     """
 
     units: Literal["channels", "whole", "both"] = "channels"
-    widths: Literal["same", "per_layer"] = "same"
+    widths: Annotated[Literal["same", "per_layer"], BeforeValidator(_refuse_per_expert)] = "same"
     criterion: Literal["error", "reap"] = "error"
     calibrate_all_experts: bool = False
 

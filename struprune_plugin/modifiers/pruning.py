@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +24,7 @@ from struprune_plugin.export.stock_config import (
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.token_digest import digest_tokens
 from struprune_plugin.model.layers import count_parameters, describe_weights
+from struprune_plugin.model.units import find_groups, sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.budget_told import describe_budget
@@ -143,7 +146,7 @@ class StruPruneModifier(StructuredModifier):
         check_single_stage()
         if self.output == "uniform":
             check_uniform(self, model, groups, self._stage_before is not None)
-        self._setup = prepare_run(self, model, groups, state.data.calib)
+        self._setup = prepare_run(self, model, groups, state.data.calib, self._find_whole(model, groups))
         self._weights_digest = describe_weights(model)
         self._plan = self._plan_early(model, self._setup)
         return True
@@ -167,9 +170,12 @@ class StruPruneModifier(StructuredModifier):
             self._plan, measured = planner.decide(self._plan, allocated, self._store)
             adopt_attention(model, setup.groups)
             log = None if self._store is None else LayerLog(self._store)
-            pruner = LayerPruner(config, self._plan, measured, context)
+            plan = replace(
+                self._plan, kept={**self._plan.kept, **{group.name: group.num_units for group in setup.whole}}
+            )
+            pruner = LayerPruner(config, plan, measured, context)
             with calibrating(model):
-                self._pruned = prune_layers(model, batches, setup.groups, pruner, log)
+                self._pruned = prune_layers(model, batches, sort_groups([*setup.groups, *setup.whole]), pruner, log)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
         self._context, self._fisher_means = context, measured.summarize_fisher()
 
@@ -218,6 +224,16 @@ class StruPruneModifier(StructuredModifier):
         if stage is not None:
             check_curves(self, stage, model, groups)
         return groups
+
+    def _find_whole(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """Return the shared experts that keep all their channels: they are solved anew behind the experts that they are beside."""
+        update, lists = self.weight_update, {(g.layer_name, g.join.block) for g in groups if g.experts}
+        if not lists or not update.solves or update.refines:
+            return []
+        chosen = {group.name for group in groups}
+        found = find_groups(model, "none", True, self.targets, self.ignore, True)
+        beside = [group for group in found if group.join.block and not group.experts]
+        return [group for group in beside if group.name not in chosen and (group.layer_name, group.join.block) in lists]
 
     def _plan_early(self, model: PreTrainedModel, setup: RunSetup) -> UnitAllocation | None:
         """Return the kept counts where they need no calibration data: replayed, or uniform."""

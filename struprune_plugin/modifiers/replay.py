@@ -51,7 +51,7 @@ def read_replay(path: str, setup: RunSetup, weights_digest: str) -> Replay:
     experts = KeptExperts(setup.mixture.routing, kept) if setup.mixture is not None and kept else None
     left = setup.groups if experts is None or kept.keys() != known.keys() else experts.list_left(setup.groups)
     if (
-        sizes != {group.name: group.num_units for group in left}
+        sizes != {group.name: group.num_units for group in (*left, *setup.whole)}
         or (kept and {record.name: record.num_experts for record in manifest.experts} != known)
         or manifest.model.weights_sha256 != weights_digest
     ):

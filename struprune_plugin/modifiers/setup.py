@@ -56,6 +56,7 @@ class RunSetup:
     :param placement: what goes to the host
     :param mixture: whole experts that may go; None where none may
     :param targets: all budgets, where others than parameters are given
+    :param whole: groups that keep all units, and are solved anew
     """
 
     groups: Sequence[UnitGroup]
@@ -68,6 +69,7 @@ class RunSetup:
     placement: OffloadPlan
     mixture: Mixture | None = None
     targets: Sequence[Target] = ()
+    whole: Sequence[UnitGroup] = ()
 
     @property
     def limits(self) -> list[Limit]:
@@ -88,12 +90,17 @@ def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None
 
 
 def prepare_run(
-    modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], loader: Iterable | None
+    modifier: StructuredModifier,
+    model: PreTrainedModel,
+    groups: Sequence[UnitGroup],
+    loader: Iterable | None,
+    whole: Sequence[UnitGroup] = (),
 ) -> RunSetup:
     """Read what a recipe asks of a model and of calibration data, and begin, or go on with, a run that is kept; ``sparsity`` or a
     ``budget`` must be known.
 
     :param groups: that the recipe chooses
+    :param whole: as in :class:`RunSetup`
     :raises ValueError: what cannot succeed
     """
     check_order(modifier)
@@ -112,14 +119,16 @@ def prepare_run(
             f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={modifier.sparsity}, "
             f"got {most}. Lower sparsity, raise max_sparsity or prune more kinds of units."
         )
-    widest = max(groups, key=lambda group: group.num_columns)
+    widest = max((*groups, *whole), key=lambda group: group.num_columns)
     solves = modifier.importance.eliminates or modifier.weight_update.solves
     needed = widest.num_columns + 1 if solves else 1
     sequences, tokens = check_calibration(model, loader, needed, widest.name)
-    placement = place_run(modifier, model, groups, loader, together=modifier.only_plans)
+    placement = place_run(modifier, model, (*groups, *whole), loader, together=modifier.only_plans)
     if modifier.store is not None:
         open_store(modifier.store, model, loader)
-    return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, mixture, targets)
+    return RunSetup(
+        groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, mixture, targets, whole
+    )
 
 
 def find_budget(

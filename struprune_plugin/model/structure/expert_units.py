@@ -45,10 +45,23 @@ def find_experts(
             lists = list(list_experts(layers[0]))
             if lists and not error <= 1e-5:
                 raise ValueError(f"taken apart they give something else, by {error:.0e} of the largest logit")
-            found.append(replace(layout, experts=_find_units(layers, call, length, lists[0], run)) if lists else layout)
+            experts = _find_units(layers, call, length, lists[0], run) if lists else None
+            found.append(
+                layout if experts is None else _join_shared(replace(layout, experts=experts), layers[0], call, length)
+            )
         except ValueError as problem:
             found.append(replace(layout, left={**layout.left, lists[0][0]: str(problem)}))
     return found
+
+
+def _join_shared(layout: LayerLayout, layer: nn.Module, call: Call, length: int) -> LayerLayout:
+    """Return a layout whose shared experts, each added to the sum of the others as it is, join the stream as that sum does."""
+    assert layout.experts is not None
+    join, ffns = layout.experts.join, list[FFNLayout]()
+    for ffn in layout.ffns:
+        is_added = join.is_direct and not ffn.join.is_direct and _find_join(layer, call, ffn.output, length) == join
+        ffns.append(replace(ffn, join=join) if is_added else ffn)
+    return replace(layout, ffns=tuple(ffns))
 
 
 def _explain(problem: Exception) -> str:
@@ -90,7 +103,8 @@ def _measure_expert(expert: nn.Module) -> Measured:
 
 
 def _find_join(layer: nn.Module, call: Call, name: str, length: int) -> Join:
-    """Return how the experts' sum meets the residual stream: whether noise added to it comes out of the layer, times a factor."""
+    """Return how a module's output meets the residual stream: whether noise added to it comes out of the layer, times
+    the factor of the experts' sum."""
     noise: list[Tensor] = []
 
     def add(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
@@ -110,7 +124,8 @@ def _find_join(layer: nn.Module, call: Call, name: str, length: int) -> Join:
     scale = float((added * change).sum() / added.square().sum())
     if not scale or float((change - scale * added).norm()) >= _EXACT * float(change.norm()):
         return Join()
-    return _find_block(layer, call, name, length)
+    join = _find_block(layer, call, name, length)
+    return join if abs(join.scale - scale) < _EXACT * abs(scale) else Join()
 
 
 def _find_block(layer: nn.Module, call: Call, name: str, length: int) -> Join:

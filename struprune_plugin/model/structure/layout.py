@@ -19,7 +19,8 @@ class Join:
     :param parallel: linear computed earlier whose output is added to the same residual stream; empty where there is none
     :param scale: factor on the output, and on the parallel one's, when it is added
     :param is_direct: whether the output is added as it is; else something nonlinear stands between, a norm for instance
-    :param block: of experts: the module whose output, which holds their sum, is what is added
+    :param block: of experts, and of an expert beside them that every token passes: the module whose output, which holds their sum,
+        is what is added
     """
 
     residual: str = ""

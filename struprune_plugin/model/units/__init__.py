@@ -35,7 +35,7 @@ def find_groups(
     ignore: Sequence[str] = (),
     prune_experts: bool = False,
 ) -> list[UnitGroup]:
-    """Find the groups of coupled units to prune, in the order in which the model computes them.
+    """Find the groups of coupled units to prune, in the order in which the model computes them, those beside experts last.
 
     :param attention_unit: ``head`` (method.md section 1), ``value_channels`` (the same number from every head) or
         ``none``
@@ -49,7 +49,8 @@ def find_groups(
     kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn else []), *([EXPERT] if prune_experts else [])]
     for index, ((layer, layout), (name, _)) in enumerate(layers):
         costs: dict[str, int] = {}  # of a unit: experts of a layer are alike
-        for group in (group for kind in kinds for group in kind.describe(layout, layer)):
+        found = [group for kind in kinds for group in kind.describe(layout, layer)]
+        for group in sort_groups(found):
             key = group.experts or group.consumer
             cost = costs[key] = costs.get(key) or count_unit_parameters(layer, group)
             full = f"{name}.{group.consumer}"
@@ -72,6 +73,16 @@ def find_groups(
             f"(attention_unit={attention_unit}, prune_ffn={prune_ffn}). Choose a unit or widen targets."
         )
     return chosen
+
+
+def sort_groups(groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+    """Return groups in the order in which they are pruned: layer by layer, attention, FFNs, experts, and what is beside these."""
+
+    def rank(group: UnitGroup) -> tuple[int, bool, bool, bool]:
+        is_beside = bool(group.join.block) and not group.experts
+        return group.layer_index, is_beside, bool(group.experts), group.unit.is_ffn
+
+    return sorted(groups, key=rank)
 
 
 def list_head_weights(layer: nn.Module, layout: LayerLayout) -> list[Tensor]:

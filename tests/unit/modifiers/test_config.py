@@ -51,6 +51,7 @@ def test_what_is_off_or_the_default_is_not_refused(off):
     ("field", "value", "message"),
     [
         ("allocation", "sofmax", "must be a known rule, got 'sofmax'. Did you mean softmax"),
+        ("experts", {"widths": "per_expert"}, "must be same or per_layer, got per_expert: engines hold"),
         ("allocation", 3, "must be a name or a mapping with 'rule', got 3. Known are"),
         ("allocation", {"temperature": 2.0}, "must be a name or a mapping with 'rule'"),
         (

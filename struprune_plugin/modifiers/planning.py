@@ -225,7 +225,9 @@ class Planner:
         members = [(size.members or ((size.name, 1),))[0] for size in sizes]
         counts = [own.kept[name] // factor for name, factor in members]
         found = measure([replace(own, kept=kept) for kept in propose_blocks(sizes, counts, blocks)])
-        logger.info(f"blocks tried: {found}")
+        logger.debug(
+            f"blocks of modules tried alone, KL divergence in nats: {', '.join(f'{value:.3g}' for value in found)}"
+        )
         return bend_curves(tied, sizes, counts, dict(zip(blocks, found, strict=True)))
 
     def _spread(
@@ -288,6 +290,7 @@ def _take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[flo
     if not tried:
         return next(iter(proposed.values()))
     taken = list(tried)[argmin_with_ties(list(tried.values()))]
-    logger.info(f"plans tried, KL divergence: {tried}; taken: {taken}")
+    told = ", ".join(f"{name} {value:.4g}" for name, value in tried.items())
+    logger.info(f"plans tried, KL divergence in nats: {told}; taken: {taken}")
     plan = proposed[taken]
     return replace(plan, record=replace(plan.record, tried=tried, taken=taken))

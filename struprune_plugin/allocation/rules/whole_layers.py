@@ -24,8 +24,9 @@ from struprune_plugin.storage.records import AllocationRecord
 
 @RULES.register
 class WholeLayers(AllocationRule):
-    """The layers whose attention and FFN give least go, so many that the error curves' sum is least or, of every number tried,
-    the model's own output moves least; the FFNs of the others lose what is left, all the same, and no attention anything.
+    """Removes whole layers: those whose attention and FFN contribute least to the stream. For each number of layers, the FFNs
+    of the other layers lose the rest of the budget, all the same share; attention stays. The number is that of the least sum of
+    error curves or, with trials, of the least divergence of the model's output.
 
     :param samples: as of ``error_curve``
     :param trial_samples: the same

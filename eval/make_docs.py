@@ -526,6 +526,7 @@ def read_peers(page: str) -> tuple[float, dict[str, list[tuple[float, float]]]]:
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
         if cells[0] == "dense" and (match := re.match(r"[\d.]+", cells[1])):
             dense = dense or float(match[0])
+            continue
         if set(_SIZES) <= set(cells):
             columns, rows = {cells.index(size): float(size.rstrip(" %")) for size in _SIZES}, {}
         elif not line.startswith("|"):

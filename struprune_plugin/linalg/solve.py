@@ -21,6 +21,7 @@ DAMPING = 0.01  # where none was chosen
 _EVEN = 1e-6  # of the target's energy: what differs by less is rounding of float32 sums, or does not matter
 _SMALL = 1024  # inputs
 _INEXACT = 0.01  # of a probe: what a factor in float32 may leave of it
+_DIRECTIONS = 64  # of the outputs, at random, that held-out errors are measured in where there are many more
 _DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
 
 
@@ -129,6 +130,12 @@ def choose_damping(
     if not has_bias:
         _uncouple_bias(rest.gram, rest.cross)
     dense = torch.nn.functional.pad(weight[:, columns], (0, 1))  # the bias is not damped
+    if len(dense) > 4 * _DIRECTIONS:  # errors are sums over outputs: a few directions tell which is less
+        generator = torch.Generator().manual_seed(0)
+        some = torch.randn(_DIRECTIONS, len(dense), generator=generator, dtype=torch.float64).to(dense.device)
+        some /= _DIRECTIONS**0.5
+        rest, held = (replace(part, cross=some @ part.cross) for part in (rest, held))
+        dense = some @ dense
 
     def choose(dtype: torch.dtype) -> float:
         fit, test = (replace(part, gram=part.gram.to(dtype), cross=part.cross.to(dtype)) for part in (rest, held))
@@ -155,7 +162,7 @@ def _solves_together(system: Tensor) -> bool:
 def _measure_damped(
     rest: SecondMoments, held: SecondMoments, dense: Tensor, strengths: Sequence[float], where: str
 ) -> list[float]:
-    """Return the held-out error of every solve, damped by so much, in one batch.
+    """Return the held-out error of every solve, damped by so much, less the target's energy, in one batch.
 
     :param dense: dense weights of these inputs, that of the bias zero, shape [d, k + 1]
     """
@@ -164,8 +171,7 @@ def _measure_damped(
     systems.diagonal(dim1=1, dim2=2)[:, :-1].add_(damping[:, 0])
     cross = rest.cross + damping * dense
     weight = _solve_factorized(factorize_in_place(systems, where), cross.mT).mT
-    products = (weight * (weight @ held.gram - 2 * held.cross)).sum((1, 2), dtype=torch.float64)
-    return (held.target_energy + products).clamp(min=0).tolist()
+    return (weight * (weight @ held.gram - 2 * held.cross)).sum((1, 2), dtype=torch.float64).tolist()
 
 
 def _descend(measure: Callable[[Sequence[float]], list[float]], margin: float) -> float:

@@ -275,3 +275,15 @@ def test_a_system_that_float32_cannot_factorise_is_left_to_float64():
     assert factor.dtype == torch.float64
     torch.testing.assert_close(factor @ factor.T, before)
     assert torch.equal(damped.gram, before)
+
+
+@pytest.mark.parametrize("noise", [0.1, 3.0, 30.0])
+def test_a_few_directions_of_many_outputs_choose_the_same_dampening(noise, monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    inputs, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((60, 40), (300, 40)))
+    targets = inputs @ weight.T + noise * torch.randn(60, 300, generator=generator, dtype=torch.float64)
+    moments, held = gather(inputs, targets, 60), gather(inputs[:15], targets[:15], 15)
+    dense, columns = append_bias(weight, torch.zeros(300, dtype=torch.float64)), torch.arange(30)
+    few = choose_damping(moments, held, dense, columns, True, "fc2")
+    monkeypatch.setattr(solve, "_DIRECTIONS", 300)
+    assert few == choose_damping(moments, held, dense, columns, True, "fc2")

@@ -189,7 +189,7 @@ class Study:
         return told | {"removed": removed / asked.num_prunable, "measured": self._time(kept, run)}
 
     def _take_curves(self, modifier: StruPruneModifier) -> dict[str, GroupStatistics]:
-        """Return the error curves of the recipe, measured where no run has left them."""
+        """Return the error curves of the recipe, from an earlier run or measured now."""
         if self._cache.take_curves(modifier.dump_fields()) is None:
             with tempfile.TemporaryDirectory() as scratch:
                 rule = {"rule": "error_curve", "trial_samples": 0}

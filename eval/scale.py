@@ -32,6 +32,7 @@ from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_ke
 from struprune_plugin.reporting.tables import format_table
 
 _DAMPINGS = 3  # solves that choose the dampening: all that most modules need
+_DIRECTIONS = 64  # of many outputs that held-out errors are measured in
 _TRIED = 11  # plans and blocks that trials solve a module for, in two passes
 _SENSED = 16  # sequences that the sensitivity is measured on
 
@@ -148,8 +149,10 @@ def _count_trials(size: Size, kept: float) -> float:
 
 def _count_solves(size: Size, kept: float, rates: Rates) -> float:
     """Return seconds: solves that choose the dampening and their held-out errors in float32, the last solve in float64."""
-    factor, both, error = kept**3 / 3, 2 * size.hidden * kept**2, 2 * size.hidden * kept**2
-    return _DAMPINGS * (factor + both + error) / rates.single + (factor + both) / rates.double
+    outputs = _DIRECTIONS if size.hidden > 4 * _DIRECTIONS else size.hidden
+    factor, solved, error = kept**3 / 3, 2 * kept**2, 2 * kept**2  # of all outputs, and of one
+    chosen = factor + outputs * (solved + error)
+    return _DAMPINGS * chosen / rates.single + (factor + size.hidden * solved) / rates.double
 
 
 def count_traffic(size: Size, job: Job) -> dict[str, float]:

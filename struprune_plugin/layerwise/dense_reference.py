@@ -135,5 +135,5 @@ def _read_residual(group: UnitGroup, stream: Stream) -> Tensor:
 
 
 def _name_sum(group: UnitGroup) -> str:
-    """Return what the sum of a group's experts is kept by."""
+    """Return the key under which the sum of a group's experts is kept."""
     return f"{group.layer_name}.{group.join.block}"

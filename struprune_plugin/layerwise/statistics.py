@@ -215,7 +215,7 @@ class LayerStatistics:
     def _make_visit(
         self, group: UnitGroup, stream: Stream, call: LayerCall, index: int, take_sum: Callable[[], Tensor]
     ) -> Visit:
-        """Return what a group that is of no list of experts saw, and is to give.
+        """Return inputs and target of a group outside the lists of experts.
 
         :param index: of the batch; -1 for the one that came last
         :param take_sum: gives the stream behind the experts that it is beside, if it is

@@ -131,27 +131,35 @@ def choose_damping(
         _uncouple_bias(rest.gram, rest.cross)
     dense = torch.nn.functional.pad(weight[:, columns], (0, 1))  # the bias is not damped
     if len(dense) > 4 * _DIRECTIONS:  # errors are sums over outputs: a few directions tell which is less
-        generator = torch.Generator().manual_seed(0)
-        some = torch.randn(_DIRECTIONS, len(dense), generator=generator, dtype=torch.float64).to(dense.device)
-        some /= _DIRECTIONS**0.5
+        some = _draw(_DIRECTIONS, len(dense), dense.device) / _DIRECTIONS**0.5
         rest, held = (replace(part, cross=some @ part.cross) for part in (rest, held))
         dense = some @ dense
-
-    def choose(dtype: torch.dtype) -> float:
-        fit, test = (replace(part, gram=part.gram.to(dtype), cross=part.cross.to(dtype)) for part in (rest, held))
-
-        def measure(dampings: Sequence[float]) -> list[float]:
-            strengths = [damping * scale for damping in dampings]
-            together = len(strengths) if _solves_together(rest.gram) else 1
-            parts = (strengths[start : start + together] for start in range(0, len(strengths), together))
-            return [error for part in parts for error in _measure_damped(fit, test, dense.to(dtype), part, where)]
-
-        return _descend(measure, margin=_EVEN * float(held.target_energy))
-
     if len(rest.gram) > _SMALL:
+        single = [replace(part, gram=part.gram.float(), cross=part.cross.float()) for part in (rest, held)]
         with suppress(ValueError):  # a damping that float32 cannot tell from none
-            return choose(torch.float32)
-    return choose(torch.float64)
+            return _search_damping(single[0], single[1], dense.float(), scale, where)
+    return _search_damping(rest, held, dense, scale, where)
+
+
+def _draw(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
+    """Return normal numbers that are the same in every run, shape [rows, columns], float64."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_rows, num_columns, generator=generator, dtype=torch.float64).to(device)
+
+
+def _search_damping(rest: SecondMoments, held: SecondMoments, dense: Tensor, scale: float, where: str) -> float:
+    """Return the damping of least held-out error; parameters as in :func:`_measure_damped`.
+
+    :param scale: strength of a damping of one
+    """
+
+    def measure(dampings: Sequence[float]) -> list[float]:
+        strengths = [damping * scale for damping in dampings]
+        together = len(strengths) if _solves_together(rest.gram) else 1
+        parts = (strengths[start : start + together] for start in range(0, len(strengths), together))
+        return [error for part in parts for error in _measure_damped(rest, held, dense, part, where)]
+
+    return _descend(measure, margin=_EVEN * float(held.target_energy))
 
 
 def _solves_together(system: Tensor) -> bool:
@@ -226,7 +234,7 @@ def factorize_fast(system: Tensor, where: str) -> Tensor:
     if len(system) > _SMALL:
         with suppress(ValueError):
             factor = factorize_in_place(system.float(), where)
-            probe = torch.linspace(-1, 1, len(system), dtype=torch.float64, device=system.device)[:, None].cos_()
+            probe = _draw(len(system), 1, system.device)
             left = system @ _solve_factorized(factor, probe.float()).double() - probe
             if left.norm() <= _INEXACT * probe.norm():
                 return factor

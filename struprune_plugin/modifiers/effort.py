@@ -1,4 +1,4 @@
-"""The recipe's ``effort``: seconds against quality, in one word."""
+"""The recipe's ``effort``: time against quality, in one word."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True)
 class Effort:
-    """The fields that an effort sets where the recipe does not.
+    """Values for the fields that the recipe leaves out.
 
     :param sensitivity_samples: of ``sensitivity``
     :param samples: of ``allocation: error_curve``
@@ -21,16 +21,16 @@ class Effort:
     :param tuning_epochs: of ``ffn_tuning``; 0 for none
     """
 
-    sensitivity_samples: int = 16
-    samples: int = 16
-    trial_samples: int = 4
+    sensitivity_samples: int
+    samples: int
+    trial_samples: int
     rotate_values: bool = True
     tuning_epochs: int = 0
 
 
-EFFORTS = {
+EFFORTS: dict[str, Effort | None] = {
     "fast": Effort(sensitivity_samples=8, samples=8, trial_samples=0, rotate_values=False),
-    "default": Effort(),
+    "default": None,  # the fields' own
     "best": Effort(sensitivity_samples=64, samples=64, trial_samples=16, tuning_epochs=6),
 }
 

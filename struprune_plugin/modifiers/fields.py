@@ -205,8 +205,10 @@ class StructuredModifier(StageModifier):
 
     @model_validator(mode="after")
     def _take_effort(self) -> StructuredModifier:
-        """Set what the recipe leaves to the effort; as far as other stages can tell, it stays unset."""
+        """Set the fields that the recipe leaves out to the effort's values; they do not count as given."""
         effort, given = EFFORTS[self.effort], set(self.model_fields_set)
+        if effort is None:
+            return self
         if self.sensitivity is not None and self.sensitivity_samples is not None:
             self.sensitivity = complete(self.sensitivity, samples=effort.sensitivity_samples)
         if self.allocation.rule == "error_curve":

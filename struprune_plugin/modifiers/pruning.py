@@ -122,15 +122,12 @@ class StruPruneModifier(StructuredModifier):
         return {**settings, **values}
 
     @model_validator(mode="after")
-    def _default_to_uniform(self) -> StruPruneModifier:
+    def _complete_fields(self) -> StruPruneModifier:
         if self.output == "uniform" and "allocation" not in self.model_fields_set:
             self.allocation = RULES.parse("uniform")
-        if (
-            "ffn_tuning" not in self.model_fields_set
-            and self.prune_ffn
-            and (epochs := EFFORTS[self.effort].tuning_epochs)
-        ):
-            self.ffn_tuning = FFNTuning(epochs=epochs)
+        effort = EFFORTS[self.effort]
+        if effort is not None and effort.tuning_epochs and self.prune_ffn and "ffn_tuning" not in self.model_fields_set:
+            self.ffn_tuning = FFNTuning(epochs=effort.tuning_epochs)
         if self.ffn_tuning is not None and not self.prune_ffn:
             raise ValueError("ffn_tuning has no effect with prune_ffn: false. Remove it, or set prune_ffn: true.")
         return self
@@ -140,7 +137,7 @@ class StruPruneModifier(StructuredModifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         model = state.model
         if self.ffn_tuning is not None:
-            check_one_process("ffn_tuning", "Leave it out, or tune in a run of one process.")
+            check_one_process("ffn_tuning", "Set it to null (effort: best sets it), or tune in a run of one process.")
         rehearse_units(self, model)
         groups = self._find_own_groups(model)
         check_single_stage()

@@ -88,11 +88,11 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
         return [path for path in named if path is not None]
 
     def take_tokenizer(self, tokenizer: Any) -> None:
-        """Add the tokenizer of the run, or where it lies; the model's folder is asked where nobody gives one."""
+        """Set the run's tokenizer, or its path. Without one, that of the model's folder is used."""
         self._tokenizer = tokenizer
 
     def watch(self, texts: Mapping[str, list[Sample]]) -> None:
-        """Add more texts, whose cross entropy is told with every held-out measurement."""
+        """Set texts whose cross entropy is recorded with every held-out measurement."""
         self._watched = dict(texts)
 
     # -- lifecycle ------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class TrainedStates:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add what :meth:`list_values` or :meth:`list_tensors` gave, to the bit."""
+        """Load what :meth:`list_values` or :meth:`list_tensors` gave, bit by bit."""
         for name, parameter in self.parameters.items():
             self._masters[name].copy_(tensors[f"{name}.value"])
             parameter.copy_(self._masters[name])

@@ -206,7 +206,7 @@ class RecoveryRun:
         return objective.average(objective.measure(micro_batches), sum(sample.num_targets for sample in samples))
 
     def _measure(self, step: int) -> bool:
-        """Record the held-out losses, and the values where they are the best so far; tell whether it is time to stop."""
+        """Record the held-out losses, and the values where they are the best so far; return whether it is time to stop."""
         curve, losses = self.curve, self.measure_holdout()
         for name, samples in self._texts.watched.items():
             share = self._look_up(samples[number] for number in split_range(len(samples)))
@@ -257,7 +257,7 @@ class RecoveryRun:
             self._store.remove(part)
 
     def _resume(self) -> int:
-        """Add the last step that is whole; return its number, 0 where there is none.
+        """Load the last complete step; return its number, 0 without one.
 
         :raises ValueError: it was made of other texts
         """

@@ -127,7 +127,7 @@ class ResumeStore:
         return self.folder / f"{part}.safetensors"
 
     def remove(self, part: str) -> None:
-        """Release a part."""
+        """Remove a part."""
         self.locate(part).unlink(missing_ok=True)
 
     def clear(self) -> None:

@@ -118,7 +118,7 @@ def _change(layers: Sequence[nn.Module], trial: Trial, zero_rows: bool) -> Itera
 
 @contextmanager
 def _keep(layers: Sequence[nn.Module], names: Sequence[str]) -> Iterator[None]:
-    """Yield linears back the weights that they have now."""
+    """Restore the present weights of linears when the block ends."""
     linears: list[Any] = [layer.get_submodule(name) for layer in layers for name in names]
     before = [{name: p.data.clone() for name, p in linear.named_parameters(recurse=False)} for linear in linears]
     try:

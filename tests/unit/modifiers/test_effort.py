@@ -7,13 +7,13 @@ from struprune_plugin.recipes.load import load_recipe
 
 
 def test_the_default_effort_is_what_the_fields_say_by_themselves():
-    default, plain = EFFORTS["default"], StruPruneModifier(sparsity=0.3)
-    assert plain.sensitivity.samples == default.sensitivity_samples
-    assert plain.allocation.samples == default.samples
-    assert plain.allocation.trial_samples == default.trial_samples
-    assert plain.rotate_values is default.rotate_values
-    assert plain.ffn_tuning is None
-    assert not default.tuning_epochs
+    assert (
+        StruPruneModifier(sparsity=0.3, effort="default").dump_fields() == StruPruneModifier(sparsity=0.3).dump_fields()
+    )
+    fields = StruPruneModifier(sparsity=0.3)
+    assert (fields.sensitivity.samples, fields.allocation.samples, fields.allocation.trial_samples) == (16, 16, 4)
+    assert fields.rotate_values
+    assert fields.ffn_tuning is None
 
 
 @pytest.mark.parametrize("name", ["fast", "best"])

@@ -1,23 +1,24 @@
-"""One step of training under one decoder layer: forward, losses, backward, and every layer's update as its gradient is there."""
+"""One step of training: forward, losses, backward, and the update; under one decoder layer as each layer's gradient is there."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from struprune_plugin.layerwise.calls import pair_gradients
+from struprune_plugin.layerwise.calls import States, pair_gradients
 from struprune_plugin.layerwise.runner import LayerwiseRunner, MicroBatch, Weights
 from struprune_plugin.recovery.objective import Objective
 from struprune_plugin.recovery.recovery_config import RecoveryConfig
 from struprune_plugin.recovery.states import REST, TrainedStates
 from struprune_plugin.runtime.distributed import count_ranks, sum_over_ranks
 
+Seed = Callable[[int, int], None]  # called with the numbers of layer and micro-batch before each run
 Sums = dict[str, Tensor]
 Sink = Callable[
     [str, Sums], None
@@ -27,7 +28,8 @@ Sink = Callable[
 class Stepper:
     """Takes steps.
 
-    A layer runs a second time in the backward pass, from its input, which waits on the host.
+    Under ``memory: layer`` a layer runs a second time in the backward pass, from its input, which waits on the host. Under
+    ``memory: model`` the graph of one micro-batch is kept instead.
 
     :param states: what is trained; names are ``<layer>.<name within it>`` and ``rest.<name within the base model>``
     :param held_sums: bytes of a layer's gradients that are added up on the device, the largest first; the others are on the
@@ -60,9 +62,9 @@ class Stepper:
         :param step: from 1
         """
         seed, update = partial(self._seed, step), partial(self._update, step, rate)
-        self.runner.forward(micro_batches, seed=seed)
+        run = self._run_whole if self._config.memory == "model" else self._run_layerwise
         if self._config.optimizer.clipping == "layer":
-            return self._run_backward(micro_batches, num_targets, seed, update)
+            return run(micro_batches, num_targets, seed, update)
         held: list[tuple[str, Sums]] = []  # until the norm of all is known
         norms: list[Tensor] = []
 
@@ -70,7 +72,7 @@ class Stepper:
             norms.append(_measure_norm(sums))
             held.append((owner, {name: self._to_states(total) for name, total in sums.items()}))
 
-        losses = self._run_backward(micro_batches, num_targets, seed, hold)
+        losses = run(micro_batches, num_targets, seed, hold)
         norm = torch.stack(norms).norm() if norms else torch.zeros(())
         for owner, sums in held:
             update(owner, sums, norm)
@@ -104,61 +106,110 @@ class Stepper:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def _run_backward(
-        self, micro_batches: Sequence[MicroBatch], num_targets: int, seed: Callable[[int, int], None], sink: Sink
+    def _run_layerwise(
+        self, micro_batches: Sequence[MicroBatch], num_targets: int, seed: Seed, sink: Sink
     ) -> dict[str, float]:
-        """Run all layers backwards and give each one's gradients, summed over the batch, to the sink as soon as they are there."""
-        losses = self._run_head(micro_batches, num_targets, sink)
+        """Run the batch forwards and all layers backwards, and give each one's gradients, summed over the batch, to the sink as
+        soon as they are there."""
+        self.runner.forward(micro_batches, seed=seed)
+        losses, rest = self.objective.make_zeros(), self.runner.fetch_rest()
+        with self._watch_gradients(rest, self._trained.get(REST, [])) as sums:
+            for micro_batch in micro_batches:
+                self._run_head_backward(losses, rest, micro_batch, num_targets)
+        self._pass_on(REST, sums, sink)
         for index, weights in self.runner.stream_layers(range(len(self.runner.layers) - 1, self._lowest - 1, -1)):
-            trained = self._trained.get(str(index), [])
-            with self._watch_gradients(weights, trained) as sums:
+            with self._watch_gradients(weights, self._trained.get(str(index), [])) as sums:
                 for number, micro_batch in enumerate(micro_batches):
                     seed(index, number)
-                    distance = self._run_layer_backward(index, weights, micro_batch, num_targets)
-                    if "hidden" in losses:
-                        losses["hidden"] += distance
+                    step = self._run_layer(index, weights, micro_batch, micro_batch.states[index])
+                    self._run_layer_backward(losses, index, step, micro_batch, num_targets)
+                    del step
             del weights
-            if trained:
-                sink(str(index), sums)
+            self._pass_on(str(index), sums, sink)
         return self.objective.average(losses, num_targets)
 
-    def _run_head(self, micro_batches: Sequence[MicroBatch], num_targets: int, sink: Sink) -> dict[str, float]:
-        """Measure the losses at the head, and the gradient at every micro_batch's last hidden states."""
-        runner, losses = self.runner, self.objective.make_zeros()
-        rest, trained = runner.fetch_rest(), self._trained.get(REST, [])
-        with self._watch_gradients(rest, trained) as sums:
-            for micro_batch in micro_batches:
-                with torch.enable_grad():
-                    leaf = runner.context.to_device(micro_batch.states[-1].hidden, runner.device)
-                    leaf = leaf.detach().requires_grad_()
-                    final = runner.finish(micro_batch, leaf, rest)
-                gradient = self.objective.add_head(losses, micro_batch, final.detach(), with_gradient=True)
-                assert gradient is not None
-                above = torch.zeros_like(final)
-                above[:, :-1] = gradient / num_targets
-                torch.autograd.backward([final], [above])
-                assert leaf.grad is not None
-                micro_batch.above = [runner.context.park(leaf.grad)]
-        if trained:
-            sink(REST, sums)
-        return losses
+    def _run_whole(
+        self, micro_batches: Sequence[MicroBatch], num_targets: int, seed: Seed, sink: Sink
+    ) -> dict[str, float]:
+        """Run micro-batch by micro-batch through all layers and back, its graph kept in between; then give the gradients to the
+        sink."""
+        losses, rest = self.objective.make_zeros(), self.runner.fetch_rest()
+        layers = dict(self.runner.stream_layers(range(len(self.runner.layers))))
+        owners = {**{str(index): weights for index, weights in reversed(layers.items())}, REST: rest}
+        with ExitStack() as stack:
+            sums = {
+                owner: stack.enter_context(self._watch_gradients(weights, self._trained.get(owner, [])))
+                for owner, weights in owners.items()
+            }
+            for number, micro_batch in enumerate(micro_batches):
+                graph: dict[int, tuple[States, States]] = {}
+                for index, weights in layers.items():
+                    seed(index, number)
+                    graph[index] = self._run_layer(index, weights, micro_batch, micro_batch.states[-1])
+                    micro_batch.states = [graph[index][1].map(Tensor.detach)]
+                self._run_head_backward(losses, rest, micro_batch, num_targets)
+                for index in range(len(layers) - 1, self._lowest - 1, -1):
+                    self._run_layer_backward(losses, index, graph.pop(index), micro_batch, num_targets)
+        for owner in (REST, *(owner for owner in owners if owner != REST)):
+            self._pass_on(owner, sums[owner], sink)
+        return self.objective.average(losses, num_targets)
 
-    def _run_layer_backward(self, index: int, weights: Weights, micro_batch: MicroBatch, num_targets: int) -> float:
-        """Run one layer backwards on one micro-batch; return its distance from the dense layer, 0 where it is not asked for."""
+    def _pass_on(self, owner: str, sums: Sums, sink: Sink) -> None:
+        if owner in self._trained:
+            sink(owner, sums)
+
+    def _run_head_backward(
+        self, losses: dict[str, float], rest: Weights, micro_batch: MicroBatch, num_targets: int
+    ) -> None:
+        """Add the losses at the head; find the gradient at a micro-batch's last hidden states."""
+        runner = self.runner
+        with torch.enable_grad():
+            leaf = runner.context.to_device(micro_batch.states[-1].hidden, runner.device)
+            leaf = leaf.detach().requires_grad_()
+            final = runner.finish(micro_batch, leaf, rest)
+        gradient = self.objective.add_head(losses, micro_batch, final.detach(), with_gradient=True)
+        assert gradient is not None
+        above = torch.zeros_like(final)
+        above[:, :-1] = gradient / num_targets
+        torch.autograd.backward([final], [above])
+        assert leaf.grad is not None
+        micro_batch.above = [runner.context.park(leaf.grad)]
+
+    def _run_layer(
+        self, index: int, weights: Weights, micro_batch: MicroBatch, states: States
+    ) -> tuple[States, States]:
+        """Run one layer with a graph of its own, from its lowest trained one on; return what enters it and what leaves."""
+        with torch.set_grad_enabled(index >= self._lowest):
+            entered = states.map(partial(self.runner.context.to_device, device=self.runner.device))
+            entered = entered.watch() if index >= self._lowest else entered
+            return entered, self.runner.run(index, weights, micro_batch, entered)
+
+    def _run_layer_backward(
+        self,
+        losses: dict[str, float],
+        index: int,
+        step: tuple[States, States],
+        micro_batch: MicroBatch,
+        num_targets: int,
+    ) -> None:
+        """Run one layer backwards on one micro-batch; add its distance from the dense layer where it is asked for.
+
+        :param step: what :meth:`_run_layer` returned
+        """
         context, weight = self.runner.context, self.objective.hidden_weight
+        entered, left = step
         assert micro_batch.above is not None
         with torch.enable_grad():
-            states = micro_batch.states[index].map(partial(context.to_device, device=self.runner.device)).watch()
-            left = self.runner.run(index, weights, micro_batch, states)
             above = [context.to_device(gradient, self.runner.device) for gradient in micro_batch.above]
             outputs, gradients = pair_gradients(left, above)
             if weight:
                 outputs.append(self.objective.measure_distance(index, micro_batch, left.hidden))
                 gradients.append(torch.full_like(outputs[-1], weight / num_targets))
         torch.autograd.backward(outputs, gradients)
-        below = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in states.list_learning()]
+        below = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in entered.list_learning()]
         micro_batch.above = [context.park(gradient) for gradient in below]
-        return outputs[-1].item() if weight else 0.0
+        if weight:
+            losses["hidden"] += outputs[-1].item()
 
     def _choose_held(self, leaves: Weights) -> set[str]:
         """Return the names of those whose gradients are added up on the device."""

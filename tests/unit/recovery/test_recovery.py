@@ -195,16 +195,17 @@ def test_projected_embeddings_take_the_plain_loop_s_steps(shape):
     assert find_distance(ours, theirs) < 1e-8
 
 
-def test_distances_of_hidden_states_have_the_right_gradient():
+@pytest.mark.parametrize("memory", ["layer", "model"])
+def test_distances_of_hidden_states_have_the_right_gradient(memory):
     """Of one layer, by autograd over the whole model."""
     student, dense = make_opt(seed=1).double().requires_grad_(False), make_opt().double()
     (batch,) = make_batches(1, 2)
-    stepper = make_stepper(student, make_config(loss=Loss(hidden=1.0)))
+    stepper = make_stepper(student, make_config(loss=Loss(hidden=1.0), memory=memory))
     micro_batches = [stepper.runner.embed(batch)]
     LayerwiseTeacher(LayerwiseRunner(dense, DeviceContext(), CPU, torch.float64), 2).show_hidden(micro_batches)
     found: dict = {}
-    stepper.runner.forward(micro_batches)
-    losses = stepper._run_backward(micro_batches, 22, lambda *_: None, found.__setitem__)
+    run = stepper._run_whole if memory == "model" else stepper._run_layerwise
+    losses = run(micro_batches, 22, lambda *_: None, found.__setitem__)
     wanted, gradients = _differentiate(student, dense, batch)
     assert losses["hidden"] == pytest.approx(wanted, rel=1e-9)
     torch.testing.assert_close(found["1"]["fc1.weight"], gradients, rtol=1e-7, atol=1e-12)

@@ -2,12 +2,13 @@
 
     python -m eval.recovery --model MODEL --data DATA --tokens 400000 --output results/recovery
     python -m eval.recovery --model MODEL --data DATA --only steps --output results/recovery
-    python -m eval.recovery --model MODEL --pruned FOLDER --data DATA --rows "full, KL" --output results/recovery
+    python -m eval.recovery --model MODEL --pruned ours=FOLDER,FASP=FOLDER --data DATA --train books_train.jsonl \
+        --items ITEMS --rows "LoRA, KL" --zeroshot --only curves --output results/recovery
 
-DATA holds books_train.jsonl and wikitext2_valid.jsonl, in equal parts the training text, the text to calibrate on, and the texts
-to score. MODEL is pruned once by the default, unless --pruned has it, and recovered anew for every row. Finished rows are read
-back, not computed again, and a row that was killed goes on after its last checkpoint. Writes recovery.md and recovery.json; with
-one thread on a CPU, seconds are the process' own.
+DATA holds the texts to train on (--train, in equal parts), to calibrate on and to score. MODEL is pruned once by the default,
+unless --pruned names folders, and recovered anew for every row. Finished rows are read back, not computed again, and a row that
+was killed goes on after its last checkpoint. Writes recovery.md and recovery.json; with one thread on a CPU, seconds are the
+process' own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from eval.account import count_memory
 from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model, identify_text
 from eval.measure import count_live_bytes, count_own_seconds, time_side_by_side
+from eval.zeroshot import METRICS, TASKS, format_scores, identify_tasks, score_tasks
 from struprune_plugin import RecoveryModifier, StruPruneModifier, oneshot
+from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, tokenize_texts
 from struprune_plugin.layerwise.runner import LayerwiseRunner
 from struprune_plugin.layerwise.samples import Sample
@@ -45,11 +48,17 @@ from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.storage.files import format_bytes
 
 TEXTS = {"wikitext2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
-TRAINING = ("books_train.jsonl", "wikitext2_valid.jsonl")
+TRAINING = "books_train.jsonl,wikitext2_valid.jsonl"
+ITEMS = (
+    "hellaswag.jsonl",
+    "piqa.jsonl",
+)  # of a zero-shot task each: their questions with the right answers are a text, too
 ROWS: dict[str, dict[str, Any]] = {
     "LoRA, cross entropy": {"adapters": {}, "loss": {"cross_entropy": 1.0}},
     "LoRA, KL": {"adapters": {}, "loss": {"kl": 1.0}},
+    "LoRA, KL + cross entropy": {"adapters": {}, "loss": {"kl": 1.0, "cross_entropy": 1.0}},
     "full, KL": {"loss": {"kl": 1.0}},
+    "full, KL + cross entropy": {"loss": {"kl": 1.0, "cross_entropy": 1.0}},
     "full, KL + hidden": {"loss": {"kl": 1.0, "hidden": 1.0}},
 }
 CPU = torch.device("cpu")
@@ -70,39 +79,44 @@ class Work:
     max_tokens: int
     batch_size: int
     compute: str
+    memory: str
     points: int
-    pruned: Path | None
+    train: str
+    items: Path | None
+    learning_rate: float | None
     checkpoint_steps: int
-    keep: bool
+    zeroshot: bool
 
     @property
     def sources(self) -> list[str]:
-        return [str(self.data / name) for name in TRAINING]
+        """Files to train on, in DATA or elsewhere."""
+        named = [(self.data / name, name) for name in self.train.split(",")]
+        return [str(here if here.is_file() else name) for here, name in named]
 
     @property
     def num_steps(self) -> int:
         """Steps of one pass over the training part, a twentieth held out."""
-        windows = sum(self.tokens // len(TRAINING) // self.window for _ in TRAINING)
+        count = len(self.sources)
+        windows = count * (self.tokens // count // self.window)
         return math.ceil((windows - max(1, round(0.05 * windows))) / self.batch_size)
 
     def describe(self) -> dict[str, Any]:
         """Return everything that a row depends on beside its own fields."""
         texts = [*(str(self.data / name) for name in TEXTS.values()), *self.sources, str(self.calibration)]
         told = {name: getattr(self, name) for name in ("sparsity", "window", "num_samples", "tokens", "max_tokens")}
-        told |= {"batch_size": self.batch_size, "compute": self.compute, "points": self.points}
+        told |= {name: getattr(self, name) for name in ("batch_size", "compute", "memory", "points", "learning_rate")}
+        texts += [str(self.items / name) for name in ITEMS] if self.items else []
         return {
-            "code": describe_code(Path(__file__), EVAL / "ledger.py"),
+            "code": describe_code(Path(__file__), EVAL / "ledger.py", EVAL / "zeroshot.py"),
             "model": identify_model(self.model),
-            **({} if self.pruned is None else {"pruned": identify_model(str(self.pruned))}),
+            "tasks": identify_tasks(tuple(TASKS) if self.zeroshot else ()),
             "texts": [identify_text(text) for text in texts],
             **told,
         }
 
 
 def prune(work: Work) -> Path:
-    """Return the folder of the pruned model, made where it is not there."""
-    if work.pruned is not None:
-        return work.pruned
+    """Return the folder of the model that the default prunes, made where it is not there."""
     folder = work.output / f"pruned-{digest_text(json.dumps(work.describe(), sort_keys=True))}"
     if not folder.is_dir():
         tokenizer = AutoTokenizer.from_pretrained(work.model)
@@ -127,16 +141,27 @@ def read_watched(work: Work) -> dict[str, list[Sample]]:
     found = {}
     for name, file in TEXTS.items():
         tokens = tokenize_texts(tokenizer, read_texts(work.data / file), work.max_tokens)
-        found[name] = [Sample(row) for row in tokens[: len(tokens) // work.window * work.window].view(-1, work.window)]
+        found[name] = cut_windows(tokens, work.window)
+    if work.items is not None:
+        items = [json.loads(line) for name in ITEMS for line in (work.items / name).read_text().splitlines()]
+        texts = [f"{item['query']} {item['choices'][item['gold']]}" for item in items]
+        found["items"] = cut_windows(tokenize_texts(tokenizer, texts, work.max_tokens), work.window)
     return found
 
 
-def recover(work: Work, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Recover the pruned model by one row; return the curve of perplexities against tokens and seconds of the steps."""
+def cut_windows(tokens: torch.Tensor, window: int) -> list[Sample]:
+    """Return whole windows of a text's tokens."""
+    return [Sample(row) for row in tokens[: len(tokens) // window * window].view(-1, window)]
+
+
+def recover(work: Work, pruned: Path, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Recover a pruned model by one row; return the curve of perplexities against tokens and seconds of the steps."""
     folder = work.output / "-".join(re.findall(r"\w+", name)).lower()
     loss = fields["loss"] if set(fields["loss"]) == {"cross_entropy"} else {**fields["loss"], "teacher": work.model}
     modifier = RecoveryModifier(
         **{**fields, "loss": loss},
+        schedule={"learning_rate": work.learning_rate},  # type: ignore[arg-type]  # pydantic makes the object
+        memory=work.memory,  # type: ignore[arg-type]  # one of the choices on the command line
         data=Text(files=work.sources, tokens=work.tokens, window=work.window),
         batch_size=work.batch_size,
         micro_batch_size=work.batch_size,
@@ -144,11 +169,12 @@ def recover(work: Work, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         compute=work.compute,  # type: ignore[arg-type]  # one of the choices on the command line
         checkpoint_steps=work.checkpoint_steps,
     )
-    modifier.watch(read_watched(work))
+    watched = read_watched(work)
+    modifier.watch(watched)
     oneshot(
-        model=str(prune(work)),
+        model=str(pruned),
         recipe=modifier,
-        output_dir=folder if work.keep else None,
+        output_dir=folder if work.zeroshot else None,
         tokenizer=work.model,
         checkpoint_dir=folder.with_name(f"checkpoint-{folder.name}"),
     )
@@ -158,14 +184,20 @@ def recover(work: Work, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         {
             "tokens": row["tokens_seen"],
             "seconds": seconds[row["step"]],
-            **{name: math.exp(row[name]) for name in TEXTS},
+            **{name: math.exp(row[name]) for name in watched},
             "holdout": row["loss"],
         }
         for row in record["holdout"]
     ]
     best = next(i for i, row in enumerate(record["holdout"]) if row["step"] == record["best_step"])
     told = {"steps": record["steps"], "best": best, "curve": curve, "stage_seconds": record["seconds"]}
-    return {**told, "perplexity": {name: curve[best][name] for name in TEXTS}}
+    told["perplexity"] = {name: curve[best][name] for name in watched}
+    return {**told, "zeroshot": score_folder(folder)} if work.zeroshot else told
+
+
+def score_folder(folder: Path) -> dict[str, dict[str, float]]:
+    """Return the zero-shot scores of a model."""
+    return score_tasks(*load_checkpoint(str(folder), "auto"), list(TASKS))
 
 
 def find_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -177,10 +209,10 @@ def find_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 # -- seconds and bytes of a step ------------------------------------------------------------------------------------
 
 
-def measure_steps(work: Work, repeats: int) -> dict[str, Any]:
+def measure_steps(work: Work, pruned: Path, repeats: int) -> dict[str, Any]:
     """Return seconds and peak bytes of one full fine-tuning step on the pruned model: under one layer, with the whole model on
     the device, and by the ordinary loop (autograd over the model, torch's AdamW)."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(prune(work)).float().eval().requires_grad_(False)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(pruned).float().eval().requires_grad_(False)
     samples = read_watched(work)["books"][: work.batch_size]
     runs: dict[str, Callable[[], object]] = {}
     peaks: dict[str, int] = {}
@@ -244,13 +276,19 @@ def _make_plain_step(model: PreTrainedModel, samples: list[Sample]) -> Callable[
 
 def format_curves(rows: dict[str, dict[str, Any]]) -> str:
     """Return the table of perplexities at every measurement."""
-    lines = []
+    lines, texts = [], list(next(iter(rows.values()))["perplexity"])
     for name, row in rows.items():
         for index, point in enumerate(row["curve"]):
             mark = "kept" if index == row["best"] else ""
-            cells = [f"{point['tokens']:,}", *(f"{point[text]:.2f}" for text in TEXTS), f"{point['holdout']:.4f}"]
+            cells = [f"{point['tokens']:,}", *(f"{point[text]:.2f}" for text in texts), f"{point['holdout']:.4f}"]
             lines.append([name if index == 0 else "", *cells, f"{point['seconds']:.0f}", mark])
-    return format_table(["row", "tokens trained", *TEXTS, "held-out loss", "seconds", ""], lines)
+    return format_table(["row", "tokens trained", *texts, "held-out loss", "seconds", ""], lines)
+
+
+def format_zeroshot(rows: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return the table of accuracies, plain and normalised by length."""
+    lines = [[name, *(cell for task in TASKS for cell in format_scores(row[task]))] for name, row in rows.items()]
+    return format_table(["row", *(f"{task}, {metric}" for task in TASKS for metric in METRICS)], lines)
 
 
 def format_steps(told: dict[str, Any]) -> str:
@@ -265,10 +303,45 @@ def format_steps(told: dict[str, Any]) -> str:
     return format_table(header, lines)
 
 
+def read_folders(given: str) -> dict[str, Path]:
+    """Return folders by name.
+
+    :raises SystemExit: not NAME=FOLDER, or no such folder
+    """
+    pairs = [part.partition("=") for part in given.split(",")]
+    folders = {name: Path(folder) for name, _, folder in pairs}
+    if not all(folder.is_dir() and name for name, folder in folders.items()) or len(folders) < len(pairs):
+        raise SystemExit(
+            f"--pruned: must be NAME=FOLDER,... of pruned models, each name once, got {given!r}. Correct it."
+        )
+    return folders
+
+
+def finish_rows(ledger: Ledger, work: Work, folders: dict[str, Path], names: list[str]) -> dict[str, Any]:
+    """Finish every row on every pruned model, and the zero-shot scores of the dense, pruned and recovered ones."""
+    began, curves = work.describe(), {}
+    for method, pruned in folders.items():
+        for name in names:
+            how = {**began, "pruned": identify_model(str(pruned)), "fields": ROWS[name]}
+            key = f"{method} | {name}"
+            curves[key] = ledger.finish(key, how, partial(recover, work, pruned, key, ROWS[name]))
+    if not work.zeroshot:
+        return {"curves": curves}
+    scores = {}
+    for name, folder in {"dense": Path(work.model), **folders}.items():
+        how = {"code": began["code"], "model": identify_model(str(folder)), "tasks": began["tasks"]}
+        scores[name] = ledger.finish(f"{name}, zero-shot", how, partial(_score, folder))["zeroshot"]
+    return {"curves": curves, "zeroshot": scores | {key: row["zeroshot"] for key, row in curves.items()}}
+
+
+def _score(folder: Path) -> dict[str, Any]:
+    return {"zeroshot": score_folder(folder)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--pruned", type=Path, help="MODEL's pruned folder; made if unset")
+    parser.add_argument("--pruned", help="MODEL's pruned folders, NAME=FOLDER,...; the default's is made if unset")
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--calibration", type=Path, help="DATA/books_calibration.jsonl if unset")
     parser.add_argument("--sparsity", type=float, default=0.3)
@@ -279,28 +352,39 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="windows a step")
     parser.add_argument("--points", type=int, default=4, help="measurements of every row")
     parser.add_argument("--compute", default="model", choices=("model", "float32", "bfloat16"))
+    parser.add_argument("--memory", default="layer", choices=("layer", "model"), help="what the device holds")
+    parser.add_argument("--train", default=TRAINING, help="files to train on, in DATA or elsewhere, comma-separated")
+    parser.add_argument("--items", type=Path, help="folder of zero-shot items, whose right answers are a text to score")
+    parser.add_argument("--learning-rate", type=float, help="the modifier's default if unset")
     parser.add_argument("--only", default="curves,steps", help="parts of the report")
     parser.add_argument("--checkpoint-steps", type=int, default=10, help="steps between checkpoints of a row")
-    parser.add_argument("--keep", action="store_true", help="keep the recovered models in OUTPUT, too")
+    parser.add_argument(
+        "--zeroshot", action="store_true", help="keep the recovered models in OUTPUT; score tasks on all"
+    )
     parser.add_argument("--rows", default=";".join(ROWS), help="separated by semicolons")
     parser.add_argument("--repeats", type=int, default=5, help="of a step that is timed")
     parser.add_argument("--output", type=Path, required=True, help="folder for the files")
     args = vars(parser.parse_args())
     only, names, repeats = args.pop("only").split(","), args.pop("rows").split(";"), args.pop("repeats")
+    given = args.pop("pruned")
     args["calibration"] = args["calibration"] or args["data"] / "books_calibration.jsonl"
     work = Work(**args)
     logger.remove()
     warnings.filterwarnings("ignore")
     ledger = Ledger(work.output / "recovery-rows.json", {"model": Path(work.model).name, "sparsity": work.sparsity})
-    began, told = work.describe(), {}
+    parts = []
+    told: dict[str, Any] = {}
     with count_own_seconds():
+        folders = read_folders(given) if given else {"ours": prune(work)}
         if "curves" in only:
-            hows = {name: {**began, "fields": ROWS[name]} for name in names}
-            told["curves"] = {n: ledger.finish(n, how, partial(recover, work, n, ROWS[n])) for n, how in hows.items()}
+            told |= finish_rows(ledger, work, folders, names)
+            parts.append(format_curves(told["curves"]))
+            parts += [format_zeroshot(told["zeroshot"])] if work.zeroshot else []
         if "steps" in only:
-            told["steps"] = ledger.finish("steps", {**began, "repeats": repeats}, lambda: measure_steps(work, repeats))
-    parts = [format_curves(told["curves"])] if "curves" in told else []
-    parts += [format_steps(told["steps"])] if "steps" in told else []
+            pruned = next(iter(folders.values()))
+            how = {**work.describe(), "pruned": identify_model(str(pruned)), "repeats": repeats}
+            told["steps"] = ledger.finish("steps", how, lambda: measure_steps(work, pruned, repeats))
+            parts.append(format_steps(told["steps"]))
     text = (
         f"# Recovery of {Path(work.model).name}, {work.sparsity:.0%} removed\n\n```\n" + "\n\n".join(parts) + "\n```\n"
     )

@@ -22,6 +22,7 @@ from struprune_plugin.cli.plan_command import plan
 from struprune_plugin.cli.prune_command import prune
 from struprune_plugin.cli.recipes_command import recipes
 from struprune_plugin.cli.report_command import report
+from struprune_plugin.cli.sample_command import sample
 from struprune_plugin.cli.sweep_command import sweep
 from struprune_plugin.cli.verify_command import verify
 
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "prune": prune,
     "plan": plan,
     "costs": costs,
+    "sample": sample,
     "eval": score,
     "convert": convert,
     "inspect": inspect,

@@ -114,7 +114,7 @@ class Calibration(Amount):
     """Calibration text and its size."""
 
     data: Annotated[
-        str | None, option("FILE.jsonl, c4, wikitext2 or a hub data set [default: a shipped sample]", "SRC")
+        str | None, option("FILE.jsonl, self, c4, wikitext2 or a hub data set [default: a shipped sample]", "SRC")
     ] = None
     text_column: Annotated[str, option("field that holds the text", "NAME")] = "text"
 

@@ -68,7 +68,8 @@ def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, sc
     from transformers import set_seed
 
     from struprune_plugin.entrypoint import list_inputs
-    from struprune_plugin.evaluation.text import DEMO_CALIBRATION, load_tokenizer, make_calibration_dataset
+    from struprune_plugin.evaluation.calibration import make_dataset
+    from struprune_plugin.evaluation.text import DEMO_CALIBRATION, load_tokenizer
     from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.registration import StruPruneModifier, oneshot
     from struprune_plugin.storage.checkpoint import check_checkpoint
@@ -81,9 +82,10 @@ def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, sc
     check_output(run.output, run.overwrite, inputs)
     check_checkpoint(model)
     set_seed(run.seed)
-    dataset = make_calibration_dataset(
-        calibration.data or DEMO_CALIBRATION,
+    dataset = make_dataset(
+        model,
         load_tokenizer(model),
+        calibration.data or DEMO_CALIBRATION,
         num_samples,
         calibration.seq_length,
         calibration.text_column,

@@ -10,6 +10,8 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from struprune_plugin.evaluation.sampling import SELF, sample_dataset
+from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import HUB_DATASETS, load_tokenizer, make_calibration_dataset
 from struprune_plugin.runtime.distributed import count_ranks, split_range
 
@@ -18,7 +20,7 @@ def check_dataset(dataset: object, splits: object) -> None:
     """Refuse data that nobody can read, and splits of what has none."""
     if not isinstance(dataset, (str, os.PathLike, Dataset, DatasetDict, IterableDataset, DataLoader, type(None))):
         raise ValueError(
-            f"dataset: must be a file, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
+            f"dataset: must be a file, self, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
             f"{type(dataset).__name__}. Make a Dataset of it: Dataset.from_dict({{'text': [...]}})."
         )
     if splits is not None and not (isinstance(dataset, DatasetDict) or _is_from_host(dataset)):
@@ -30,7 +32,8 @@ def check_dataset(dataset: object, splits: object) -> None:
 
 def _is_from_host(dataset: object) -> bool:
     """Return whether data are a name or a folder that the host resolves."""
-    return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in HUB_DATASETS or Path(dataset).is_file())
+    ours = (SELF, *HUB_DATASETS)
+    return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in ours or Path(dataset).is_file())
 
 
 def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -54,8 +57,28 @@ def _make_windows(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[
         tokenizer = load_tokenizer(where)
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
     samples = kwargs.get("num_calibration_samples") or 512
-    dataset = make_calibration_dataset(source, tokenizer, samples, length, kwargs.get("text_column") or "text")
-    return {**kwargs, "dataset": dataset}
+    return {
+        **kwargs,
+        "dataset": make_dataset(model, tokenizer, source, samples, length, kwargs.get("text_column") or "text"),
+    }
+
+
+def make_dataset(
+    model: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | os.PathLike,
+    num_samples: int,
+    seq_length: int,
+    text_column: str = "text",
+) -> Dataset:
+    """Return calibration samples of a source, of ``self`` the model's own text.
+
+    :raises ValueError: as :func:`~struprune_plugin.evaluation.text.make_calibration_dataset`
+    """
+    if str(source) != SELF:
+        return make_calibration_dataset(source, tokenizer, num_samples, seq_length, text_column)
+    own = load_checkpoint(model, "auto")[0] if isinstance(model, str) else model
+    return sample_dataset(own, tokenizer, num_samples, seq_length)
 
 
 def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:

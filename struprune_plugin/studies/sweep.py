@@ -21,8 +21,9 @@ from transformers import PreTrainedModel, set_seed
 from struprune_plugin.allocation.cache import MeasurementCache
 from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.entrypoint import oneshot
+from struprune_plugin.evaluation.calibration import make_dataset
 from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
-from struprune_plugin.evaluation.text import load_tokenizer, make_calibration_dataset, read_texts, tokenize_texts
+from struprune_plugin.evaluation.text import load_tokenizer, read_texts, tokenize_texts
 from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.recipes.load import load_recipe
@@ -129,9 +130,10 @@ class SweepRun:
         self._manager = check_tasks(scoring.tasks, scoring.include_path) if scoring.tasks else None
         self.sweep, self.folder = sweep, folder
         self._tokenizer = load_tokenizer(sweep.model)
-        self._dataset = make_calibration_dataset(
-            calibration.data,
+        self._dataset = make_dataset(
+            sweep.model,
             self._tokenizer,
+            calibration.data,
             calibration.num_samples,
             calibration.seq_length,
             calibration.text_column,

@@ -53,6 +53,7 @@ def test_recovery_tells_curves_and_what_a_step_costs(texts, tmp_path, monkeypatc
     assert steps["peak_bytes"]["ordinary loop"] > steps["model_bytes"]
     assert steps["peak_bytes"]["under one layer"] < steps["peak_bytes"]["ordinary loop"]
     assert steps["seconds"].keys() == {"under one layer", "RecoveryModifier, memory: model", "ordinary loop"}
+    assert set(told["curves"]) == {"ours | LoRA, KL", "ours | full, KL + hidden"}
     assert "tokens trained" in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     monkeypatch.setattr(recovery, "recover", lambda *_: pytest.fail("a finished row was made again"))

@@ -1,0 +1,112 @@
+"""Text that a model writes by itself."""
+
+import json
+
+import pytest
+import torch
+from helpers.models import make_opt, save_opt
+
+from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation import sampling
+from struprune_plugin.evaluation.sampling import sample_dataset, sample_windows, write_window
+from struprune_plugin.evaluation.text import DEMO_MODEL, load_tokenizer
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(DEMO_MODEL)
+
+
+def sample(tokenizer, count=6, **how):
+    return sample_windows(make_opt().eval(), tokenizer, count, 16, **how)
+
+
+def test_windows_are_full_and_depend_on_the_seed_alone(tokenizer):
+    windows = sample(tokenizer)
+    assert windows.shape == (6, 16)
+    assert torch.equal(windows, sample(tokenizer))
+    assert not torch.equal(windows, sample(tokenizer, seed=1))
+    assert len({tuple(row.tolist()) for row in windows}) == 6
+    torch.manual_seed(3)
+    drawn = torch.rand(1)
+    model = make_opt().eval()
+    torch.manual_seed(3)
+    sample_windows(model, tokenizer, 2, 16)
+    assert torch.rand(1) == drawn, "nobody else's random numbers are used"
+
+
+def test_the_distribution_is_the_model_s(tokenizer, monkeypatch):
+    """Of the token after one and the same two, over many windows: within five standard errors."""
+    model = make_opt().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # far from uniform
+        first = torch.tensor([[2, 7]])
+        wanted = torch.softmax(model(first).logits[0, -1], -1)
+    assert wanted.max() > 0.02
+    monkeypatch.setattr(sampling, "_draw_starts", lambda *_: first.expand(3000, -1))
+    windows = sample_windows(model, tokenizer, 3000, 3, batch_size=1000)
+    found = torch.bincount(windows[:, 2], minlength=len(wanted)) / len(windows)
+    top = wanted.topk(5).indices
+    error = (wanted[top] * (1 - wanted[top]) / len(windows)).sqrt()
+    assert ((found - wanted)[top].abs() < 5 * error).all()
+
+
+def test_half_of_the_windows_are_conversations_where_there_is_a_chat_template(tokenizer):
+    tokenizer.chat_template = CHAT
+    turn = tokenizer("<user>", add_special_tokens=False)["input_ids"]
+    begins = [row[: len(turn)].tolist() == turn for row in sample(tokenizer, 7)]
+    assert begins == [False, True] * 3 + [False]
+    dataset = sample_dataset(make_opt().eval(), tokenizer, 7, 16)
+    assert [row[: len(turn)] == turn for row in dataset["input_ids"]] == [False, True] * 3 + [False]
+
+
+def test_an_end_of_text_does_not_end_a_window(tokenizer):
+    model = make_opt().eval()
+    model.generation_config.eos_token_id = list(range(2048))
+    windows = sample_windows(model, tokenizer, 4, 12)
+    assert windows.shape == (4, 12)
+    assert (windows[:, -4:] != 0).any()
+    assert model.generation_config.eos_token_id == list(range(2048))
+
+
+def test_what_is_written_is_read_again(tokenizer):
+    text = "The captain went on board at once."
+    window = torch.tensor(tokenizer(text)["input_ids"])
+    assert tokenizer(write_window(tokenizer, window))["input_ids"] == window.tolist()
+
+
+def test_too_short_a_window_is_refused(tokenizer):
+    with pytest.raises(
+        ValueError, match="seq_length: must be above 2 tokens, with which a sampled window begins, got 2"
+    ):
+        sample_windows(make_opt(), tokenizer, 1, 2)
+
+
+def test_a_model_is_pruned_without_any_data(tmp_path):
+    model = save_opt(tmp_path / "model")
+    how = {"num_calibration_samples": 6, "max_seq_length": 24, "shuffle_calibration_samples": False}
+    first, second = (
+        oneshot(model=str(model), recipe=StruPruneModifier(sparsity=0.3), dataset="self", **how).state_dict()
+        for _ in range(2)
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_command_writes_texts_and_replaces_none(tmp_path, capsys):
+    model, file = save_opt(tmp_path / "model"), tmp_path / "own.jsonl"
+    words = ["sample", str(model), "--output", str(file), "--tokens", "70", "--length", "16", "--json"]
+    assert cli.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["texts"] == 5
+    texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+    assert len(texts) == 5
+    assert all(texts)
+    assert cli.main(words) == 2
+    assert "--output: must be a new file" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert cli.main(["prune", str(model), "--recipe", "struprune", "--data", "self", "--num-samples", "4",
+                    "--seq-length", "24", "--output", str(out)]) == 0  # fmt: skip
+    assert (out / "struprune.json").is_file()

@@ -118,7 +118,8 @@ class _Normalisers:
             self._warm, self._rest = self._whole.clone(), self._whole.clone()
 
     def add(self, start: int, logits: Tensor) -> None:
-        self._whole = torch.logaddexp(self._whole, logits.logsumexp(-1, keepdim=True))
+        total = logits.logsumexp(-1, keepdim=True)
+        self._whole = torch.logaddexp(self._whole, total)
         at, inside = _locate(self._labels, start, logits.shape[-1])
         self._label += logits.gather(-1, at) * inside
         if self._kept is None:
@@ -126,9 +127,11 @@ class _Normalisers:
         at, inside = _locate(self._kept, start, logits.shape[-1])
         self._values += logits.gather(-1, at) * inside
         warm = logits / self._temperature
-        self._warm = torch.logaddexp(self._warm, warm.logsumexp(-1, keepdim=True))
-        others = warm.masked_fill_(_mark(logits, at, inside), -math.inf).logsumexp(-1, keepdim=True)
-        self._rest = torch.logaddexp(self._rest, others)
+        total = total if self._temperature == 1 else warm.logsumexp(-1, keepdim=True)
+        self._warm = torch.logaddexp(self._warm, total)
+        if self._has_rest:
+            others = _fill(warm, at, inside, -math.inf).logsumexp(-1, keepdim=True)
+            self._rest = torch.logaddexp(self._rest, others)
 
     def compute_losses(self) -> tuple[float, float]:
         entropy = (self._whole - self._label).sum().item()
@@ -149,16 +152,16 @@ class _Normalisers:
         gradient = torch.zeros_like(logits)
         if entropy:
             at, inside = _locate(self._labels, start, logits.shape[-1])
-            gradient += entropy * (logits - self._whole).exp_()
+            gradient.add_((logits - self._whole).exp_(), alpha=entropy)
             gradient.scatter_add_(-1, at, -entropy * inside.to(gradient.dtype))
         if divergence and self._kept is not None:
             factor, warm = divergence * self._temperature, logits / self._temperature
             at, inside = _locate(self._kept, start, logits.shape[-1])
-            gradient += factor * (warm - self._warm).exp()
+            gradient.add_((warm - self._warm).exp_(), alpha=factor)
             wanted = self._wanted.exp()
             if self._has_rest:
-                rest = (warm - self._rest).exp_().masked_fill_(_mark(logits, at, inside), 0.0)
-                gradient -= factor * wanted[:, -1:] * rest
+                rest = _fill((warm - self._rest).exp_(), at, inside, 0.0)
+                gradient.addcmul_(wanted[:, -1:], rest, value=-factor)
                 wanted = wanted[:, :-1]
             gradient.scatter_add_(-1, at, -factor * wanted * inside)
         return gradient
@@ -171,9 +174,14 @@ def _locate(indices: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     return at.where(inside, 0), inside
 
 
-def _mark(logits: Tensor, at: Tensor, inside: Tensor) -> Tensor:
-    """Return which of a piece's tokens are among those located, shape [tokens, rows], bool."""
-    return torch.zeros_like(logits).scatter_add_(-1, at, inside.to(logits.dtype)) > 0
+def _fill(values: Tensor, at: Tensor, inside: Tensor, value: float) -> Tensor:
+    """Set what was located in a piece to a value, in place; return it.
+
+    :param values: shape [tokens, rows]
+    """
+    row, place = inside.nonzero(as_tuple=True)
+    values[row, at[row, place]] = value
+    return values
 
 
 @torch.no_grad()
@@ -198,9 +206,6 @@ def compress_head(hidden: Tensor, head: Head, top_k: int, temperature: float) ->
             where = where.gather(-1, order)
     if top_k >= head.num_tokens:
         return TeacherTargets((best - whole).scatter(-1, where, best - whole), None)
-    rest = torch.full_like(whole, -math.inf)
-    for start, logits, _ in head.compute_logits(hidden):
-        at, inside = _locate(where, start, logits.shape[-1])
-        others = (logits / temperature).masked_fill_(_mark(logits, at, inside), -math.inf)
-        rest = torch.logaddexp(rest, others.logsumexp(-1, keepdim=True))
-    return TeacherTargets(torch.cat([best, rest], -1) - whole, where)
+    found = best - whole
+    rest = torch.log1p(-found.exp().sum(-1, keepdim=True).clamp_max(1 - torch.finfo(found.dtype).eps))
+    return TeacherTargets(torch.cat([found, rest], -1), where)

@@ -34,7 +34,7 @@ from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model
 from eval.measure import count_live_bytes, count_own_seconds, time_side_by_side
 from eval.zeroshot import METRICS, TASKS, format_scores, identify_tasks, score_tasks
 from struprune_plugin import RecoveryModifier, StruPruneModifier, oneshot
-from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, tokenize_texts
 from struprune_plugin.layerwise.runner import LayerwiseRunner
 from struprune_plugin.layerwise.samples import Sample
@@ -195,6 +195,13 @@ def recover(work: Work, pruned: Path, name: str, fields: dict[str, Any]) -> dict
     return {**told, "zeroshot": score_folder(folder)} if work.zeroshot else told
 
 
+def score_dense(work: Work) -> dict[str, Any]:
+    """Return the dense model's perplexities."""
+    model, _ = load_checkpoint(work.model, "auto")
+    texts = {name: torch.cat([sample.tokens for sample in samples]) for name, samples in read_watched(work).items()}
+    return {"perplexity": {name: measure_perplexity(model, text, work.window) for name, text in texts.items()}}
+
+
 def score_folder(folder: Path) -> dict[str, dict[str, float]]:
     """Return the zero-shot scores of a model."""
     return score_tasks(*load_checkpoint(str(folder), "auto"), list(TASKS))
@@ -274,15 +281,24 @@ def _make_plain_step(model: PreTrainedModel, samples: list[Sample]) -> Callable[
 # -- report ---------------------------------------------------------------------------------------------------------
 
 
-def format_curves(rows: dict[str, dict[str, Any]]) -> str:
-    """Return the table of perplexities at every measurement."""
-    lines, texts = [], list(next(iter(rows.values()))["perplexity"])
+def format_curves(rows: dict[str, dict[str, Any]], dense: dict[str, float]) -> str:
+    """Return the table of perplexities at every measurement, and the share of the pruned model's increase that is left."""
+    texts = list(dense)
+    lines = [["dense", "", *(f"{dense[text]:.2f}" for text in texts), *[""] * (len(texts) + 3)]]
     for name, row in rows.items():
         for index, point in enumerate(row["curve"]):
             mark = "kept" if index == row["best"] else ""
-            cells = [f"{point['tokens']:,}", *(f"{point[text]:.2f}" for text in texts), f"{point['holdout']:.4f}"]
-            lines.append([name if index == 0 else "", *cells, f"{point['seconds']:.0f}", mark])
-    return format_table(["row", "tokens trained", *texts, "held-out loss", "seconds", ""], lines)
+            left = [(point[text] - dense[text]) / (row["curve"][0][text] - dense[text]) for text in texts]
+            cells = [
+                f"{point['tokens']:,}",
+                *(f"{point[text]:.2f}" for text in texts),
+                *(f"{part:.2f}" for part in left),
+            ]
+            lines.append(
+                [name if index == 0 else "", *cells, f"{point['holdout']:.4f}", f"{point['seconds']:.0f}", mark]
+            )
+    header = ["row", "tokens trained", *texts, *(f"{text}, left" for text in texts), "held-out loss", "seconds", ""]
+    return format_table(header, lines)
 
 
 def format_zeroshot(rows: dict[str, dict[str, dict[str, float]]]) -> str:
@@ -320,18 +336,20 @@ def read_folders(given: str) -> dict[str, Path]:
 def finish_rows(ledger: Ledger, work: Work, folders: dict[str, Path], names: list[str]) -> dict[str, Any]:
     """Finish every row on every pruned model, and the zero-shot scores of the dense, pruned and recovered ones."""
     began, curves = work.describe(), {}
+    told = {"dense": ledger.finish("dense", began, partial(score_dense, work))["perplexity"]}
     for method, pruned in folders.items():
         for name in names:
             how = {**began, "pruned": identify_model(str(pruned)), "fields": ROWS[name]}
             key = f"{method} | {name}"
             curves[key] = ledger.finish(key, how, partial(recover, work, pruned, key, ROWS[name]))
+    told["curves"] = curves
     if not work.zeroshot:
-        return {"curves": curves}
+        return told
     scores = {}
     for name, folder in {"dense": Path(work.model), **folders}.items():
         how = {"code": began["code"], "model": identify_model(str(folder)), "tasks": began["tasks"]}
         scores[name] = ledger.finish(f"{name}, zero-shot", how, partial(_score, folder))["zeroshot"]
-    return {"curves": curves, "zeroshot": scores | {key: row["zeroshot"] for key, row in curves.items()}}
+    return {**told, "zeroshot": scores | {key: row["zeroshot"] for key, row in curves.items()}}
 
 
 def _score(folder: Path) -> dict[str, Any]:
@@ -378,7 +396,7 @@ def main() -> None:
         folders = read_folders(given) if given else {"ours": prune(work)}
         if "curves" in only:
             told |= finish_rows(ledger, work, folders, names)
-            parts.append(format_curves(told["curves"]))
+            parts.append(format_curves(told["curves"], told["dense"]))
             parts += [format_zeroshot(told["zeroshot"])] if work.zeroshot else []
         if "steps" in only:
             pruned = next(iter(folders.values()))

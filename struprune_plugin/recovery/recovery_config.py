@@ -166,7 +166,7 @@ class RecoveryConfig(BaseModel):
     :param compute: dtype of weights and hidden states in a layer: that of the ``model`` (bfloat16 for float16), or
         another
     :param memory: ``layer`` holds one decoder layer on the device (two while the next is fetched); ``model`` holds the
-        whole model and saves the traffic
+        whole model and a micro-batch's graph, and saves the traffic and a forward pass
     :param memory_budget: bytes that the device may hold; where they are few, the next layer is not fetched early and
         gradients are summed on the host. None is three layers beside the activations of a micro-batch; more saves
         traffic

@@ -89,7 +89,6 @@ class Recovery:
         """
         config, on_host = self.config, self.config.memory == "layer"
         parameters = list_trained(runner, config.trained)
-        _own(parameters.values())
         with runner.context.on_host(on_host):
             states = TrainedStates(parameters, config.optimizer, folder, config.seed)
         held_sums = self.placement.held_sums if on_host else None
@@ -132,6 +131,7 @@ class Recovery:
         curve = run.curve
         told: dict[str, Any] = {
             "trained_parameters": sum(value.numel() for value in run.parameters.values()),
+            "state_bytes": run.state_bytes,
             "samples": {"trained": len(self.texts.train), "held_out": len(self.texts.holdout)},
             "teacher": teacher and {"name": self.teacher, **teacher.describe()},
             "steps": len(curve.loss),
@@ -154,6 +154,6 @@ def _log(curve: RunCurve, seconds: float) -> None:
 
 
 def _own(parameters: Iterable[nn.Parameter]) -> None:
-    """Copy the weights for each process: llm-compressor lets processes share them, and each would change them."""
+    """Copy the weights for each process: llm-compressor lets processes share them, and each would merge its adapters."""
     for parameter in parameters if count_ranks() > 1 else ():
         parameter.data = parameter.data.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 from struprune_plugin.layerwise.runner import LayerwiseRunner
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.recovery.recovery_config import Optimizer, Trained
+from struprune_plugin.runtime.distributed import count_ranks, find_rank, gather, send_from
 
 REST = "rest"  # of names: what stands on the last layer
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.AdamW's
@@ -21,7 +22,8 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.AdamW's
 class TrainedStates:
     """Every trained parameter with its moments, beside the model's weights or in files.
 
-    A parameter in 16 bits has a copy in float32 that is moved in its place, and is rounded from it after every step.
+    A parameter in 16 bits has a copy in float32 that is moved in its place, and is rounded from it after every step. Of several
+    processes each holds the copies and moments of its own part of the parameters, moves these, and sends them to the others.
 
     :param parameters: by name; the model's own
     :param optimizer: moments in float32 are float64 where the parameter is
@@ -40,7 +42,11 @@ class TrainedStates:
         self._folder, self._seed = folder, seed
         self._masters: dict[str, Tensor] = {}
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, parameter in self.parameters.items():
+        self._ranks = assign_ranks(
+            {name: parameter.numel() for name, parameter in self.parameters.items()}, count_ranks()
+        )
+        for name in self._list_own():
+            parameter = self.parameters[name]
             value = parameter.detach()
             exact = value.dtype.itemsize >= 4
             wide = value.dtype if exact else torch.float32
@@ -52,6 +58,17 @@ class TrainedStates:
                 self._keep(f"{name}.second", zeros, wide),
             )
 
+    def _list_own(self) -> list[str]:
+        """Return the names of this process' part."""
+        return [name for name, rank in self._ranks.items() if rank == find_rank()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies and moments that this process holds."""
+        copies = [copy for name, copy in self._masters.items() if copy.dtype != self.parameters[name].dtype]
+        held = [*copies, *(moment for pair in self._moments.values() for moment in pair)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
     def _keep(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of a tensor, in a file where there is a folder."""
         if self._folder is None:
@@ -62,11 +79,13 @@ class TrainedStates:
 
     @torch.no_grad()
     def update(self, name: str, gradient: Tensor, step: int, rate: float) -> None:
-        """Move one parameter by a step of torch's AdamW.
+        """Move one parameter by a step of torch's AdamW, where it is of this process' part.
 
         :param gradient: of the parameter's shape, where the parameter is
         :param step: from 1
         """
+        if name not in self._masters:
+            return
         master, moments = self._masters[name], self._moments[name]
         wide = [moment.to(master.dtype) for moment in moments]
         adamw(
@@ -89,6 +108,11 @@ class TrainedStates:
         if parameter.dtype != master.dtype:
             parameter.copy_(master)
 
+    def share(self, names: Iterable[str]) -> None:
+        """Send parameters from the process that moves them to all others."""
+        for name in names:
+            send_from(self.parameters[name].data, self._ranks[name])
+
     def _draw(self, name: str, step: int) -> int:
         """Return a seed of a parameter's own at every step, whichever process asks."""
         return int.from_bytes(hashlib.sha256(f"{self._seed} {name} {step}".encode()).digest()[:7])
@@ -96,11 +120,11 @@ class TrainedStates:
     # -- kept and taken back --------------------------------------------------------------------------------------
 
     def list_values(self) -> dict[str, Tensor]:
-        """Return the values that are moved, by name."""
+        """Return the values that this process moves, by name."""
         return {f"{name}.value": value for name, value in self._masters.items()}
 
     def list_tensors(self) -> dict[str, Tensor]:
-        """Return all that a run needs to go on."""
+        """Return all that this process needs to go on."""
         held = self.list_values()
         for name, (first, second) in self._moments.items():
             held |= {f"{name}.first": first, f"{name}.second": second}
@@ -109,16 +133,30 @@ class TrainedStates:
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what :meth:`list_values` or :meth:`list_tensors` gave, bit by bit."""
-        for name, parameter in self.parameters.items():
+        for name in self._masters:
             self._masters[name].copy_(tensors[f"{name}.value"])
-            parameter.copy_(self._masters[name])
+            self.parameters[name].copy_(self._masters[name])
             for part, moment in zip(("first", "second"), self._moments[name], strict=True):
                 if f"{name}.{part}" in tensors:
                     moment.copy_(tensors[f"{name}.{part}"])
+        self.share(self.parameters)
 
     def is_finite(self) -> bool:
-        """Return whether all values are."""
-        return all(bool(value.isfinite().all()) for value in self._masters.values())
+        """Return whether all values are, those of other processes among them."""
+        return all(gather(all(bool(value.isfinite().all()) for value in self._masters.values())))
+
+
+def assign_ranks(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """Cut parameters among processes, the largest first, each to the process that has the fewest values.
+
+    :param sizes: values of every parameter
+    :return: number of the process, by name, in the order of ``sizes``
+    """
+    loads, ranks = [0] * num_ranks, {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        ranks[name] = loads.index(min(loads))
+        loads[ranks[name]] += sizes[name]
+    return {name: ranks[name] for name in sizes}
 
 
 def list_trained(runner: LayerwiseRunner, trained: Trained) -> dict[str, nn.Parameter]:

@@ -97,6 +97,7 @@ class Stepper:
         for name, total in sums.items():
             gradient = self._to_states(total)
             self.states.update(f"{owner}.{name}", gradient if factor == 1 else gradient.mul_(factor), step, rate)
+        self.states.share(f"{owner}.{name}" for name in sums)
 
     def _seed(self, step: int, index: int, number: int) -> None:
         """Seed a layer's run on a micro-batch, so that its second run draws the same."""

@@ -110,6 +110,7 @@ class RecoveryRun:
     :param durable: whether it does
     :ivar curve: how it went
     :ivar parameters: that are trained, by name
+    :ivar state_bytes: of the copies and moments that this process holds
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class RecoveryRun:
         durable: bool,
     ):
         self.curve, self.parameters = RunCurve(), stepper.states.parameters
+        self.state_bytes = stepper.states.num_bytes
         self._config, self._texts, self._stepper = config, texts, stepper
         self._teacher, self._store, self._durable = teacher, store, durable
         self._objective, self._plain = stepper.objective, Objective(stepper.runner, Loss(cross_entropy=1.0))

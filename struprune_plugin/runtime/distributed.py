@@ -50,6 +50,20 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def find_rank() -> int:
+    """Return the number of this process, from 0."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def send_from(tensor: Tensor, rank: int) -> None:
+    """Set a tensor in all processes to that of one of them, in place; all may hold the same memory."""
+    if is_distributed():
+        wire = tensor.to(_find_device())
+        dist.broadcast(wire, src=rank)
+        if wire is not tensor and dist.get_rank() != rank:
+            tensor.copy_(wire)
+
+
 def reduce_sums(parts: Iterable[Tensor]) -> None:
     """Add up tensors over all processes, in place; whole in the first process only, which is the one that solves."""
     if is_distributed():

@@ -1,4 +1,4 @@
-"""What every process of the distributed tests runs, one job after the other: prune, and leave a digest of its own weights.
+"""What every process of the distributed tests runs, one job after the other: prune or recover, and leave a digest of its weights.
 
 python -m torch.distributed.run --nproc-per-node 2 tests/helpers/run_distributed.py '[["MODEL", "FOLDER", {"sparsity": 0.3}]]'
 """
@@ -29,9 +29,13 @@ def read_options(fields: dict) -> dict:
 
 
 def run_job(model: str, folder: Path, fields: dict) -> None:
-    """Prune ``model`` into ``folder``/out; leave ``digest<rank>.txt`` there, or ``error<rank>.txt`` where it was refused."""
+    """Prune ``model`` into ``folder``/out; leave ``digest<rank>.txt`` there, or ``error<rank>.txt`` where it was refused.
+
+    Of a recovery, ``states<rank>.json`` tells the bytes of the process' optimizer states.
+    """
+    options = read_options(fields)
     try:
-        pruned = run_oneshot(model, output_dir=folder / "out", **read_options(fields))
+        pruned = run_oneshot(model, output_dir=folder / "out", **options)
     except ValueError as error:
         (folder / f"error{distributed.get_rank()}.txt").write_text(str(error))
     else:
@@ -39,6 +43,12 @@ def run_job(model: str, folder: Path, fields: dict) -> None:
         for name, value in sorted(pruned.state_dict().items()):
             digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
         (folder / f"digest{distributed.get_rank()}.txt").write_text(digest.hexdigest())
+        if "recipe" in options:
+            states = options["recipe"].record["state_bytes"]
+            (folder / f"states{distributed.get_rank()}.json").write_text(json.dumps(states))
+            linears = [value for name, value in pruned.named_parameters() if "fc1.weight" in name]
+            share = sum(value.is_shared() for value in linears) / len(linears)
+            (folder / f"shared{distributed.get_rank()}.json").write_text(json.dumps(share))
 
 
 def run_jobs(jobs: list) -> None:

@@ -1,5 +1,6 @@
 """Two processes on one machine, each with half of the calibration data, against one process with all of it."""
 
+import json
 import os
 import socket
 from functools import partial
@@ -123,12 +124,21 @@ def test_two_processes_recover_as_one_does(opt, two_processes, tmp_path, name):
     folder = two_processes[name]
     assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
     teacher = save_model(make_dead(), tmp_path / "dead")
-    recovered = run_oneshot(str(opt), **read_options(teach(name, teacher)))
+    options = read_options(teach(name, teacher))
+    recovered = run_oneshot(str(opt), **options)
+    states = [json.loads((folder / f"states{rank}.json").read_text()) for rank in range(2)]
+    assert sum(states) == options["recipe"].record["state_bytes"]
+    assert max(states) < 0.6 * sum(states), "each process holds its own part"
     weights = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
     before = AutoModelForCausalLM.from_pretrained(opt).state_dict()
     assert max((weights[key] - before[key]).abs().max().item() for key in before) > 2e-3, "something was learnt"
     for key, value in recovered.state_dict().items():  # a key's bias has no gradient but rounding, which Adam magnifies
         assert "k_proj.bias" in key or (value - weights[key]).abs().max() < 1e-4, key
+
+
+def test_weights_of_a_recovery_lie_in_memory_that_processes_share(two_processes):
+    """Those that it trains; copies for adapters, which each process merges, are its own."""
+    assert [json.loads((two_processes["recovery"] / f"shared{rank}.json").read_text()) for rank in range(2)] == [1, 1]
 
 
 @pytest.mark.parametrize("name", REFUSED)

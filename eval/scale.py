@@ -234,7 +234,10 @@ def count_recovery(size: Size, job: Recovery, rates: Rates) -> dict[str, float]:
 
 
 def count_recovery_memory(size: Size, job: Recovery) -> dict[str, float]:
-    """Return bytes: of the device for layers, gradients and a micro-batch on its way, and of the host."""
+    """Return bytes: of the device for layers, gradients and a micro-batch on its way, and of the host.
+
+    Of several processes on one host all share the weights, and each holds its part of copies, moments and hidden states.
+    """
     left = size.layer * (1 - job.sparsity)
     gradient = 2.0 * size.hidden * size.ffn * (1 - job.sparsity)
     activations = 2.0 * job.micro_batch * job.length * (14 * size.hidden + 4 * size.ffn * (1 - job.sparsity))
@@ -247,6 +250,8 @@ def count_recovery_memory(size: Size, job: Recovery) -> dict[str, float]:
         "host, weights": weights,
         "host, float32 copies and moments": states,
         "host, hidden states of a step": hidden,
+        "host, all of it, for one process or eight": weights + states + hidden,
+        "host, were weights and states each process' own (eight)": 8 * (weights + states) + hidden,
         "disk, the dense model's distributions": job.tokens * (6 * 64 + 2),
     }
 

@@ -62,6 +62,10 @@ class TrainedStates:
         """Return the names of this process' part."""
         return [name for name, rank in self._ranks.items() if rank == find_rank()]
 
+    def holds(self, name: str) -> bool:
+        """Return whether a parameter is of this process' part."""
+        return name in self._masters
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies and moments that this process holds."""
@@ -84,7 +88,7 @@ class TrainedStates:
         :param gradient: of the parameter's shape, where the parameter is
         :param step: from 1
         """
-        if name not in self._masters:
+        if not self.holds(name):
             return
         master, moments = self._masters[name], self._moments[name]
         wide = [moment.to(master.dtype) for moment in moments]

@@ -70,7 +70,8 @@ class Stepper:
 
         def hold(owner: str, sums: Sums) -> None:
             norms.append(_measure_norm(sums))
-            held.append((owner, {name: self._to_states(total) for name, total in sums.items()}))
+            own = {name: total for name, total in sums.items() if self.states.holds(f"{owner}.{name}")}
+            held.append((owner, {name: self._to_states(total) for name, total in own.items()}))
 
         losses = run(micro_batches, num_targets, seed, hold)
         norm = torch.stack(norms).norm() if norms else torch.zeros(())
@@ -97,7 +98,7 @@ class Stepper:
         for name, total in sums.items():
             gradient = self._to_states(total)
             self.states.update(f"{owner}.{name}", gradient if factor == 1 else gradient.mul_(factor), step, rate)
-        self.states.share(f"{owner}.{name}" for name in sums)
+        self.states.share(f"{owner}.{name}" for name in self._trained[owner])
 
     def _seed(self, step: int, index: int, number: int) -> None:
         """Seed a layer's run on a micro-batch, so that its second run draws the same."""

@@ -55,6 +55,10 @@ ITEMS = (
 )  # of a zero-shot task each: their questions with the right answers are a text, too
 ROWS: dict[str, dict[str, Any]] = {
     "LoRA, cross entropy": {"adapters": {}, "loss": {"cross_entropy": 1.0}},
+    "LoRA but on values, cross entropy": {  # FASP leaves zeros in value channels, which must stay
+        "adapters": {"targets": [r"re:.*((?<!\.v)_proj|\.fc\d)$"]},
+        "loss": {"cross_entropy": 1.0},
+    },
     "LoRA, KL": {"adapters": {}, "loss": {"kl": 1.0}},
     "LoRA, KL + cross entropy": {"adapters": {}, "loss": {"kl": 1.0, "cross_entropy": 1.0}},
     "full, KL": {"loss": {"kl": 1.0}},
@@ -86,6 +90,7 @@ class Work:
     learning_rate: float | None
     checkpoint_steps: int
     zeroshot: bool
+    keep: bool
 
     @property
     def sources(self) -> list[str]:
@@ -174,7 +179,7 @@ def recover(work: Work, pruned: Path, name: str, fields: dict[str, Any]) -> dict
     oneshot(
         model=str(pruned),
         recipe=modifier,
-        output_dir=folder if work.zeroshot else None,
+        output_dir=folder if work.zeroshot or work.keep else None,
         tokenizer=work.model,
         checkpoint_dir=folder.with_name(f"checkpoint-{folder.name}"),
     )

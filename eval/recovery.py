@@ -381,9 +381,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, help="the modifier's default if unset")
     parser.add_argument("--only", default="curves,steps", help="parts of the report")
     parser.add_argument("--checkpoint-steps", type=int, default=10, help="steps between checkpoints of a row")
-    parser.add_argument(
-        "--zeroshot", action="store_true", help="keep the recovered models in OUTPUT; score tasks on all"
-    )
+    parser.add_argument("--keep", action="store_true", help="keep the recovered models in OUTPUT, too")
+    parser.add_argument("--zeroshot", action="store_true", help="score tasks on all models, and keep recovered ones")
     parser.add_argument("--rows", default=";".join(ROWS), help="separated by semicolons")
     parser.add_argument("--repeats", type=int, default=5, help="of a step that is timed")
     parser.add_argument("--output", type=Path, required=True, help="folder for the files")

@@ -59,6 +59,8 @@ ROWS: dict[str, dict[str, Any]] = {
         "adapters": {"targets": [r"re:.*((?<!\.v)_proj|\.fc\d)$"]},
         "loss": {"cross_entropy": 1.0},
     },
+    "LoRA of rank 32, cross entropy": {"adapters": {"rank": 32, "alpha": 64.0}, "loss": {"cross_entropy": 1.0}},
+    "full, cross entropy": {"loss": {"cross_entropy": 1.0}},
     "LoRA, KL": {"adapters": {}, "loss": {"kl": 1.0}},
     "LoRA, KL + cross entropy": {"adapters": {}, "loss": {"kl": 1.0, "cross_entropy": 1.0}},
     "full, KL": {"loss": {"kl": 1.0}},

@@ -1,4 +1,4 @@
-"""Train what is left of a pruned model: samples, a teacher's targets, adapters and the steps that move them.
+"""Recovery training of a pruned model: samples, the teacher's targets, adapters, and optimizer steps.
 
 Shapes: B batch, S sequence, V vocabulary, k teacher outcomes kept a token.
 """

@@ -1,4 +1,4 @@
-"""A model lent for training, and the low-rank adapters on it."""
+"""Low-rank adapters on a model, and the model's state around the training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from struprune_plugin.recovery.recovery_config import Adapters
 
 
 def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
-    """Return the full names of the decoder layers' linears that adapters are put on.
+    """Return the full names of the decoder layers' linears that get adapters.
 
     :raises ValueError: a target that matches nothing; a rank above the sides of all linears
     """
@@ -53,7 +53,7 @@ def _choose(names: list[str], targets: Sequence[str]) -> list[str]:
 
 @contextmanager
 def lift_dispatch(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Free a model of the host's offloading, all of it in host memory, and put it back in the end."""
+    """Move a model out of llm-compressor's offloading into plain host memory, and restore the offloading on exit."""
     dispatched = any(isinstance(module._parameters, OffloadCache) for module in model.modules())
     remove_dispatch(model)
     home = next(model.parameters()).device
@@ -70,7 +70,7 @@ def lift_dispatch(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def seed_random(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch, and give everybody else's random numbers back in the end."""
+    """Seed torch, and restore the earlier random state on exit."""
     with torch.random.fork_rng([] if device.type in ("cpu", "mps") else [device.index or 0]):
         torch.manual_seed(seed)
         yield
@@ -78,7 +78,7 @@ def seed_random(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def attach_adapters(model: nn.Module, names: list[str], adapters: Adapters) -> Iterator[list[nn.Parameter]]:
-    """Put float32 adapters on linears; merge them when the block ends well, take them off when it does not.
+    """Attach float32 adapters to linears; merge them if the block succeeds, remove them if it raises.
 
     The model's own dropout stays off. Weights are merged in float32 and rounded once to their own dtype.
 
@@ -103,7 +103,7 @@ def attach_adapters(model: nn.Module, names: list[str], adapters: Adapters) -> I
 
 
 def switch_dropout(model: nn.Module, active: bool) -> None:
-    """Switch the adapters' dropout, and nothing else."""
+    """Switch the adapters' dropout on or off; nothing else changes."""
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.lora_dropout.train(active)

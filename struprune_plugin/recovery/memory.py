@@ -1,4 +1,4 @@
-"""Estimate, from shapes, of the parts of a recovery that fit the device."""
+"""Estimate of the device memory of a recovery, from shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RecoveryPlacement:
 
 @dataclass(frozen=True)
 class RecoverySizes:
-    """Bytes and widths that the estimate needs.
+    """Bytes and widths, as input of the estimate.
 
     :param layer: bytes of the largest decoder layer's weights, as they are computed with
     :param sums: of the float32 gradients of what is trained in it
@@ -67,7 +67,7 @@ class RecoverySizes:
 
 
 def place_recovery(budget: int | None, free: int | None, sizes: RecoverySizes) -> RecoveryPlacement:
-    """Choose what goes to the host and how large pieces may be, the fastest that fits.
+    """Choose the fastest placement and piece sizes that fit.
 
     :param budget: bytes; where None three layers beside the activations of a micro-batch, or the least there is
     :param free: bytes that the device has, a bound where no budget is given; None where nobody knows
@@ -93,7 +93,7 @@ def place_recovery(budget: int | None, free: int | None, sizes: RecoverySizes) -
 
 
 def _measure_head(sizes: RecoverySizes, rows: int) -> int:
-    """Return the bytes of the head's step with so many rows at once."""
+    """Return the bytes of the head's step with ``rows`` rows at once."""
     states = 4 * _STATE_COPIES * sizes.tokens * sizes.width
     return sizes.rest + states + rows * (2 * sizes.item * sizes.width + 4 * _LOGIT_COPIES * sizes.tokens)
 
@@ -101,7 +101,7 @@ def _measure_head(sizes: RecoverySizes, rows: int) -> int:
 def read_recovery_sizes(
     model: PreTrainedModel, config: RecoveryConfig, linears: Sequence[str], shape: torch.Size
 ) -> RecoverySizes:
-    """Read what the budget is judged by off a model and the shape of a micro-batch.
+    """Return the sizes that the budget is checked against, for a model and the shape of a micro-batch.
 
     :param linears: full names of those that get adapters
     :param shape: of a micro-batch, [sequences, tokens of the longest sample]
@@ -130,7 +130,7 @@ def read_recovery_sizes(
 
 
 def _count_trained(name: str, layer: nn.Module, config: RecoveryConfig, linears: Sequence[str]) -> list[int]:
-    """Return the sizes of what is trained in a layer."""
+    """Return the number of values of each trained tensor in a layer."""
     if config.adapters:
         here = [find_linear(layer, n[len(name) + 1 :]) for n in linears if n.startswith(f"{name}.")]
         return [config.adapters.rank * side for linear in here for side in linear.weight.shape]

@@ -16,7 +16,7 @@ from struprune_plugin.runtime.distributed import sum_over_ranks
 
 
 class Objective:
-    """The losses of micro-batches that a runner has taken through the layers.
+    """The losses of micro-batches that have passed all layers.
 
     Losses are kept apart by name, as sums over predicted tokens; the cross entropy is told whether it is asked for or not.
 
@@ -30,11 +30,11 @@ class Objective:
 
     @property
     def hidden_weight(self) -> float:
-        """Weight of the distance of every layer's output from the dense one's; 0 where nobody asks for it."""
+        """Weight of the distance between each layer's output and the dense one; 0 if that loss is not used."""
         return self.weights.get("hidden", 0.0)
 
     def make_zeros(self) -> dict[str, float]:
-        """Return sums to which nothing has been added."""
+        """Return zero sums, by name of the loss."""
         return dict.fromkeys(["cross_entropy", *(name for name in ("kl", "hidden") if name in self.weights)], 0.0)
 
     def weigh(self, losses: Mapping[str, float]) -> float:
@@ -42,7 +42,7 @@ class Objective:
         return sum(self.weights.get(name, 0.0) * value for name, value in losses.items())
 
     def average(self, losses: Mapping[str, float], num_targets: int) -> dict[str, float]:
-        """Return losses a predicted token, of sums of this process' part; the same in all processes.
+        """Return losses per predicted token over all processes, from the sums of this process.
 
         :param num_targets: of all processes
         """
@@ -51,7 +51,7 @@ class Objective:
 
     @torch.no_grad()
     def measure(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Return the losses of micro-batches that have only been looked up yet."""
+        """Run embedded micro-batches through all layers and return their losses."""
         runner, losses = self._runner, self.make_zeros()
         runner.forward(micro_batches, keep=self.hidden_weight > 0)
         for micro_batch, final in runner.finish_all(micro_batches):
@@ -64,7 +64,7 @@ class Objective:
     def add_head(
         self, losses: dict[str, float], micro_batch: MicroBatch, final: Tensor, with_gradient: bool = False
     ) -> Tensor | None:
-        """Add what the head says of a micro-batch; return the gradient of the weighted sum at its inputs, where asked for.
+        """Add the head's losses of a micro-batch; return the gradient of the weighted sum at the head's inputs if requested.
 
         :param final: inputs of the head, shape [batch, sequence, d], without a graph
         :return: shape [batch, sequence - 1, d]

@@ -1,4 +1,4 @@
-"""A recovery on a model that is lent for it: teacher, adapters, states and steps put together, and what is told of them."""
+"""A recovery from set-up to record: teacher, adapters, optimizer states and steps put together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recovery:
     store: ResumeStore | None
 
     def run(self, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
-        """Train a model whose weights are plain tensors on the host; return what the manifest tells of it."""
+        """Train a model whose weights are plain tensors in host memory; return the manifest's record."""
         began = time.perf_counter()
         with DeviceContext.open() as context, self._open_store() as store:
             teacher = self._load_teacher(model, context, device)
@@ -83,7 +83,7 @@ class Recovery:
         return LayerwiseRunner(model, context, device, dtype, ahead, self.placement.vocabulary)
 
     def _make_stepper(self, runner: LayerwiseRunner, folder: Path | None) -> Stepper:
-        """Return what takes steps.
+        """Return the object that takes optimizer steps.
 
         :param folder: for files of states; None where they lie in memory
         """
@@ -96,7 +96,7 @@ class Recovery:
 
     @contextmanager
     def _open_store(self) -> Iterator[ResumeStore]:
-        """Yield the run's store, or one that goes with the stage."""
+        """Yield the run's store, or a temporary one that is removed after the stage."""
         if self.store is not None:
             yield self.store
             return
@@ -106,7 +106,7 @@ class Recovery:
             yield store
 
     def _open_folder(self, stack: ExitStack) -> Path | None:
-        """Return a folder of our own for files of states, which goes with the stage; None without one."""
+        """Return a temporary folder for optimizer states, removed after the stage; None if states lie in memory."""
         parent = self.config.optimizer.state_folder
         if parent is None:
             return None
@@ -127,7 +127,7 @@ class Recovery:
         return LayerwiseTeacher(self._make_runner(dense, context, device), self.texts.micro_size)
 
     def _describe(self, run: RecoveryRun, teacher: LayerwiseTeacher | None) -> dict[str, Any]:
-        """Return what the manifest tells; adapters have been merged, and rounded to the model's dtype."""
+        """Return the manifest's record. Adapters have been merged and rounded to the model's dtype."""
         curve = run.curve
         told: dict[str, Any] = {
             "trained_parameters": sum(value.numel() for value in run.parameters.values()),
@@ -154,6 +154,6 @@ def _log(curve: RunCurve, seconds: float) -> None:
 
 
 def _own(parameters: Iterable[nn.Parameter]) -> None:
-    """Copy the weights for each process: llm-compressor lets processes share them, and each would merge its adapters."""
+    """Copy weights for this process: processes share llm-compressor's memory, and each merges its own adapters."""
     for parameter in parameters if count_ranks() > 1 else ():
         parameter.data = parameter.data.clone()

@@ -1,4 +1,4 @@
-"""Configuration of a recovery: the fields of the recipe, and the object that is passed down."""
+"""Configuration of a recovery: the recipe's fields, passed down as one object."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _RATES: dict[Trained, float] = {"adapters": 1e-3, "all": 1e-4, "norms_and_biases
 
 
 def _read_weight(value: Any) -> Any:
-    """Return the long form of a loss that is given by its weight alone."""
+    """Return the long form of a loss given as a number, its weight."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"weight": value} if number else value
 
 
 def _read_files(value: Any) -> Any:
-    """Return the long form of a text that is given by its files alone."""
+    """Return the long form of a text given as a file or a list of files."""
     value = [value] if isinstance(value, str) else value
     return {"files": value} if isinstance(value, list) else value
 
@@ -202,7 +202,7 @@ class RecoveryConfig(BaseModel):
 
     @property
     def trained(self) -> Trained:
-        """Names of what is trained."""
+        """Kind of the trained parameters."""
         return "adapters" if self.adapters else self.weights or "all"
 
     @property

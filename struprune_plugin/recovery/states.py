@@ -1,4 +1,4 @@
-"""Trained parameters, their moments, and the place of both."""
+"""Trained parameters and their AdamW moments, in memory or in files."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class TrainedStates:
             )
 
     def _list_own(self) -> list[str]:
-        """Return the names of this process' part."""
+        """Return the names of the parameters that this process updates."""
         return [name for name, rank in self._ranks.items() if rank == find_rank()]
 
     def holds(self, name: str) -> bool:
-        """Return whether a parameter is of this process' part."""
+        """Return whether this process updates a parameter."""
         return name in self._masters
 
     @property
@@ -83,7 +83,7 @@ class TrainedStates:
 
     @torch.no_grad()
     def update(self, name: str, gradient: Tensor, step: int, rate: float) -> None:
-        """Move one parameter by a step of torch's AdamW, where it is of this process' part.
+        """Update one parameter by a step of torch's AdamW; do nothing if another process updates it.
 
         :param gradient: of the parameter's shape, where the parameter is
         :param step: from 1
@@ -113,22 +113,22 @@ class TrainedStates:
             parameter.copy_(master)
 
     def share(self, names: Iterable[str]) -> None:
-        """Send parameters from the process that moves them to all others."""
+        """Send parameters from the process that updates them to all others."""
         for name in names:
             send_from(self.parameters[name].data, self._ranks[name])
 
     def _draw(self, name: str, step: int) -> int:
-        """Return a seed of a parameter's own at every step, whichever process asks."""
+        """Return a seed per parameter and step, the same in all processes."""
         return int.from_bytes(hashlib.sha256(f"{self._seed} {name} {step}".encode()).digest()[:7])
 
     # -- kept and taken back --------------------------------------------------------------------------------------
 
     def list_values(self) -> dict[str, Tensor]:
-        """Return the values that this process moves, by name."""
+        """Return the values that this process updates, by name."""
         return {f"{name}.value": value for name, value in self._masters.items()}
 
     def list_tensors(self) -> dict[str, Tensor]:
-        """Return all that this process needs to go on."""
+        """Return all tensors that this process needs to resume, by name."""
         held = self.list_values()
         for name, (first, second) in self._moments.items():
             held |= {f"{name}.first": first, f"{name}.second": second}
@@ -146,12 +146,12 @@ class TrainedStates:
         self.share(self.parameters)
 
     def is_finite(self) -> bool:
-        """Return whether all values are, those of other processes among them."""
+        """Return whether all values of all processes are finite."""
         return all(gather(all(bool(value.isfinite().all()) for value in self._masters.values())))
 
 
 def assign_ranks(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Cut parameters among processes, the largest first, each to the process that has the fewest values.
+    """Divide parameters among processes: the largest first, each to the process with the fewest values so far.
 
     :param sizes: values of every parameter
     :return: number of the process, by name, in the order of ``sizes``
@@ -164,7 +164,7 @@ def assign_ranks(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 
 def list_trained(runner: LayerwiseRunner, trained: Trained) -> dict[str, nn.Parameter]:
-    """Return what is trained, by layer and name, as :class:`~struprune_plugin.recovery.step.Stepper` wants it."""
+    """Return the trained parameters, keyed as :class:`~struprune_plugin.recovery.step.Stepper` expects."""
     found = {
         f"{index}.{name}": parameter
         for index, layer in enumerate(runner.layers)
@@ -177,7 +177,7 @@ def list_trained(runner: LayerwiseRunner, trained: Trained) -> dict[str, nn.Para
 
 
 def list_layer_parameters(layer: nn.Module, trained: Trained) -> dict[str, nn.Parameter]:
-    """Return what is trained in one layer, by name; adapters are what wants a gradient."""
+    """Return the trained parameters of one layer by name; with adapters, those that require a gradient."""
     named = {n: p for n, p in layer.named_parameters() if n.rpartition(".")[2] not in QUANTISER_PARAMETERS}
     if trained == "adapters":
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}

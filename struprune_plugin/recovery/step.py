@@ -26,7 +26,7 @@ Sink = Callable[
 
 
 class Stepper:
-    """Takes steps.
+    """Optimizer steps.
 
     Under ``memory: layer`` a layer runs a second time in the backward pass, from its input, which waits on the host. Under
     ``memory: model`` the graph of one micro-batch is kept instead.
@@ -55,7 +55,7 @@ class Stepper:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def take(self, micro_batches: Sequence[MicroBatch], num_targets: int, step: int, rate: float) -> dict[str, float]:
-        """Move what is trained by one batch; return its losses before, a predicted token.
+        """Update the trained parameters by one batch; return the batch's losses per predicted token before the update.
 
         :param micro_batches: this process' part of the batch; gradients are summed over processes
         :param num_targets: predicted tokens of the whole batch
@@ -80,11 +80,11 @@ class Stepper:
         return losses
 
     def _to_states(self, gradient: Tensor) -> Tensor:
-        """Return a gradient where what it moves lies."""
+        """Return a gradient on the device of the parameter that it updates."""
         return gradient if self._config.memory == "model" else self.runner.context.to_host(gradient)
 
     def _update(self, step: int, rate: float, owner: str, sums: Sums, norm: Tensor | None = None) -> None:
-        """Clip the gradients of a layer by their own norm, or by the one given, and move its parameters.
+        """Clip the gradients of a layer by their own norm or by ``norm``, and update its parameters.
 
         :raises ValueError: a gradient that is not finite; this layer has not been moved
         """
@@ -101,7 +101,7 @@ class Stepper:
         self.states.share(f"{owner}.{name}" for name in self._trained[owner])
 
     def _seed(self, step: int, index: int, number: int) -> None:
-        """Seed a layer's run on a micro-batch, so that its second run draws the same."""
+        """Seed a layer's run on a micro-batch, so that a second run draws the same dropout."""
         if self._config.adapters and self._config.adapters.dropout:
             text = f"{self._config.seed} {step} {index} {number}"
             torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]))
@@ -111,8 +111,7 @@ class Stepper:
     def _run_layerwise(
         self, micro_batches: Sequence[MicroBatch], num_targets: int, seed: Seed, sink: Sink
     ) -> dict[str, float]:
-        """Run the batch forwards and all layers backwards, and give each one's gradients, summed over the batch, to the sink as
-        soon as they are there."""
+        """Run the batch forward, then layer by layer backward; pass each layer's summed gradients to the sink at once."""
         self.runner.forward(micro_batches, seed=seed)
         losses, rest = self.objective.make_zeros(), self.runner.fetch_rest()
         with self._watch_gradients(rest, self._trained.get(REST, [])) as sums:
@@ -133,8 +132,7 @@ class Stepper:
     def _run_whole(
         self, micro_batches: Sequence[MicroBatch], num_targets: int, seed: Seed, sink: Sink
     ) -> dict[str, float]:
-        """Run micro-batch by micro-batch through all layers and back, its graph kept in between; then give the gradients to the
-        sink."""
+        """Run each micro-batch forward and backward with its graph kept; then pass all summed gradients to the sink."""
         losses, rest = self.objective.make_zeros(), self.runner.fetch_rest()
         layers = dict(self.runner.stream_layers(range(len(self.runner.layers))))
         owners = {**{str(index): weights for index, weights in reversed(layers.items())}, REST: rest}
@@ -163,7 +161,7 @@ class Stepper:
     def _run_head_backward(
         self, losses: dict[str, float], rest: Weights, micro_batch: MicroBatch, num_targets: int
     ) -> None:
-        """Add the losses at the head; find the gradient at a micro-batch's last hidden states."""
+        """Add the losses at the head; compute the gradient at the last layer's output."""
         runner = self.runner
         with torch.enable_grad():
             leaf = runner.context.to_device(micro_batch.states[-1].hidden, runner.device)
@@ -180,7 +178,7 @@ class Stepper:
     def _run_layer(
         self, index: int, weights: Weights, micro_batch: MicroBatch, states: States
     ) -> tuple[States, States]:
-        """Run one layer with a graph of its own, from its lowest trained one on; return what enters it and what leaves."""
+        """Run one layer; return its inputs and outputs, with a graph from the lowest trained layer on."""
         with torch.set_grad_enabled(index >= self._lowest):
             entered = states.map(partial(self.runner.context.to_device, device=self.runner.device))
             entered = entered.watch() if index >= self._lowest else entered
@@ -194,7 +192,7 @@ class Stepper:
         micro_batch: MicroBatch,
         num_targets: int,
     ) -> None:
-        """Run one layer backwards on one micro-batch; add its distance from the dense layer where it is asked for.
+        """Run one layer backward on one micro-batch; add its distance from the dense layer if that loss is used.
 
         :param step: what :meth:`_run_layer` returned
         """
@@ -214,7 +212,7 @@ class Stepper:
             losses["hidden"] += outputs[-1].item()
 
     def _choose_held(self, leaves: Weights) -> set[str]:
-        """Return the names of those whose gradients are added up on the device."""
+        """Return the names of the weights whose gradients are summed on the device."""
         left, held = self._held_sums, set()
         for name in sorted(leaves, key=lambda name: -leaves[name].numel()):
             taken = leaves[name].numel() * max(4, leaves[name].element_size())
@@ -225,7 +223,7 @@ class Stepper:
 
     @contextmanager
     def _watch_gradients(self, weights: Weights, trained: Sequence[str]) -> Iterator[Sums]:
-        """Yield the gradients of weights, each added up as soon as it is there; over all processes once the block is over."""
+        """Yield the summed gradients of weights; they are summed over processes when the block ends."""
         sums: Sums = {}
         context, held = self.runner.context, self._choose_held({name: weights[name] for name in trained})
 
@@ -250,6 +248,6 @@ class Stepper:
 
 
 def _measure_norm(sums: Sums) -> Tensor:
-    """Return the norm of gradients together, float64, on the host."""
+    """Return the joint norm of gradients, float64, in host memory."""
     parts = [torch.linalg.vector_norm(total, dtype=torch.float64).cpu() for total in sums.values()]
     return torch.stack(parts).norm() if parts else torch.tensor(math.nan, dtype=torch.float64)

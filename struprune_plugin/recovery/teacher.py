@@ -1,4 +1,4 @@
-"""The dense model, asked layer by layer in passes of its own: its distributions, on the disk, and its hidden states."""
+"""The dense model as teacher, run layer by layer: its distributions, stored on disk, and its hidden states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PART = 64  # sequences that go through the layers together, and lie in one file
 
 
 class LayerwiseTeacher:
-    """Targets of a dense model for samples.
+    """The dense model's targets for samples.
 
     :param runner: of the dense model
     :param micro_size: sequences on the device at a time
@@ -34,7 +34,7 @@ class LayerwiseTeacher:
     def write_logits(
         self, samples: Sequence[Sample], numbers: Iterable[int], store: ResumeStore, divergence: Divergence
     ) -> None:
-        """Keep the distributions over the next token of some samples, top outcomes alone, unless a store holds them already.
+        """Store the top outcomes of the next-token distributions of samples, unless the store holds them already.
 
         :param numbers: of the samples asked about
         """
@@ -49,16 +49,16 @@ class LayerwiseTeacher:
             self._parts |= dict.fromkeys(chosen, (store, part))
 
     def forget_weights(self) -> None:
-        """Release the model, where only what lies on the disk is asked for from now on."""
+        """Release the model's weights; stored distributions stay readable."""
         self._runner.model.to("meta")
 
     def describe(self) -> dict[str, int]:
-        """Return its size, and that of what lies on the disk where anything does."""
+        """Return the teacher's parameter count and, if distributions are stored, their bytes."""
         cache = sum(store.locate(part).stat().st_size for store, part in set(self._parts.values()))
         return {"parameters": self._num_parameters, **({"cache_bytes": cache} if self._parts else {})}
 
     def read_logits(self, number: int, sample: Sample) -> Sample:
-        """Return a sample with what is kept of its distributions."""
+        """Return a sample with its stored distributions."""
         store, part = self._parts[number]
         with safe_open(store.locate(part), framework="pt") as file:
             indices = f"{number}.indices"
@@ -85,7 +85,7 @@ class LayerwiseTeacher:
         return found
 
     def show_hidden(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Give micro-batches the dense outputs of every layer."""
+        """Set the dense outputs of all layers in micro-batches."""
         twins = [self._runner.embed(one.samples) for one in micro_batches]
         self._runner.forward(twins)
         for micro_batch, twin in zip(micro_batches, twins, strict=True):

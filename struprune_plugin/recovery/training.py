@@ -1,4 +1,4 @@
-"""A recovery from its first step to its last: order, rates, held-out losses, checkpoints, the best that is kept."""
+"""The training loop: sample order, learning rates, held-out losses, checkpoints, best values."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Texts:
 
     @property
     def samples(self) -> list[Sample]:
-        """All samples, by the numbers that a teacher knows them by: those to train on first."""
+        """All samples in the teacher's numbering: training samples first."""
         return [*self.train, *self.holdout]
 
     def describe(self) -> str:
-        """Return a digest of what is trained on and held out."""
+        """Return a digest of the training and held-out samples."""
         digest = hashlib.sha256(f"{len(self.train)} {len(self.holdout)}".encode())
         for sample in self.samples:
             digest.update(sample.tokens.numpy().tobytes() + b"|")
@@ -87,7 +87,7 @@ def list_rates(num_steps: int, peak: float, schedule: Schedule) -> list[float]:
 
 
 def list_batches(num_samples: int, config: RecoveryConfig) -> list[list[int]]:
-    """Return the numbers of the samples of every step, each epoch in an order of its own."""
+    """Return the sample numbers of every step; each epoch is shuffled anew."""
     batches = []
     for epoch in range(1, config.schedule.epochs + 1):
         generator = torch.Generator().manual_seed(config.seed + epoch)
@@ -133,7 +133,7 @@ class RecoveryRun:
         self._measure_steps = steps or math.ceil(len(texts.train) / config.batch_size)
 
     def run(self) -> None:
-        """Take every step that is left; leave the best values in the model where there is a held-out part.
+        """Take all remaining steps; set the best values in the model if there is a held-out part.
 
         :raises ValueError: a loss, or a gradient, that is not finite
         """
@@ -170,7 +170,7 @@ class RecoveryRun:
         return [self._stepper.runner.embed(micro) for micro in make_micro_batches(samples, self._texts.micro_size)]
 
     def _ask(self, numbers: Sequence[int]) -> list[MicroBatch]:
-        """Return samples as micro-batches, with what the teacher says of them."""
+        """Return samples as micro-batches with the teacher's targets."""
         known, weights = self._texts.samples, self._objective.weights
         samples = [known[number] for number in numbers]
         if self._teacher is not None and "kl" in weights:
@@ -191,7 +191,7 @@ class RecoveryRun:
     # -- held-out -------------------------------------------------------------------------------------------------
 
     def measure_holdout(self) -> dict[str, float]:
-        """Return the losses a predicted token of the held-out part; empty without one."""
+        """Return the held-out losses per predicted token; empty without a held-out part."""
         if not self._texts.holdout:
             return {}
         losses = self._measure_part(self._objective, self._ask(self._list_held()), self._texts.holdout)
@@ -200,7 +200,7 @@ class RecoveryRun:
     def _measure_part(
         self, objective: Objective, micro_batches: list[MicroBatch], samples: Sequence[Sample]
     ) -> dict[str, float]:
-        """Return the losses a predicted token of some samples.
+        """Return the losses per predicted token of samples.
 
         :param micro_batches: this process' share of them
         """
@@ -208,7 +208,7 @@ class RecoveryRun:
         return objective.average(objective.measure(micro_batches), sum(sample.num_targets for sample in samples))
 
     def _measure(self, step: int) -> bool:
-        """Record the held-out losses, and the values where they are the best so far; return whether it is time to stop."""
+        """Record the held-out losses, store the values if they are the best so far; return whether to stop early."""
         curve, losses = self.curve, self.measure_holdout()
         for name, samples in self._texts.watched.items():
             share = self._look_up(samples[number] for number in split_range(len(samples)))
@@ -249,7 +249,7 @@ class RecoveryRun:
     # -- kept -----------------------------------------------------------------------------------------------------
 
     def _keep(self, step: int) -> None:
-        """Make a step durable where it is time, and let go of the one before."""
+        """Store a checkpoint if one is due, and remove the one before."""
         if not self._durable or step % self._config.checkpoint_steps:
             return
         record = {"step": step, "curve": asdict(self.curve), "data": self._texts.describe()}
@@ -259,7 +259,7 @@ class RecoveryRun:
             self._store.remove(part)
 
     def _resume(self) -> int:
-        """Load the last complete step; return its number, 0 without one.
+        """Load the last complete checkpoint; return its step, 0 without one.
 
         :raises ValueError: it was made of other texts
         """

@@ -1,4 +1,4 @@
-"""``oneshot``: llm-compressor's, with early refusals and an output folder that is complete or absent."""
+"""``oneshot``: llm-compressor's entry point with early checks and an output folder that is complete or absent."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def oneshot(
     In addition, it refuses recipes and arguments that llm-compressor would silently ignore and, before the model is loaded,
     unsupported architectures, quantised checkpoints and an output folder that is not empty. The output folder appears when it is
     complete, or not at all. ``dataset`` may also be a JSON-lines file, ``c4`` or ``wikitext2``, of which the first
-    ``num_calibration_samples`` windows of ``max_seq_length`` tokens are used. Under ``torchrun`` every process takes its part of
-    the samples, and the first decides and writes. llm-compressor's life cycle is not logged, unless
+    ``num_calibration_samples`` windows of ``max_seq_length`` tokens are used. Under ``torchrun`` every process uses its part of
+    the samples, and the first decides and writes. llm-compressor's lifecycle is not logged, unless
     ``LLM_COMPRESSOR_LOG_LEVEL`` is set. If the run of a loaded model fails half-way, the model is left half pruned: load it again.
 
     :param model: a folder, a hub name or a loaded model
@@ -66,13 +66,13 @@ def oneshot(
     :param overwrite: let ``output_dir`` replace an earlier, unchanged output of StruPrune
     :param offload_folder: folder for weights that the host's memory does not hold, for a model given by name; the returned
         model reads them, so the caller removes the folder
-    :param offload_memory: bytes of weights to keep in memory then. None is all free memory but 5 GB
+    :param offload_memory: bytes of weights to keep in memory with ``offload_folder``. None is all free memory but 5 GB
     :param checkpoint_dir: folder for finished parts, until the run ends; after a kill the same call continues from there and ends
         with the same weights
     :param kwargs: all other arguments of llm-compressor's ``oneshot``
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
-    :raises OSError: the model is finished and written, and cannot take its place; the message says where it is
+    :raises OSError: the model is finished and written, but cannot be moved to ``output_dir``; the message says where it is
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     join_processes()
@@ -95,7 +95,7 @@ def oneshot(
             folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs, size))
             kwargs["output_dir"] = str(folder)
         if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
-            kwargs["tokenizer"] = load_tokenizer(model)  # of a wrapper, too, whose other files are copied
+            kwargs["tokenizer"] = load_tokenizer(model)  # also for a wrapper, whose other files are copied
         kwargs = prepare_dataset(model, kwargs)
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
@@ -115,9 +115,9 @@ def oneshot(
 
 @contextmanager
 def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: list[Modifier]) -> Iterator[None]:
-    """Patch llm-compressor to accept models that it would refuse or change without need; explain missing mappings.
+    """Patch llm-compressor in the block to accept models that it would refuse or change needlessly; explain missing mappings.
 
-    :param config: as the model's folder has it
+    :param config: configuration in the model's folder
     """
     host = import_module("llmcompressor.entrypoints.oneshot")
     with ExitStack() as stack:
@@ -125,11 +125,11 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
             stack.enter_context(patch_attr(Oneshot, "validate_model", lambda self, model: None))
         if (
             not torch.accelerator.is_available()
-        ):  # AWQ pins its inputs, for faster copies to a device, and fails where none is
+        ):  # AWQ pins its inputs for faster copies to a device, and fails without one
             stack.enter_context(patch_attr(IntermediatesCache, "pin_memory", lambda *args: None))
         if all(isinstance(modifier, StructuredModifier | RecoveryModifier) for modifier in modifiers):
-            # Quantisers need experts apart, not for all classes in a way that can be saved, and norms that scale by
-            # ``1 + weight`` replaced, which rounds their weights; our modifiers need neither.
+            # Quantisers need experts split into linears, which not all classes can save, and norms that scale by
+            # ``1 + weight`` replaced, which rounds their weights; StruPrune's modifiers need neither.
             stack.enter_context(patch_attr(host, "get_non_linearized_moes", lambda model: []))
             stack.enter_context(patch_attr(host, "norm_calibration_context", nullcontext))
         try:
@@ -149,9 +149,9 @@ def _make_store(
     modifiers: list[Modifier],
     inputs: list[str | os.PathLike],
 ) -> ResumeStore | None:
-    """Return the store of a run's finished parts, set in every modifier that uses it; None without a folder.
+    """Return the store of a run's finished parts, after setting it in every modifier that uses it; None without a folder.
 
-    :raises ValueError: a folder that is something else already, or lies where the run reads or writes
+    :raises ValueError: the folder holds something else, or overlaps a path that the run reads or writes
     """
     if folder is None:
         return None
@@ -169,9 +169,9 @@ def _make_store(
 
 
 def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PretrainedConfig:
-    """Return a model's configuration; refuse a model that cannot be pruned.
+    """Return a model's configuration; raise if the model cannot be pruned.
 
-    :raises ValueError: as :func:`~struprune_plugin.storage.checkpoint.check_checkpoint`; a loaded model that came from nowhere
+    :raises ValueError: as :func:`~struprune_plugin.storage.checkpoint.check_checkpoint`; a loaded model without a source path
     """
     if isinstance(model, str):
         return check_checkpoint(
@@ -193,23 +193,23 @@ def list_inputs(
     offload_folder: str | os.PathLike | None,
     kwargs: dict[str, Any],
 ) -> list[str | os.PathLike]:
-    """Return the paths that a run reads, and its offload folder: what its output must not replace."""
+    """Return the paths that a run reads, and its offload folder, which its output must not replace."""
     named = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
     modifiers = list(modifiers)
     replayed = [getattr(modifier, "replay", None) for modifier in modifiers]
     trained = [
         path for modifier in modifiers if isinstance(modifier, RecoveryModifier) for path in modifier.list_paths()
     ]
-    offloaded = None if offload_folder is None else Path(offload_folder)  # a path though nothing may be there yet
+    offloaded = None if offload_folder is None else Path(offload_folder)  # a path counts even if nothing is there yet
     candidates = [model, recipe, offloaded, *named, *replayed, *trained]
     return [path for path in candidates if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
 
 
 def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[str, Any]) -> int:
-    """Return what the weights of a run's output take at least, in bytes; 0 where the input's are not on this machine.
+    """Return a lower bound on the bytes of a run's output weights; 0 if the input's weights are not on this machine.
 
-    A lower bound, so that nothing is refused that would fit: all weights shrink by the sparsity, though embeddings do
-    not; by half where the model is loaded in half precision, and to a quarter where a modifier of llm-compressor follows.
+    It refuses no output that would fit: all weights are assumed to shrink by the sparsity, though embeddings do not; by half
+    if the model is loaded in half precision, and to a quarter if a modifier of llm-compressor follows.
     """
     ours = [modifier for modifier in modifiers if isinstance(modifier, StructuredModifier)]
     left = min([1.0, *(1 - modifier.sparsity for modifier in ours if modifier.sparsity)])
@@ -222,7 +222,7 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
 
 
 def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
-    """Return whether a pruned model's layers have other head counts than its configuration as a whole."""
+    """Return whether head counts of a pruned model's layers differ from that of its configuration."""
     if describe_form(config) != "per_layer":
         return False
     stated = vars(config).get("num_attention_heads")
@@ -232,7 +232,7 @@ def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
 def _carry_manifest(source: str, folder: Path) -> None:
     """Copy the manifest of a pruned folder to the folder made from it, which has the same kept units.
 
-    What was measured of the former is not the latter's.
+    The evaluation is left out, because it does not apply to the new folder.
     """
     manifest = Path(source) / MANIFEST_NAME
     if source and manifest.is_file() and not (folder / MANIFEST_NAME).exists():

@@ -1,1 +1,1 @@
-"""How many units each module keeps."""
+"""Allocation of a budget: how many units each module keeps."""

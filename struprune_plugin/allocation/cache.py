@@ -1,4 +1,4 @@
-"""What runs of one model and one text share, whatever their sparsity: the sensitivity and the error curves, measured once."""
+"""Cache of the sensitivity and the error curves, shared by runs of one model and one text at any sparsity."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _OF_PLANS = (  # fields of an allocation rule that curves do not depend on
 
 
 class MeasurementCache:
-    """Sensitivities and error curves of one model and one calibration text, on the disk.
+    """Sensitivities and error curves of one model and one calibration text, on disk.
 
-    :param store: where they are kept, open for this model and text alone
+    :param store: store that holds them, opened for this model and text alone
     """
 
     def __init__(self, store: ResumeStore):
         self._store = store
 
     def share_signals(self, recipe: Mapping[str, Any], measure: Callable[[], Sensitivity]) -> Sensitivity:
-        """Return what is measured of the dense model for a recipe, now or before.
+        """Return the dense model's sensitivity for a recipe, from the store or from ``measure``.
 
         :param recipe: fields of the pruning stage
         """
@@ -43,19 +43,19 @@ class MeasurementCache:
         return signals
 
     def take_curves(self, recipe: Mapping[str, Any]) -> dict[str, GroupStatistics] | None:
-        """Return what an allocation pass measured of every group for a recipe; None where none has."""
+        """Return the group statistics that an allocation pass stored for a recipe; None if there are none."""
         held = self._store.read(f"curves-{_digest(recipe, curves=True)}")
         return None if held is None else load(dict[str, GroupStatistics], *held)
 
     def keep_curves(self, recipe: Mapping[str, Any], evidence: Mapping[str, GroupStatistics]) -> None:
-        """Keep what an allocation pass measured."""
+        """Write the group statistics of an allocation pass to the store."""
         self._store.write(f"curves-{_digest(recipe, curves=True)}", *dump(evidence))
 
 
 def _digest(recipe: Mapping[str, Any], curves: bool) -> str:
-    """Return what names the part that a recipe asks for.
+    """Return the digest of the fields of a recipe that a stored part depends on.
 
-    :param curves: whether the allocation rule counts, too
+    :param curves: whether the fields of the allocation rule count, too
     """
     asked = {name: value for name, value in recipe.items() if name not in _OWN}
     rule = {name: value for name, value in recipe["allocation"].items() if name not in _OF_PLANS}

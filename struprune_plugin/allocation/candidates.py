@@ -1,8 +1,8 @@
-"""Try plans before one is taken: how far each moves the model's own output, on calibration text that no solve has seen.
+"""Trials of allocation plans: how far each moves the model's own output, on calibration text that no solve has seen.
 
-Error curves and sensitivities are of second order at the dense model, and a plan may lead far from it. Here every plan is carried
-out on the dense model's moments, without repair of what is inherited, all of them in one pass; what counts is the KL
-divergence of the model's next tokens.
+Error curves and sensitivities are second-order approximations at the dense model, and a plan may lead far from it. Each plan is
+applied with weights solved on the dense model's moments, without correction of inherited errors, all plans in one pass; they
+are compared by the KL divergence of the model's next tokens.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from struprune_plugin.pruning.config import KeptExperts, PruningConfig, UnitAllo
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
 
-Kept = Mapping[str, int]  # units by group
+Kept = Mapping[str, int]  # number of units by group
 
 
 @dataclass
 class _Path:
-    """What one plan carries from layer to layer.
+    """State of one plan that is passed from layer to layer.
 
-    :param kept: of every group; those of experts that go may be missing
-    :param experts: that stay; None where all do
-    :param states: that enter the layer at hand, by batch, on the host; none while they are the dense ones
+    :param kept: kept units of every group; removed experts may be missing
+    :param experts: kept experts; None if all stay
+    :param states: hidden states that enter the current layer, by batch, on the host; empty while they are the dense ones
     """
 
     kept: Kept
@@ -58,11 +58,11 @@ class _Path:
 
 @dataclass(frozen=True)
 class Fit:
-    """What an allocation pass leaves for trials.
+    """Results of an allocation pass that trials use.
 
-    :param measured: of every group: in which order its units go, and the basis that they are rotated to
-    :param num_batches: that the weights are solved on; those after them are tried
-    :param moments: of those batches, on the host, where the pass has kept them: they are then left out
+    :param measured: statistics of every group: the removal order of its units, and the basis to which they are rotated
+    :param num_batches: number of batches on which the weights are solved; the batches after them are for trials
+    :param moments: moments of those batches, on the host, if the pass has stored them; the batches are then left out
     """
 
     measured: Mapping[str, GroupStatistics]
@@ -71,15 +71,15 @@ class Fit:
 
 
 class Trial:
-    """Carries plans out on the dense model, which stays as it is, and measures a divergence per plan.
+    """Trial of plans on the dense model, which is not changed; it measures one divergence per plan.
 
-    One decoder layer is on the device at a time; moments are those of the dense path. Of several processes each tries its own
-    batches, on weights that the first one has solved.
+    One decoder layer is on the device at a time; moments are those of the dense path. With several processes, each runs its own
+    batches, with weights that rank 0 has solved.
 
-    :param groups: of all layers
+    :param groups: groups of all layers
     :param plans: kept units of every group, by the names of the dense model, one per plan
-    :param config: the methods
-    :param fit: what the weights are solved on
+    :param config: methods of the pruning pass
+    :param fit: data on which the weights are solved
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Trial:
         self._measured, self._known = fit.measured, fit.moments or {}
         self._num_fit = 0 if self._known else fit.num_batches
         self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
-        self._dense: list[Tensor] = []  # outputs of the last layer, by batch tried
+        self._dense: list[Tensor] = []  # outputs of the last layer, by trial batch
 
     def run(self, batches: Sequence[dict[str, Tensor]]) -> None:
-        """Take every plan through all layers.
+        """Run every plan through all layers.
 
-        :param batches: those to solve on, where their moments are not known, then those to try
+        :param batches: batches to solve on, unless their moments are known, then batches to try
         """
         for step in stream_layers(self._model, batches, self._context, "trials"):
             own, num_fit = select_groups(self._groups, step.name), self._num_fit
@@ -117,9 +117,9 @@ class Trial:
 
     @torch.no_grad()
     def measure(self, batches: Sequence[dict[str, Tensor]]) -> list[float]:
-        """Return KL(dense ‖ pruned) in nats, mean over the tokens that all processes have tried, one per plan, after :meth:`run`.
+        """Return KL(dense ‖ pruned) per plan in nats, mean over the trial tokens of all processes, after :meth:`run`.
 
-        :param batches: those tried
+        :param batches: the trial batches
         """
         paths = [[states.hidden for states in path.states] or self._dense for path in self._paths]
         totals, count, head = [0.0] * len(paths), 0, Head.of(self._model)
@@ -137,11 +137,11 @@ class Trial:
         return [total / max(tokens, 1) for total in sums]
 
     def _list_counts(self, group: UnitGroup) -> list[int]:
-        """Return the numbers of kept units that plans ask for, but for all."""
+        """Return the numbers of kept units in the plans, without the number of all units."""
         return sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
 
     def _solve(self, layer: nn.Module, group: UnitGroup) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return a consumer's weights, in the module's order, and bias, on the host, for every number of kept units asked for."""
+        """Return a consumer's weights, in module order, and bias, on the host, by number of kept units."""
         known = self._known.get(group.name)
         moments = self._statistics.collect_moments(layer, group, "trials").all if known is None else known
         counts = self._list_counts(group)
@@ -152,14 +152,14 @@ class Trial:
     def _solve_counts(
         self, layer: nn.Module, group: UnitGroup, moments: SecondMoments, counts: Sequence[int]
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return what :meth:`_solve` does, from moments wherever they are."""
+        """Return the result of :meth:`_solve`, from moments on any device."""
         linear, host = find_linear(layer, group.consumer), self._context.to_host
         dense = ModuleView(layer, group, self._statistics).read_dense()
         moments = move_moments(moments, lambda part: self._context.place(part, dense))
         damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
         solved = self._find_weights(group, damped, dense, counts)
         for weight in [weight for count, weight in solved.items() if not count]:
-            weight.zero_()  # the whole sublayer goes, with its bias
+            weight.zero_()  # the whole sublayer is removed, with its bias
         parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}
         dtype = linear.weight.dtype
         return {count: (host(weight.to(dtype)), host(bias.to(dtype))) for count, (weight, bias) in parts.items()}
@@ -167,7 +167,7 @@ class Trial:
     def _find_weights(
         self, group: UnitGroup, damped: SecondMoments, dense: Tensor, counts: Sequence[int]
     ) -> dict[int, Tensor]:
-        """Return the weights on the units that stay, zeros elsewhere, by how many stay, shape [d, n + 1]."""
+        """Return the weights on the kept units, zero elsewhere, by number of kept units, shape [d, n + 1]."""
         found, copies, place = self._measured[group.name], group.columns_per_unit, self._context.place
         order = found.order.to(damped.gram.device)
         if not self._config.weight_update.solves:
@@ -180,7 +180,7 @@ class Trial:
         return {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
 
     def _list_dropped(self, path: _Path, groups: Sequence[UnitGroup]) -> dict[str, Sequence[int]]:
-        """Return the experts of a layer that stay, by their list, where a plan lets others go."""
+        """Return the kept experts of a layer, by list, where a plan removes others."""
         if path.experts is None:
             return {}
         keep = {group.experts: path.experts.keep[group.output_name] for group in groups if group.experts}
@@ -194,7 +194,7 @@ class Trial:
         groups: Sequence[UnitGroup],
         weights: Mapping[str, Mapping[int, tuple[Tensor, Tensor]]],
     ) -> None:
-        """Bring a plan's hidden states through the layer, as the plan has it."""
+        """Propagate a plan's hidden states through the layer, pruned as in the plan."""
         gone = {
             group.consumer: weights[group.name][kept]
             for group in groups
@@ -218,10 +218,10 @@ class Trial:
 
 
 def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context: DeviceContext) -> list[float]:
-    """Return the sum of KL(first ‖ other) over tokens for every other, in nats, the logits of some tokens at a time.
+    """Return the sum over tokens of KL(first ‖ other) for every other, in nats, with the logits of some tokens at a time.
 
     :param finals: inputs of the output embeddings, on the host, shape [tokens, d]
-    :param device: where these are applied, unless on the host
+    :param device: device on which these are applied, unless on the host
     """
     on_host = context.placement.embed_on_host
     totals = torch.zeros(len(finals) - 1, dtype=torch.float64)

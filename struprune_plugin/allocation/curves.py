@@ -1,4 +1,4 @@
-"""What every module's importance and error curve are on the dense model."""
+"""Measurement of every module's importance and error curve on the dense model."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks, sum_over_ranks
 
-_KEPT = 0.25  # of the host's free memory, for moments
+_KEPT = 0.25  # share of the host's free memory for moments
 
 
 class CurveMeasurer:
-    """Measures every module's importance and error curve on the dense model, which stays as it is.
+    """Measurer of every module's importance and error curve on the dense model, which is not changed.
 
-    One decoder layer is on the device at a time; of each module only its importance, its scores and its error curve stay.
+    One decoder layer is on the device at a time; of each module only its group statistics are stored.
 
-    :param config: the methods, by which units are ranked and errors measured
-    :param keeps_moments: keep every group's moments, too, for trials on the same batches
-    :ivar moments: of every group, by name, on the host; None where they are not kept
+    :param config: methods by which units are ranked and errors measured
+    :param keeps_moments: whether every group's moments are stored, too, for trials on the same batches
+    :ivar moments: moments of every group, by name, on the host; None if they are not stored
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CurveMeasurer:
     def measure(
         self, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], groups: Sequence[UnitGroup]
     ) -> dict[str, GroupStatistics]:
-        """Return what is measured of every group, by name."""
+        """Return the statistics of every group, by name."""
         measured = {}
         for step in stream_layers(model, batches, self._context, "error curves"):
             own, influence = select_groups(groups, step.name), torch.zeros(2, dtype=torch.float64)  # sum and tokens
@@ -75,7 +75,7 @@ class CurveMeasurer:
         return measured
 
     def _compare(self, call: LayerCall, output: States) -> Tensor:
-        """Return one batch's influence of a layer, summed, and its tokens."""
+        """Return one batch's influence of a layer, summed over tokens, and the number of tokens."""
         device, outputs = output.hidden.device, call.list_tokens(output.hidden)
         inputs = call.list_tokens(self._context.to_device(call.hidden, device))
         tokens = None if call.tokens is None else self._context.to_device(call.tokens, device)
@@ -88,7 +88,7 @@ class CurveMeasurer:
     def _measure_group(
         self, model: PreTrainedModel, layer: nn.Module, group: UnitGroup, influence: float
     ) -> GroupStatistics:
-        """Return what is measured of a group; the first of several processes measures."""
+        """Return the statistics of a group, computed on rank 0."""
         module = ModuleView(layer, group, self._statistics)
         with self._context.stage("statistics"):
             moments = module.collect_moments("statistics").all
@@ -101,8 +101,7 @@ class CurveMeasurer:
     def _measure(
         self, model: PreTrainedModel, module: ModuleView, moments: SecondMoments, influence: float
     ) -> GroupStatistics:
-        """Return a group's importance, its error for every number of kept units, the scores and order of its units, and their
-        basis."""
+        """Return a group's importance, error curve, and the scores, order and basis of its units."""
         group, config, sensitivity = module.group, self._config, self._sensitivity
         dense = module.read_dense()
         damped = damp_moments(moments, dense, config.dampening_frac, module.has_bias)
@@ -112,13 +111,13 @@ class CurveMeasurer:
         order, scores, basis = rank_units(ranking, config, group.num_units)
         if config.weight_update.solves and config.importance.eliminates:
             curve = sum_increases(scores[order])
-        elif config.weight_update.solves:  # ADMM too starts from and closes with the least-squares solve
+        elif config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
             curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
         else:
             root = sensitivity.fisher_sqrt.get(group.output_name)
             moved = dense if root is None else self._context.place(root, dense) @ dense
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
-        if group.sublayer is not None:  # the bias goes, too
+        if group.sublayer is not None:  # the bias is removed, too
             curve[0] = weighed.target_energy
         subject = Subject(model, module.layer, group, scores, moments, dense, influence)
         parts = [self._context.to_host(part) for part in (curve, scores, order, *([] if basis is None else [basis]))]
@@ -128,8 +127,10 @@ class CurveMeasurer:
 def take_batches(
     batches: Sequence[dict[str, Tensor]], groups: Sequence[UnitGroup], samples: int
 ) -> list[dict[str, Tensor]]:
-    """Return the first sequences, as they are batched, that make so many samples and four tokens an input of the widest
-    module, or this process' share of these. How many they are does not depend on the batches."""
+    """Return the first sequences, in their batches, that provide ``samples`` and four tokens per input of the widest module.
+
+    With several processes, this is the share of one process. The number of sequences does not depend on the batches.
+    """
     ranks = count_ranks()
     needed = 4 * max(group.num_columns for group in groups) / ranks
     sequences = tokens = 0
@@ -142,19 +143,19 @@ def take_batches(
 
 
 def can_keep_moments(groups: Sequence[UnitGroup], hidden_size: int) -> bool:
-    """Tell whether all groups' moments take no more than a share of the host's free memory."""
+    """Return whether all groups' moments fit in a fixed share of the host's free memory."""
     return count_moment_bytes(groups, hidden_size) <= _KEPT * psutil.virtual_memory().available
 
 
 def count_moment_bytes(groups: Sequence[UnitGroup], hidden_size: int) -> int:
-    """Return the bytes that all groups' moments take."""
+    """Return the bytes of all groups' moments."""
     return 8 * sum(count_sums(group.num_columns, hidden_size) for group in groups)  # sums are triangles, moments whole
 
 
 def hold_batches(
     batches: Sequence[dict[str, Tensor]], samples: int
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Return (the batches without their last sequences, those), at most a quarter of all."""
+    """Return (the batches without their last sequences, those sequences), at most a quarter of all."""
     total = sum(len(batch["input_ids"]) for batch in batches)
     return split_batches(batches, total - min(samples, total // 4))
 
@@ -162,7 +163,7 @@ def hold_batches(
 def split_batches(
     batches: Sequence[dict[str, Tensor]], count: int
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Return (the first sequences, the others), so many and as they are batched."""
+    """Return (the first ``count`` sequences, the others), in their batches."""
     parts: tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]] = ([], [])
     for batch in batches:
         here = min(count, len(batch["input_ids"]))

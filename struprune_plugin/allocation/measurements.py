@@ -1,4 +1,4 @@
-"""Measure, once, what the whole dense model says of its modules' errors and units."""
+"""Measurements of the whole dense model that a run makes once: its sensitivity to errors, and the saliency of its units."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from struprune_plugin.runtime.device_context import DeviceContext
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run needs to know of the dense model.
+    """Measurements of the dense model that a run needs.
 
-    :param importance: whose saliency is measured, where it asks for one
+    :param importance: importance whose saliency is measured, if it needs one
     :param samples: sequences for the Fisher information; None where it is not needed
     """
 
@@ -38,7 +38,7 @@ def measure_sensitivity(
     asked: Asked,
     known: Sensitivity | None = None,
 ) -> Sensitivity:
-    """Return what a run needs, of which what is known already is not measured again.
+    """Return the measurements that a run needs; known ones are not repeated.
 
     :raises ValueError: too little memory for gradients
     """
@@ -55,7 +55,7 @@ def measure_sensitivity(
 
 
 def _sqrt_psd(matrix: Tensor, context: DeviceContext) -> Tensor:
-    """Return the root, on the host, found on the device unless solves run on the host."""
+    """Return the root of a matrix, on the host, computed on the device unless solves run on the host."""
     if context.placement.solve_on_host:
         with context.on_host():
             return sqrt_psd(matrix)

@@ -1,8 +1,8 @@
-"""Blocks of modules tried alone: how far each moves the model's own output, against what its error curves say.
+"""Probes of blocks of modules: how far one block, pruned alone, moves the model's output, compared with its error curves.
 
-Curves and sensitivities are of second order, and take an error for independent of the token that it falls on. Where that is far
-from the truth (a norm behind a module, errors that many tokens share), it is so for whole blocks of modules: those of one kind in
-one part of the depth. A few plans, each with the units of one block gone, tell by how much.
+Curves and sensitivities are of second order, and treat an error as independent of its token. Where that is far from the truth (a
+norm behind a module, errors that many tokens share), whole blocks of modules are affected: those of one kind in one part of the
+depth. A few plans, each with the units of one block removed, measure by how much.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import replace
 from struprune_plugin.allocation.rules.rule import GroupStatistics, Sizes
 from struprune_plugin.linalg.rounding import expand_counts
 
-_PARTS = 3  # of the depth
-_NOISE = 0.1  # of the mean divergence of a block: what is added to both sides, so that a small one says little
-_MOST = 10.0  # that a curve is multiplied or divided by
+_PARTS = 3  # parts of the depth
+_NOISE = 0.1  # share of the mean divergence of a block, added to both sides, so that a small one has little effect
+_MOST = 10.0  # largest factor that a curve is multiplied or divided by
 
-Block = tuple[int, ...]  # places among the sizes
+Block = tuple[int, ...]  # indices of the sizes
 
 
 def list_blocks(sizes: Sizes, layers: Sequence[int], num_layers: int) -> list[Block]:
-    """Return blocks of modules of one kind in one part of the depth; none where there would be one only.
+    """Return blocks of modules of one kind in one part of the depth; none if there were only one.
 
-    :param layers: index of the decoder layer of every size; of several that are tied, -1
+    :param layers: index of the decoder layer of every size; -1 for tied groups of several layers
     """
     blocks: dict[tuple[str, int], list[int]] = {}
     for place, (size, layer) in enumerate(zip(sizes, layers, strict=True)):
@@ -32,7 +32,7 @@ def list_blocks(sizes: Sizes, layers: Sequence[int], num_layers: int) -> list[Bl
 
 
 def propose_blocks(sizes: Sizes, counts: Sequence[int], blocks: Sequence[Block]) -> list[Mapping[str, int]]:
-    """Return one plan per block: its modules keep what the allocation says, all others everything."""
+    """Return one plan per block: its modules keep the counts of the allocation, all others every unit."""
     plans: list[Mapping[str, int]] = []
     for block in blocks:
         alone = [count if place in block else sizes[place].num_units for place, count in enumerate(counts)]
@@ -46,11 +46,11 @@ def bend_curves(
     counts: Sequence[int],
     divergences: Mapping[Block, float],
 ) -> dict[str, GroupStatistics]:
-    """Return the statistics with the curves of every block multiplied so that they say what was measured.
+    """Return the statistics with the curves of every block scaled so that they agree with the measured divergences.
 
-    :param statistics: by the name of a size
-    :param counts: kept units of the allocation that the blocks were tried with
-    :param divergences: of the model's output with a block's units gone, in nats
+    :param statistics: statistics by the name of a size
+    :param counts: kept units of the allocation with which the blocks were tried
+    :param divergences: divergence of the model's output with a block's units removed, in nats
     """
     said = {block: sum(float(statistics[sizes[i].name].curve[counts[i]]) for i in block) for block in divergences}
     total, measured = sum(said.values()), sum(divergences.values())

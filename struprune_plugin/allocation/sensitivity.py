@@ -1,4 +1,4 @@
-"""How much the model's output suffers from an error in the output of one module, one decoder layer on the device at a time."""
+"""Sensitivity of the model's output to errors in each module's output, with one decoder layer on the device at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_before, count_ranks, gather, sum_over_ranks
 
 _DRAWN = 64  # tokens whose labels are drawn at once
-_HELD = 0.25  # of the model's bytes, and of the host's free ones, for the hidden states of all layers at once
+_HELD = 0.25  # share of the model's bytes and of the host's free memory for the hidden states of all layers
 
 
 def measure_fisher(
@@ -40,19 +40,19 @@ def measure_fisher(
 ) -> dict[str, Tensor]:
     """Return the Fisher information of every module's output, mean over tokens, by :attr:`UnitGroup.output_name`.
 
-    That module is a group's consumer, or the list of experts that it is one of.
+    The module is a group's consumer, or the list of experts that contains it.
 
-    With g the gradient of -log p(y) with respect to the output, y drawn from the model's own p: ``F = E[g g^T]``, shape
-    [d, d], float64. An error e there changes the model's distribution by a KL divergence of ``e^T F e / 2`` to second
-    order, tokens taken as independent.
+    With g the gradient of -log p(y) with respect to the output, y drawn from the model's own p: ``F = E[g g^T]``, shape [d, d],
+    float64. An error e there changes the model's distribution by a KL divergence of ``e^T F e / 2`` to second order, tokens
+    taken as independent.
 
-    One forward pass keeps every layer's input on the host; then each layer alone runs again and passes the gradient on.
-    All batches go through a layer before the next one's turn, so that its weights come to the device once either way. Only
+    One forward pass stores every layer's input on the host; then each layer alone runs again and propagates the gradient. All
+    batches pass through a layer before the next layer, so that its weights are moved to the device once per direction. Only
     activations get gradients.
 
-    :return: empty where the model's output is not finite: the calibration pass that follows names the linear
-    :param num_sequences: at most this many sequences are used, of every process' loader an equal share
-    :param context: its placement says what is done on the host, and how many logits are held at once
+    :return: empty if the model's output is not finite: the calibration pass that follows reports the linear
+    :param num_sequences: maximum number of sequences, an equal share of every process' loader
+    :param context: context whose placement sets what runs on the host, and how many logits are held at once
     """
     sums: dict[str, Tensor] = {}
     first, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
@@ -91,7 +91,7 @@ def measure_fisher(
 
 
 def _fit_batches(model: PreTrainedModel, parts: Sequence[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
-    """Give together the batches whose hidden states, of all layers, take no more than a share of the model or of free memory."""
+    """Yield lists of batches whose hidden states, of all layers, fit in a share of the model's size and of the free memory."""
     context = _HELD * min(count_bytes(model), psutil.virtual_memory().available)
     hidden = model.config.get_text_config().hidden_size
     each = len(find_decoder_layers(model)) * hidden * model.dtype.itemsize
@@ -106,12 +106,12 @@ def _fit_batches(model: PreTrainedModel, parts: Sequence[dict[str, Tensor]]) -> 
 
 
 def _turn_round(model: PreTrainedModel, head: Head, flow: BatchFlow, first: int, context: DeviceContext) -> int:
-    """Run what stands on the last layer; leave the gradient at that layer's output. Return the number of tokens scored.
+    """Run the part behind the last layer; store the gradient at that layer's output. Return the number of scored tokens.
 
     No tokens are scored where the output is not finite.
 
-    :param first: number of the batch's first sequence among all; it draws that sequence's labels, so that they do not
-        depend on how sequences are split into batches or over processes
+    :param first: index of the batch's first sequence among all; seeds that sequence's labels, so that they do not depend on how
+        sequences are split into batches or over processes
     """
     mask = flow.batch.get("attention_mask")
     valid = (torch.ones_like(flow.batch["input_ids"]) if mask is None else mask).bool()
@@ -129,10 +129,10 @@ def _turn_round(model: PreTrainedModel, head: Head, flow: BatchFlow, first: int,
 def _find_output_gradient(
     head: Head, final: Tensor, valid: Tensor, first: int, context: DeviceContext
 ) -> Tensor | None:
-    """Return the gradient of -log p(y), y drawn from p, at the inputs of the output embeddings; None where not finite.
+    """Return the gradient of -log p(y), y drawn from p, at the inputs of the output embeddings; None if not finite.
 
     :param final: those inputs, shape [sequences, tokens, d]
-    :param valid: which tokens count, shape [sequences, tokens], bool
+    :param valid: mask of tokens that count, shape [sequences, tokens], bool
     """
     on_host, device = context.placement.embed_on_host, final.device
     with context.on_host(on_host):
@@ -148,8 +148,8 @@ def _find_output_gradient(
                 span = slice(start, start + size)
                 logits = F.linear(sequence[span], weight, bias).float().requires_grad_()
                 shaped = head.shape(logits)
-                above = torch.softmax(shaped.detach(), dim=-1)  # the gradient of -log p(y) by these: p, less one at y
-                if not above[counted[span], 0].isfinite().all():  # what is not finite makes its whole row NaN
+                above = torch.softmax(shaped.detach(), dim=-1)  # the gradient of -log p(y) here: p, minus one at y
+                if not above[counted[span], 0].isfinite().all():  # one nonfinite logit makes its row NaN
                     return None
                 labels = draw_labels(above, draws[span])
                 above.scatter_add_(-1, labels, above.new_full(labels.shape, -1.0))
@@ -162,9 +162,9 @@ def _find_output_gradient(
 
 
 def draw_labels(probs: Tensor, draws: Tensor) -> Tensor:
-    """Return the token at which each distribution's running sum passes its draw, shape [tokens, 1], int64.
+    """Return the token at which each distribution's cumulative sum exceeds its draw, shape [tokens, 1], int64.
 
-    One number a token is drawn on the host, whatever the vocabulary, so that every device finds the same labels.
+    One number per token is drawn on the host, at any vocabulary, so that every device gives the same labels.
 
     :param probs: shape [tokens, V]
     :param draws: uniform in [0, 1), shape [tokens], float64
@@ -184,11 +184,11 @@ def _run_backward(
     sums: dict[str, Tensor],
     context: DeviceContext,
 ) -> None:
-    """Run one layer forth and back on all batches; add ``g g^T`` at its consumers, and leave the gradients at its input.
+    """Run one layer forward and backward on all batches, add ``g g^T`` at its consumers, store the gradients at its input.
 
-    The sums grow on the device where the placement has room for them.
+    The sums are on the device if the placement has room for them.
 
-    :param index: the layer's
+    :param index: index of the layer
     """
     outputs: dict[str, Tensor] = {}
 
@@ -228,7 +228,7 @@ def _add_products(
     tokens = None if call.tokens is None else context.to_device(call.tokens, gradients.device)
     gradients = gradients.flatten(0, -2).float()[
         : math.prod(call.batch_shape)
-    ]  # Llama 4's experts take every token each
+    ]  # each of Llama 4's experts gets all tokens
     for part in split_tokens(tokens, len(gradients), call.length):
         gram = multiply_by_itself(gradients[part])
         gram = (context.to_host(gram) if grows_on_host else gram).double()

@@ -1,4 +1,4 @@
-"""In which order whole experts go, and what that costs: what the experts that are left cannot make up."""
+"""Removal order of whole experts, and its cost: the error that the remaining experts cannot compensate."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 
 Criterion = Literal["error", "reap"]
-_DIRECTIONS = 64  # of the output, drawn; norms are kept on the average
-_TRIED = 16  # experts a step, those of least energy
+_DIRECTIONS = 64  # random directions of the output; norms are preserved on average
+_TRIED = 16  # experts per step, those of least energy
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The whole experts of a model that may go, of every layer as many.
+    """Whole experts of a model that may be removed, equally many of every layer.
 
-    :param routing: what goes with an expert beside its linears
+    :param routing: parts that are removed with an expert besides its linears
     :param lists: the groups of every list of experts, in order, by the list's full name
-    :param counts: how many experts of a layer may stay, the most first
-    :param num_groups: equal runs of experts that keep the same number each
-    :param cost: parameters of the linears that go with one expert of every layer
+    :param counts: numbers of experts that a layer may keep, descending
+    :param num_groups: number of equal runs of experts that keep the same number each
+    :param cost: parameters of the linears that are removed with one expert of every layer
     """
 
     routing: Routing
@@ -43,23 +43,23 @@ class Mixture:
     cost: int
 
     def count_gone(self, left: int) -> int:
-        """Return the parameters that have gone once so many experts of a layer are left."""
+        """Return the parameters removed when ``left`` experts of a layer remain."""
         return (self.counts[0] - left) * self.cost
 
 
 @dataclass(frozen=True)
 class DropOrder:
-    """In which order the experts of one list go.
+    """Removal order of the experts of one list.
 
-    :param steps: experts that go together, the first to go first
-    :param errors: of the list's output, with so many steps taken
+    :param steps: experts that are removed together, first removed first
+    :param errors: error of the list's output, by number of steps taken
     """
 
     steps: Sequence[Sequence[int]]
     errors: Sequence[float]
 
     def list_kept(self, num_steps: int) -> list[int]:
-        """Return the experts that are left after some steps, sorted."""
+        """Return the experts that remain after some steps, sorted."""
         gone = {expert for step in self.steps[:num_steps] for expert in step}
         return [expert for expert in range(sum(map(len, self.steps))) if expert not in gone]
 
@@ -67,11 +67,11 @@ class DropOrder:
 def order_drops(
     mixture: Mixture, scores: Sequence[float], tried: int, measure: Callable[[list[int]], float]
 ) -> DropOrder:
-    """Return an order in which experts go, each time the one whose loss leaves the least error; one of every group together.
+    """Return a removal order of experts: each step removes the one of least resulting error from every group.
 
-    :param scores: of every expert; only those of least score in a group are tried
-    :param tried: how many
-    :param measure: the error if only some experts are left
+    :param scores: score of every expert; only those of least score in a group are tried
+    :param tried: number of experts tried per group
+    :param measure: function that returns the error if only some experts remain
     """
     total, steps = mixture.counts[0], list[list[int]]()
     groups = [list(part) for part in torch.arange(total).view(mixture.num_groups, -1).tolist()]
@@ -93,10 +93,10 @@ def order_drops(
 
 
 class DropMeasurer:
-    """Measures, on the dense model, which stays as it is, in which order the experts of every list go. One process.
+    """Measurer of the removal order of every list's experts, on the dense model, which is not changed. One process.
 
-    :param criterion: ``error``, what the experts that are left cannot make up; or REAP's score, once for all
-    :param solves: whether experts that are left are solved anew: errors are then what is left of them once each is re-scaled
+    :param criterion: ``error``: the error that the remaining experts cannot compensate; ``reap``: REAP's score, computed once
+    :param solves: whether the remaining experts are re-solved: errors are then those that remain after each expert is re-scaled
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DropMeasurer:
 
     @torch.no_grad()
     def measure(self, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> dict[str, DropOrder]:
-        """Return the orders by the full name of a list, one decoder layer on the device at a time."""
+        """Return the orders by the full name of a list, with one decoder layer on the device at a time."""
         first, found = [groups[0] for groups in self._mixture.lists.values()], dict[str, DropOrder]()
         statistics = LayerStatistics(TARGETS["local"], self._context)
         for step in stream_layers(model, batches, self._context, "experts"):
@@ -130,7 +130,7 @@ class DropMeasurer:
         return found
 
     def _view(self, layer: nn.Module, group: UnitGroup) -> tuple[UnitGroup, ExpertChoice]:
-        """Return what a list is seen by; errors of its output count by the sensitivity."""
+        """Return a group and the view of its list of experts, with output errors weighted by the sensitivity."""
         consumer = layer.get_submodule(group.consumer)
         weight: Tensor = consumer.weight  # type: ignore[assignment]
         size, root = weight.shape[0], self._sensitivity.fisher_sqrt.get(group.output_name)

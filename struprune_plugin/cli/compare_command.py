@@ -1,4 +1,4 @@
-"""``struprune compare``: outputs side by side."""
+"""``struprune compare``: comparison of outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output and exit status of every command: ``--json`` and ``--quiet``, one line per error."""
+"""Output and exit status of every command: ``--json``, ``--quiet`` and one-line errors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Screen:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let :meth:`show` alone write on stdout under ``--json``, and nobody draw bars under ``--quiet``, in the block."""
+        """Reserve stdout for :meth:`show` under ``--json``, and hide progress bars under ``--quiet``, in the block."""
         with redirect_stdout(sys.stderr) if self.json else nullcontext(), _hide_bars() if self.quiet else nullcontext():
             yield
 
     def show(self, record: Any, *parts: RenderableType) -> None:
-        """Print a command's result: the record under ``--json``, the parts with a line between them otherwise."""
+        """Print a command's result: the record under ``--json``, otherwise the parts, separated by empty lines."""
         if self.json:
             print(json.dumps(record, indent=1), file=self.out)
         else:
@@ -46,11 +46,11 @@ class Screen:
         self.out.flush()
 
     def set_logging(self, verbose: bool = False) -> None:
-        """Show our own messages and warnings that a user can act on; under ``--quiet`` errors only."""
+        """Show StruPrune's messages and warnings that a user can act on; under ``--quiet`` only errors."""
         from loguru import logger
 
         if verbose:
-            os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "INFO")  # or a run hides its steps
+            os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "INFO")  # otherwise a run hides llm-compressor's steps
             return
         logger.remove()
         level = "ERROR" if self.quiet else "WARNING"
@@ -66,7 +66,7 @@ class Screen:
 
 @contextmanager
 def _hide_bars() -> Iterator[None]:
-    """Draw no progress bars in the block, even those that llm-compressor asks for by name."""
+    """Hide all progress bars in the block, including those that llm-compressor enables explicitly."""
     from tqdm.std import tqdm
 
     init = tqdm.__init__
@@ -95,21 +95,21 @@ def show_error(message: str) -> None:
 
 
 def run_command(run: Callable[[], int | None], screen: Screen) -> int:
-    """Run a command; return the exit status: 0 when the whole job is done, 2 for bad input, 130 and 143 when stopped."""
+    """Run a command and return its exit status: 0 when the whole job is done, 2 for bad input, 130 and 143 when stopped."""
     try:
         with _raise_on_sigterm(), screen.open():
             status = run()
             sys.stdout.flush()
             return status or 0
-    except BrokenPipeError:  # whoever read has seen enough, e.g. `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except Exception as error:
-        failed = " (os error " in str(error)  # so the compiled libraries say that a disk is full, in their own classes
+        failed = " (os error " in str(error)  # how compiled libraries report a full disk, in their own classes
         if not failed and not isinstance(error, (ValueError, OSError)):
             raise
         show_error(f"error: {' '.join(str(error).split())}")
-        return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # that is no bad input
+        return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # 1: not bad input
     except (KeyboardInterrupt, _Terminated) as stop:
         print(file=sys.stderr)  # below a bar, or the terminal's ^C
         interrupted = isinstance(stop, KeyboardInterrupt)
@@ -118,7 +118,7 @@ def run_command(run: Callable[[], int | None], screen: Screen) -> int:
 
 
 class _Terminated(BaseException):
-    """SIGTERM, as Ctrl-C is a KeyboardInterrupt: what was begun is undone on the way out."""
+    """SIGTERM as an exception, as KeyboardInterrupt is for Ctrl-C, so that cleanup runs."""
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def _raise_on_sigterm() -> Iterator[None]:
     def stop(*_: object) -> NoReturn:
         raise _Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, stop)

@@ -58,9 +58,9 @@ def costs(model: Model, timing: Timing, screen: Screen) -> None:
 
 
 def _split(where: str, text: str, known: tuple[str, ...]) -> list[str]:
-    """Return names with commas between them.
+    """Return the comma-separated names of a text.
 
-    :raises ValueError: one that is not known
+    :raises ValueError: an unknown or repeated name
     """
     names = [name.strip() for name in text.split(",")]
     if not set(names) <= set(known) or len(set(names)) < len(names):

@@ -18,17 +18,17 @@ from struprune_plugin.reporting.tables import Table
 from struprune_plugin.storage.files import format_bytes
 
 _PACKAGE = "struprune-plugin"
-_EXTRAS = ("gguf", "plots")  # whose packages are looked at, too
+_EXTRAS = ("gguf", "plots")  # extras whose packages are checked, too
 _BINARIES = ("llama-cli", "llama-server", "llama-quantize")  # of llama.cpp
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that ours needs.
+    """Package that StruPrune depends on.
 
-    :param installed: its version; None where it is missing
-    :param admitted: versions that ours admits
-    :param needed: by everything, not by an extra alone
+    :param installed: installed version; None if missing
+    :param admitted: versions that StruPrune admits
+    :param needed: whether StruPrune itself needs it, not only an extra
     """
 
     name: str
@@ -82,7 +82,7 @@ def doctor(screen: Screen) -> int:
 
 
 def list_packages() -> list[Package]:
-    """Return Python and the packages that ours admits certain versions of, as its installed metadata names them."""
+    """Return Python, StruPrune and the packages that its installed metadata names, with the admitted versions."""
     try:
         wanted = [Requirement(line) for line in requires(_PACKAGE) or ()]
         python = Package("python", platform.python_version(), metadata(_PACKAGE)["Requires-Python"] or "", True)
@@ -104,7 +104,7 @@ def _find_version(name: str) -> str | None:
 
 
 def list_devices() -> list[dict[str, Any]]:
-    """Return the host and every accelerator, with bytes that are free and bytes in all; None where that is not known."""
+    """Return the host and every accelerator, with their free and total bytes."""
     devices: list[dict[str, Any]] = []
     if find_spec("psutil") is not None:
         import psutil
@@ -122,6 +122,6 @@ def list_devices() -> list[dict[str, Any]]:
 
 
 def list_engines() -> dict[str, str | None]:
-    """Return by engine where it is or which version, None where it is not reachable."""
+    """Return, by engine, its path or version; None if it is not found."""
     engines = {"vLLM": _find_version("vllm") if find_spec("vllm") is not None else None}
     return engines | {f"llama.cpp: {name}": shutil.which(name) for name in _BINARIES}

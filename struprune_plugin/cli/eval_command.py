@@ -31,7 +31,7 @@ class Scoring(Scores):
     def read_tasks(self) -> list[str]:
         """Return the names of lm-eval's tasks.
 
-        :raises ValueError: as :meth:`Scores.read_tasks`; an option that nothing would use
+        :raises ValueError: as :meth:`Scores.read_tasks`; an option that would have no effect
         """
         tasks = super().read_tasks()
         for name in ("include_path", "limit") if not tasks else ("stride", "max_tokens") if self.text is None else ():
@@ -43,7 +43,7 @@ class Scoring(Scores):
         return tasks
 
     def describe(self, text: Path | None) -> dict[str, Any]:
-        """Return what figures depend on, JSON."""
+        """Return the settings that figures depend on, as JSON values."""
         settings = {"text": str(text) if text else None, "window": self.window, "stride": self.stride or self.window}
         return settings | {"max_tokens": self.max_tokens, "limit": self.limit, "dtype": self.dtype}
 
@@ -86,7 +86,7 @@ def _score_model(
     """Return a model's figures by column.
 
     :param manager: lm-eval's index of tasks; None without tasks
-    :raises ValueError: a window that the model has no positions for
+    :raises ValueError: the window exceeds the model's positions
     """
     from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity, run_tasks
     from struprune_plugin.evaluation.text import tokenize_texts
@@ -109,12 +109,12 @@ def _score_model(
 
 
 def _find_base(path: str) -> str | None:
-    """Return the model that one of our outputs was made from; None for other models."""
+    """Return the dense model that an output of StruPrune was made from; None for other models."""
     return read_manifest(path).model.base if (Path(path) / MANIFEST_NAME).is_file() else None
 
 
 def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Store the figures of our outputs in manifest and model card."""
+    """Store the figures of StruPrune's outputs in their manifests and model cards."""
     from struprune_plugin.reporting.model_card import keep_results
     from struprune_plugin.reporting.results import list_results
 
@@ -127,7 +127,7 @@ def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) ->
 
 
 def _check_scores_file(file: Path) -> None:
-    """Refuse to write figures over what holds none, or where nothing can be written."""
+    """Raise if a file is not an earlier file of scores, or cannot be written."""
     if not file.exists():
         check_place("--output", file.parent)
         return
@@ -142,7 +142,7 @@ def _check_scores_file(file: Path) -> None:
 
 
 def _add_dense(paths: list[str]) -> list[str]:
-    """Return the folders with the dense model of a pruned folder before it, if it is available."""
+    """Return the paths with the dense model inserted before each pruned folder, if it is available."""
     models: list[str] = []
     for path in paths:
         base, others = _find_base(path), {Path(other).resolve() for other in paths + models}

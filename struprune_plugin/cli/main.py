@@ -1,4 +1,4 @@
-"""``struprune``: the command line, assembled from a file a command."""
+"""``struprune``: the command line, assembled from one file per command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from struprune_plugin.cli.sample_command import sample
 from struprune_plugin.cli.sweep_command import sweep
 from struprune_plugin.cli.verify_command import verify
 
-# Whatever needs torch or llm-compressor is imported by the command that needs it: help and early refusals take no seconds.
+# Commands import torch and llm-compressor only when they run, so that help and early errors take no seconds.
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "prune": prune,
     "plan": plan,
@@ -63,7 +63,7 @@ def struprune(
 
 
 def make_app() -> typer.Typer:
-    """Return the command line as typer has it."""
+    """Return the command line as a typer app."""
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback(epilog=_EPILOG)(struprune)
     for name, command in COMMANDS.items():
@@ -72,13 +72,13 @@ def make_app() -> typer.Typer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0 when the whole job is done, 2 for bad input."""
+    """Run the command line and return its exit status: 0 when the whole job is done, 2 for bad input."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without our tables' signs is no reason to fail
+            stream.reconfigure(errors="replace")  # do not fail on terminals without the tables' characters
     try:
         status: int = typer.main.get_command(make_app())(argv, prog_name="struprune", standalone_mode=False)
-    except typer.TyperException as error:  # of the parser: one line, where typer would draw a panel
+    except typer.TyperException as error:  # of the parser: print one line in place of typer's panel
         context = getattr(error, "ctx", None)
         message = " ".join(error.format_message().replace("Value error, ", "").split())
         command = context.command_path if context else "struprune"

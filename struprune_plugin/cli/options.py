@@ -24,9 +24,9 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def make_callback(run: Callable[..., int | None]) -> Callable[..., int]:
-    """Return a command as typer takes it: its groups of options one by one, its errors as exit statuses.
+    """Return a command as a typer callback: its groups of options are flattened, its errors become exit statuses.
 
-    :param run: its parameters are arguments, options, and dataclasses whose fields are such, one of them the screen
+    :param run: the command; its parameters are arguments, options, and dataclasses of options, one of them the screen
     """
     hints = get_type_hints(run, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -54,17 +54,17 @@ def make_callback(run: Callable[..., int | None]) -> Callable[..., int]:
 
 
 def option(help: str, metavar: str | None = None, name: str | None = None, **more: Any) -> Any:
-    """Return an option as typer has it; its name is that of the field where none is given."""
+    """Return a typer option; its name defaults to that of the field."""
     return typer.Option(*filter(None, (name,)), help=help, metavar=metavar, **more)
 
 
 def flag(name: str, help: str) -> Any:
-    """Return an option that is there or not."""
+    """Return a boolean option without a value."""
     return typer.Option(name, help=help)
 
 
 def whole(help: str, low: int = 1, high: int = 10**9 - 1) -> Any:
-    """Return an option that is a whole number of a range."""
+    """Return an option for a whole number within a range."""
 
     def read(value: Any) -> int:
         text = str(value)
@@ -76,7 +76,7 @@ def whole(help: str, low: int = 1, high: int = 10**9 - 1) -> Any:
 
 
 def num_bytes(help: str) -> Any:
-    """Return an option that is a number of bytes: digits, or digits before kB, MB, GB."""
+    """Return an option for a number of bytes: digits, or digits before kB, MB, GB."""
 
     return option(help, "BYTES", parser=lambda value: read_bytes(str(value)))
 
@@ -105,7 +105,7 @@ class Amount:
     batch_size: Annotated[int, whole("sequences on the device at a time")] = 8
 
     def count_samples(self, changes: dict[str, Any]) -> int:
-        """Return the number of sequences, by the effort among the changes to the recipe where none was given."""
+        """Return the number of sequences; if none is given, it follows from the effort in the changes to the recipe."""
         return self.num_samples or (256 if changes.get("effort") == "best" else 64)
 
 
@@ -120,16 +120,16 @@ class Calibration(Amount):
 
 
 def read_yaml(where: str, text: str) -> Any:
-    """Return a value that is written as YAML.
+    """Parse a value written as YAML.
 
-    :param where: for messages
-    :raises ValueError: it is none
+    :param where: name of the option, for messages
+    :raises ValueError: the text is not valid YAML
     """
     import yaml
 
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
         problem = " ".join(str(error).split())
         raise ValueError(f"{where} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
 
@@ -144,9 +144,9 @@ class Settings:
     ] = None
 
     def read(self) -> dict[str, Any]:
-        """Return values by field, those with an option of their own among them.
+        """Return the changed values by field, including fields that have their own option.
 
-        :raises ValueError: no FIELD=VALUE, no YAML, or a field that is set twice
+        :raises ValueError: a setting is not FIELD=VALUE, is not valid YAML, or sets a field twice
         """
         changes = {name: value for name, value in vars(self).items() if name != "settings" and value is not None}
         if "budget" in changes:
@@ -191,7 +191,7 @@ class Scores:
     def read_tasks(self) -> list[str]:
         """Return the names of lm-eval's tasks.
 
-        :raises ValueError: an empty name; no folder of tasks
+        :raises ValueError: an empty name, or no such folder of tasks
         """
         tasks = [] if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         if not all(tasks):
@@ -206,9 +206,9 @@ class Scores:
 
 
 def check_names(device: str, recipe: str | None, models: Sequence[str], texts: Sequence[str | Path | None]) -> None:
-    """Refuse a device, a recipe, a model or a text that is none by its name alone, before anything heavy is imported."""
+    """Raise if the name of a device, recipe, model or text is invalid, before anything heavy is imported."""
     check_device(device)
-    if recipe is not None and "\n" not in recipe:  # a text otherwise
+    if recipe is not None and "\n" not in recipe:  # otherwise it is a YAML text
         find_recipe(recipe)
     for text in texts:
         if text is not None and Path(text).suffix in (".json", ".jsonl") and not Path(text).is_file():
@@ -218,14 +218,14 @@ def check_names(device: str, recipe: str | None, models: Sequence[str], texts: S
 
 
 def check_device(device: str) -> None:
-    """Refuse a word that names no device."""
+    """Raise if a word names no device."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ValueError(f"--device: must be device: auto, cpu, cuda or cuda:N, got {device!r}.")
 
 
 def _check_model_name(name: str) -> None:
-    """Refuse what is neither a folder with a model nor, as far as can be told from here, a name of the hub."""
+    """Raise if a name is neither a model folder nor, as far as can be known locally, a hub name."""
     cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
     found = None
     if Path(name).is_dir():
@@ -241,9 +241,9 @@ def _check_model_name(name: str) -> None:
 
 
 def prepare(device: str, screen: Screen, verbose: bool = False) -> None:
-    """Register what is ours with llm-compressor and transformers, let them see only one device, and quieten what they log.
+    """Register StruPrune with llm-compressor and transformers, restrict them to one device, and reduce their log.
 
-    By now an import may have started CUDA, after which it no longer looks at the environment; so start afresh.
+    An import may already have started CUDA, which then ignores changes to the environment; so the process is restarted.
     """
     import torch
 

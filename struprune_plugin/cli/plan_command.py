@@ -1,4 +1,4 @@
-"""``struprune plan``: the effect of a run before it."""
+"""``struprune plan``: prediction of a run."""
 
 from __future__ import annotations
 

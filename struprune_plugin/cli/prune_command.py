@@ -1,4 +1,4 @@
-"""``struprune prune``: one run."""
+"""``struprune prune``: one pruning run."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, sc
 
 
 def _check_push(name: str) -> None:
-    """Refuse, before any work, a name that is none, and a machine that cannot push."""
+    """Raise, before any work, if a repository name is invalid or if this machine cannot push."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import is_offline_mode
 
@@ -134,9 +134,9 @@ def _check_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str) -> str:
-    """Upload an output to a repository of the Hub, made private where there is none; return its address.
+    """Upload an output to a Hub repository, created as private if absent, and return its address.
 
-    :raises OSError: the Hub refuses or is not reached; the folder stays as it is
+    :raises OSError: the Hub refuses or cannot be reached; the folder stays unchanged
     """
     from huggingface_hub import HfApi, get_token
 
@@ -144,7 +144,7 @@ def push_folder(folder: Path, name: str) -> str:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload a model pruned with StruPrune")
-    except Exception as error:  # whatever the Hub's client met on the way
+    except Exception as error:  # the Hub's client raises errors of many classes
         told = " ".join(str(error).split()).replace(get_token() or os.devnull, "…")
         failure = OSError(
             f"--push-to-hub: {name} must take the output, got: {told} {folder} is whole; try again with "

@@ -54,7 +54,7 @@ def report(path: Folder, page: Page, screen: Screen, device: Device = "auto") ->
 
 
 def _write_samples(path: Path, base: str, page: Page) -> list[Any]:
-    """Let the dense model, where it is here, and the pruned one write after the same prompts."""
+    """Return texts of the pruned model and, if it is available, of the dense model after the same prompts."""
     from struprune_plugin.evaluation.scoring import continue_texts, load_checkpoint
     from struprune_plugin.reporting.html_report import PROMPTS, Sample
 
@@ -67,7 +67,7 @@ def _write_samples(path: Path, base: str, page: Page) -> list[Any]:
 
 
 def _check_new_file(file: Path, overwrite: bool) -> None:
-    """Refuse to write over a file, or where no file can be."""
+    """Raise if a file exists and may not be replaced, or if its folder does not exist."""
     if file.is_dir() or (file.exists() and not overwrite):
         raise ValueError(
             f"--output: {file} must be absent, it is there already. Choose another path, or pass --overwrite."

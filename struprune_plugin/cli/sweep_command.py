@@ -112,9 +112,9 @@ def sweep(
 
 
 def read_budgets(texts: Sequence[str]) -> dict[str, Any]:
-    """Return budgets by the names of their points: the text without its braces.
+    """Return budgets by name, which is the text without its brackets.
 
-    :raises ValueError: no YAML, or one twice
+    :raises ValueError: invalid YAML, or a repeated budget
     """
     found = {text.strip().strip("{[]}").strip(): read_yaml("--budget", text) for text in texts}
     if len(found) < len(texts):
@@ -123,9 +123,9 @@ def read_budgets(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def read_sparsities(text: str) -> list[float]:
-    """Read ``first:last:step`` or a list with commas.
+    """Parse ``first:last:step`` or a comma-separated list.
 
-    :raises ValueError: neither, or a number that is no sparsity
+    :raises ValueError: another form, a number outside (0, 1), or a repeated number
     """
     try:
         found = [float(part) for part in text.split(",")] if ":" not in text else _spread(*map(float, text.split(":")))
@@ -139,13 +139,13 @@ def read_sparsities(text: str) -> list[float]:
 
 
 def _spread(first: float, last: float, step: float) -> list[float]:
-    """Return the numbers from one to another; none where these are no range, or one of more than a hundred."""
+    """Return the numbers of a range; empty if it is not a range, or has more than a hundred numbers."""
     count = (last - first) / step if step > 0 else -1.0
     return [round(first + index * step, 6) for index in range(int(count + 1e-6) + 1)] if 0 <= count < 100 else []
 
 
 def read_pick(text: str) -> tuple[float, bool, str]:
-    """Read what may be lost: ``+5% perplexity``, ``-0.01 arc_easy``; return (most, whether relative, of what).
+    """Parse a permitted loss, e.g. ``+5% perplexity`` or ``-0.01 arc_easy``, into (amount, whether relative, measure).
 
     :raises ValueError: another form
     """

@@ -1,1 +1,1 @@
-"""Text to token windows; perplexity and lm-eval."""
+"""Evaluation and its data: token windows from text, calibration data, perplexity and lm-eval tasks."""

@@ -1,4 +1,4 @@
-"""Calibration data of ``oneshot``, in the form that llm-compressor takes."""
+"""Calibration data of ``oneshot``, in the form that llm-compressor accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from struprune_plugin.runtime.distributed import count_ranks, split_range
 
 
 def check_dataset(dataset: object, splits: object) -> None:
-    """Refuse data that nobody can read, and splits of what has none."""
+    """Raise on data of an unsupported type, and on ``splits`` for data without splits."""
     if not isinstance(dataset, (str, os.PathLike, Dataset, DatasetDict, IterableDataset, DataLoader, type(None))):
         raise ValueError(
             f"dataset: must be a file, self, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
@@ -31,18 +31,18 @@ def check_dataset(dataset: object, splits: object) -> None:
 
 
 def _is_from_host(dataset: object) -> bool:
-    """Return whether data are a name or a folder that the host resolves."""
+    """Return whether data are a name or a folder that llm-compressor resolves."""
     ours = (SELF, *HUB_DATASETS)
     return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in ours or Path(dataset).is_file())
 
 
 def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Turn a file or a short name into token windows, which llm-compressor takes as they are; give every process its part.
+    """Convert a file or a short name to token windows, which llm-compressor uses unchanged, and select this process' part.
 
     :param kwargs: arguments of ``oneshot``
-    :return: these, with the data set
-    :raises ValueError: as :func:`~struprune_plugin.evaluation.text.make_calibration_dataset`; fewer samples than processes; a data
-        set by a name that llm-compressor resolves, in a run of several
+    :return: the arguments with the data set
+    :raises ValueError: as :func:`~struprune_plugin.evaluation.text.make_calibration_dataset`; fewer samples than processes; with
+        several processes, a data set name that llm-compressor resolves
     """
     return _split_dataset(_make_windows(model, kwargs))
 
@@ -71,7 +71,7 @@ def make_dataset(
     seq_length: int,
     text_column: str = "text",
 ) -> Dataset:
-    """Return calibration samples of a source, of ``self`` the model's own text.
+    """Return calibration samples of a source; for ``self``, text that the model itself samples.
 
     :raises ValueError: as :func:`~struprune_plugin.evaluation.text.make_calibration_dataset`
     """
@@ -82,10 +82,10 @@ def make_dataset(
 
 
 def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a data set's samples that belongs to this process.
+    """Return the arguments with this process' part of the data set's samples.
 
-    The host too would split them, but the indices that its sampler draws in a part are looked up in the whole: every
-    process would read the first part.
+    llm-compressor would split them too, but it looks up the indices that its sampler draws within a part in the whole data
+    set, so that every process would read the first part.
     """
     dataset = kwargs.get("dataset")
     if count_ranks() == 1 or dataset is None or isinstance(dataset, DataLoader):

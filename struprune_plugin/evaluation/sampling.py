@@ -1,4 +1,4 @@
-"""Text that a model writes by itself: to calibrate and to train on where there is no other."""
+"""Text sampled from a model itself, for calibration and training without other text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SELF = "self"  # name of this source, where a file or a data set is asked for
-_MARK = "user message"  # to be found again in the chat template's text
+SELF = "self"  # name of this source, in place of a file or a data set
+_MARK = "user message"  # searched for in the chat template's text
 
 
 @torch.no_grad()
@@ -23,25 +23,25 @@ def sample_windows(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> Tensor:
-    """Return windows that a model samples from its own distribution.
+    """Return token windows that a model samples from its own distribution.
 
-    Every other window begins as a user's turn of the chat template, where the tokenizer has one, so that the model writes a
-    question and its answer; the others begin with a token drawn at random. The model goes on after an end of text. Sources:
+    Every other window begins as a user's turn of the chat template, if the tokenizer has one, so that the model writes a
+    question and its answer; the others begin with a random token. Generation continues after an end-of-text token. Sources:
     LLM-QAT (Liu et al., 2023) for the random token, Magpie (Xu et al., 2024) for the user's turn.
 
-    :param length: tokens of a window, those that it begins with included
+    :param length: tokens per window, including the initial ones
     :param batch_size: windows that are sampled together
-    :param temperature: of the distribution that is sampled from
-    :param seed: of the first tokens and of the sampling
+    :param temperature: temperature of the distribution
+    :param seed: seed of the first tokens and of the sampling
     :return: shape [num_windows, length], int64, on the host
-    :raises ValueError: a window that is no longer than what it begins with
+    :raises ValueError: ``length`` does not exceed the initial tokens
     """
     turn, before = _find_user_turn(tokenizer), tokenizer("")["input_ids"]
     if length <= len(before) + 1:
         raise ValueError(
             f"seq_length: must be above {len(before) + 1} tokens, with which a sampled window begins, got {length}. Raise it."
         )
-    own = num_windows // 2 if 0 < len(turn) < length else 0  # that begin as a user's turn
+    own = num_windows // 2 if 0 < len(turn) < length else 0  # windows that begin as a user's turn
     starts = [_draw_starts(tokenizer, before, num_windows - own, seed), torch.tensor([turn]).expand(own, -1)]
     config = GenerationConfig(
         do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=0, max_length=length
@@ -63,20 +63,20 @@ def sample_windows(
 def sample_dataset(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_samples: int, seq_length: int, seed: int = 0
 ) -> Dataset:
-    """Return windows of a model's own text for ``oneshot(dataset=…)``."""
+    """Return a data set of windows of a model's own text, for ``oneshot(dataset=…)``."""
     windows = sample_windows(model, tokenizer, num_samples, seq_length, seed=seed)
     return Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
 
 
 def write_window(tokenizer: PreTrainedTokenizerBase, window: Tensor) -> str:
-    """Return the text of a window, without what the tokenizer puts before every text."""
+    """Return the text of a window, without the tokens that the tokenizer puts before every text."""
     before, tokens = tokenizer("")["input_ids"], window.tolist()
     kept = tokens[len(before) :] if tokens[: len(before)] == before else tokens
     return str(tokenizer.decode(kept, clean_up_tokenization_spaces=False))
 
 
 def _find_user_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a chat before the user's first word; none without a chat template."""
+    """Return the tokens of a chat before the user's first word; empty without a chat template."""
     if not tokenizer.chat_template:
         return []
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False))
@@ -85,7 +85,7 @@ def _find_user_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _draw_starts(tokenizer: PreTrainedTokenizerBase, before: list[int], count: int, seed: int) -> Tensor:
-    """Return what windows begin with: what the tokenizer puts before every text, and a token at random, none of the special ones.
+    """Return the initial tokens of windows: those that the tokenizer puts before every text, and a random non-special token.
 
     :return: shape [count, tokens], int64
     """

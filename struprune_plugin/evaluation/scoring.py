@@ -1,4 +1,4 @@
-"""Score a checkpoint: token perplexity in fixed windows, and lm-eval tasks."""
+"""Scores of a checkpoint: token perplexity in fixed windows, and lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from struprune_plugin.storage.files import shorten_error
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-_BOOTSTRAP = 100  # draws; above 0 lets lm-eval give standard errors, those of means have a formula and draw nothing
+_BOOTSTRAP = 100  # draws; above 0 makes lm-eval return standard errors; those of means need no draws
 
 
 @torch.no_grad()
 def measure_perplexity(
     model: PreTrainedModel, tokens: Tensor, window: int, stride: int | None = None, batch_size: int = 8
 ) -> float:
-    """Return token perplexity in fixed windows, each scored on its own.
+    """Return token perplexity in fixed windows, each scored separately.
 
     With ``stride == window`` (the protocol of the pruning papers) every window gives ``window - 1`` predictions; with
-    a smaller stride a window scores only what the one before it has not reached. A last, shorter window is dropped.
+    a smaller stride a window scores only the tokens beyond the previous window. A last, shorter window is dropped.
 
     :param tokens: shape [tokens], int64
     :param window: context length in tokens, at least 2
-    :param stride: from 1 to ``window``; ``window`` where None
-    :raises ValueError: the contract of window and stride, or fewer tokens than one window
+    :param stride: from 1 to ``window``; None means ``window``
+    :raises ValueError: ``window`` or ``stride`` is out of range, a token has no embedding, or there are fewer tokens than a window
     """
     stride = window if stride is None else stride
     embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
@@ -55,7 +55,7 @@ def measure_perplexity(
         batch = windows[start : start + batch_size].to(model.device)
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
         losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
-        if start == 0 and stride < window:  # the first window scores all it has, the others their last ``stride``
+        if start == 0 and stride < window:  # the first window scores all tokens, the others their last ``stride``
             total, count = losses[0, :-stride].double().sum().item(), window - 1 - stride
         losses = losses[:, -stride:]
         total += losses.double().sum().item()
@@ -64,16 +64,16 @@ def measure_perplexity(
 
 
 def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a dense, pruned or quantised checkpoint and its tokenizer, on the accelerator where there is one.
+    """Load a dense, pruned or quantised checkpoint and its tokenizer, on the accelerator if there is one.
 
-    :raises ValueError: nothing to load there; weight files that are broken, or that lack what the configuration asks for
+    :raises ValueError: nothing to load there; weight files that are broken, or that lack tensors of the configuration
     """
     headers = read_headers(path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except Exception as error:  # a broken file raises whatever its many readers met
+    except Exception as error:  # a broken file raises errors of many classes
         raise ValueError(
             f"model: {path!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
         ) from None
@@ -87,7 +87,7 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
 def continue_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], num_tokens: int
 ) -> list[str]:
-    """Return what a model writes after each prompt, the likeliest token each time."""
+    """Return a model's greedy continuation of each prompt."""
     texts = []
     for prompt in tqdm(prompts, desc="samples", leave=False):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
@@ -102,7 +102,7 @@ def continue_texts(
 
 @functools.cache
 def _index_tasks(include_path: str | None, include_defaults: bool) -> TaskManager:
-    """Return lm-eval's index of tasks, made once: it reads more than 10,000 files."""
+    """Return lm-eval's index of tasks, cached because it reads more than 10,000 files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include_path, include_defaults=include_defaults)
@@ -111,9 +111,9 @@ def _index_tasks(include_path: str | None, include_defaults: bool) -> TaskManage
 def check_tasks(tasks: Sequence[str], include_path: str | None = None, include_defaults: bool = True) -> TaskManager:
     """Return lm-eval's index of tasks, for :func:`run_tasks`.
 
-    :param include_path: folder with task YAML files of your own
-    :param include_defaults: know lm-eval's own tasks, too, which takes it seconds to list
-    :raises ValueError: a task that is not in it
+    :param include_path: folder with further task YAML files
+    :param include_defaults: include lm-eval's own tasks, whose listing takes seconds
+    :raises ValueError: a task is not in the index
     """
     manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()), include_defaults)
     unknown = [name for name in tasks if name not in manager.all_tasks]
@@ -132,14 +132,14 @@ def run_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Run lm-eval tasks on a loaded model.
 
-    :param manager: as :func:`check_tasks` gives it
-    :param limit: examples a task
+    :param manager: as :func:`check_tasks` returns it
+    :param limit: examples per task; None for all
     :return: metrics by task, as lm-eval names them, with standard errors
     """
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    # Asking pip, git and compilers what is installed takes seconds, and nobody reads what lm-eval makes of that.
+    # lm-eval's report on the installed software (pip, git, compilers) takes seconds and is not used.
     with patch_attr(evaluator, "add_env_info", lambda _results: None):
         results = evaluator.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),

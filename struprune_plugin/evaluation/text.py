@@ -1,4 +1,4 @@
-"""Text in, token windows out: local JSON lines, hub data sets, and the text that ships with the package."""
+"""Token windows from text: local JSON lines, hub data sets, and the text that ships with the package."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def load_tokenizer(where: str | os.PathLike) -> PreTrainedTokenizerBase:
     """Load a tokenizer.
 
     :param where: a folder or a hub name
-    :raises ValueError: there is none, or one that cannot be read
+    :raises ValueError: there is no readable tokenizer
     """
     try:
         return AutoTokenizer.from_pretrained(where)
     except (
         Exception
-    ) as error:  # the compiled library has classes of its own, broken files raise whatever their readers meet
+    ) as error:  # the compiled library has its own error classes, and broken files raise errors of many classes
         raise ValueError(
             f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)} Copy it again, "
             "with its model."
@@ -64,7 +64,7 @@ def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
 
 
 def _read_text(line: bytes, text_column: str, where: str) -> str:
-    """Return the text of one line; refuse no UTF-8, no JSON, no such column, and a text that cannot be written."""
+    """Return the text of one line; raise on invalid UTF-8 or JSON, a missing column, or a text that cannot be encoded."""
     try:
         text = json.loads(line.decode("utf-8"))[text_column]
     except UnicodeDecodeError as error:
@@ -90,7 +90,7 @@ def stream_texts(source: str | os.PathLike, text_column: str = "text", split: st
     """Return the texts of a local JSON-lines file or, streamed, of one split of a hub data set.
 
     :param source: a file, ``c4``, ``wikitext2`` or any hub name
-    :param split: of a hub data set
+    :param split: split of a hub data set
     :raises ValueError: neither a file nor a data set that can be loaded; no such column
     """
     if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
@@ -99,7 +99,7 @@ def stream_texts(source: str | os.PathLike, text_column: str = "text", split: st
     try:
         rows = load_dataset(**HUB_DATASETS.get(name, {"path": name}), split=split, streaming=True)
         columns = next(iter(rows)).keys()
-    except Exception as error:  # load_dataset raises whatever its many back ends raise
+    except Exception as error:  # load_dataset raises errors of many classes
         raise ValueError(
             f"data: {name!r} must be a JSON-lines file or a hub data set that can be loaded, got: {shorten_error(error)} Give a "
             "local file."
@@ -127,11 +127,11 @@ def pack_windows(
     max_tokens: int | None = None,
     text_column: str = "text",
 ) -> Tensor:
-    """Cut sources into windows without padding, those of all sources in turn, so that every stretch of them is as mixed as all.
+    """Return windows of several sources without padding, interleaved so that every stretch of them is as mixed as the whole.
 
-    :param max_tokens: of all sources together, each an equal share; all that they hold where None
+    :param max_tokens: upper bound for all sources together, in equal shares; None reads all tokens
     :return: shape [windows, length], int64
-    :raises ValueError: as :func:`stream_texts`; a data set of the hub without a limit; no window in a source
+    :raises ValueError: as :func:`stream_texts`; a hub data set without a limit; a source without a whole window
     """
     share = None if max_tokens is None else max_tokens // len(sources)
     ranked: list[tuple[float, Tensor]] = []
@@ -159,9 +159,9 @@ def make_calibration_dataset(
     seq_length: int,
     text_column: str = "text",
 ) -> Dataset:
-    """Cut the first ``num_samples`` windows of ``seq_length`` tokens from a source, in order, for ``oneshot(dataset=…)``.
+    """Return the first ``num_samples`` windows of ``seq_length`` tokens of a source, in order, for ``oneshot(dataset=…)``.
 
-    :raises ValueError: as :func:`stream_texts`; less text than that
+    :raises ValueError: as :func:`stream_texts`; too little text
     """
     tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), num_samples * seq_length)
     if len(tokens) == 0:

@@ -1,1 +1,1 @@
-"""From a model sliced in memory to a checkpoint that loads: per-layer config, modelling code, other forms."""
+"""Export of a model sliced in memory to a loadable checkpoint: per-layer config, modelling code, other forms."""

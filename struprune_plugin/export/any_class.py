@@ -1,4 +1,4 @@
-"""Saving of pruned models of any class: what differs from the dense class is read off the modules, not described."""
+"""Saving of pruned models of any class: differences from the dense class are read from the modules, not described per class."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 @contextmanager
 def keep_offload(module: nn.Module) -> Iterator[None]:
-    """Let a module's class change, and with it the forward function that the host's offloading wraps."""
+    """Unwrap the offloading of a module's forward pass during the block, so that its class and forward function can change."""
     with unwrap_offload_forward(module):
         yield
         module.__dict__.pop("forward", None)
 
 
 def replace_conv1d(model: nn.Module) -> None:
-    """Make linears of a dense model's modules that hold their weights transposed (GPT-2), before anything is cut."""
+    """Convert a dense model's Conv1D modules (GPT-2), which store their weights transposed, to linears, before anything is cut."""
     for module in [module for module in model.modules() if type(module) is Conv1D]:
         with keep_offload(module):
             modeling.replace_conv1d(module)
@@ -46,11 +46,11 @@ def restore_conv1d(model: nn.Module) -> None:
 
 
 def mark_padded(linear: nn.Linear, spread: dict[str, Any] | None = None, gather: dict[str, Any] | None = None) -> None:
-    """Tell of a linear, sliced or about to be, that the module around it goes on handling the dense width.
+    """Mark a linear, sliced or about to be sliced, as padded: the module around it continues to handle the dense width.
 
     Parameters as in :func:`~struprune_plugin.export.modeling_struprune.adopt_padded`.
 
-    :raises ValueError: the sizes say another number of rows or columns than the linear has
+    :raises ValueError: the sizes do not match the linear's number of rows or columns
     """
     for name, form, size in (("spread", spread, linear.out_features), ("gather", gather, linear.in_features)):
         kept = size if form is None else form["outer"] * sum(count * kept for count, kept, _ in form["segments"])
@@ -63,7 +63,7 @@ def mark_padded(linear: nn.Linear, spread: dict[str, Any] | None = None, gather:
 
 
 def grow_padded(linear: Any) -> None:
-    """Give a padded linear its dense shape, with zeros, and its own class; the function stays."""
+    """Restore a padded linear's dense shape, with zeros, and its original class; its function does not change."""
     spread, gather = linear.spread, linear.gather
     weight, bias = read_weight(linear)
     if gather is not None:
@@ -80,18 +80,18 @@ def list_padded(model: nn.Module) -> list[Any]:
 
 
 def make_dense_config(config: PreTrainedConfig) -> Any:
-    """Return a copy of the stock configuration of a model, dense or pruned."""
+    """Return a copy of the dense class' configuration, from the configuration of a dense or pruned model."""
     return copy.deepcopy(config) if describe_form(config) == "dense" else modeling.make_dense_config(config)
 
 
 def describe_form(config: PreTrainedConfig) -> str:
-    """Return the form that a configuration has: ``dense``, ``per_layer`` or ``linears``."""
+    """Return the form of a configuration: ``dense``, ``per_layer`` or ``linears``."""
     layout = getattr(config, "layout", None) if is_pruned(type(config)) else None
     return "dense" if layout is None else "linears" if "linears" in layout else "per_layer"
 
 
 def is_pruned(kind: type) -> bool:
-    """Return whether a class of models or configurations is one of the pruned."""
+    """Return whether a class of models or configurations is a pruned one."""
     return kind.__name__.startswith(modeling.PREFIX)
 
 
@@ -101,19 +101,19 @@ def find_stock(kind: type) -> Any:
 
 
 def build_dense(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a dense model of a class without memory for its weights.
+    """Return a dense model of a class, with its weights on the meta device.
 
-    :param config: of the dense class; it is copied
+    :param config: configuration of the dense class; it is copied
     """
     with torch.device("meta"):
         return kind._from_config(copy.deepcopy(config))
 
 
 def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
-    """Return the layout of a sliced model: its decoder layers' linears that are not the dense class'.
+    """Return the layout of a sliced model: its decoder layers' linears that differ from the dense class'.
 
     :param layers: name of the list of decoder layers
-    :raises ValueError: something else than these linears differs, or attention modules have been narrowed
+    :raises ValueError: another tensor differs, or attention modules have been narrowed
     """
     narrowed = any(
         getattr(module, "value_head_dim", 0) != module.wide for module in model.modules() if hasattr(module, "wide")
@@ -133,7 +133,7 @@ def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
     for layer, before in pairs:
         linears, known = {}, dict(before.named_modules())
         for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear) and name in known:  # experts that llm-compressor took apart are not
+            if isinstance(module, nn.Linear) and name in known:  # excludes experts split by llm-compressor
                 forms = {form: getattr(module, form, None) for form in ("spread", "gather")}
                 said = {"shape": [module.out_features, module.in_features]}
                 said |= {form: value for form, value in forms.items() if value is not None}
@@ -151,7 +151,7 @@ def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
 
 
 def describe_absent(model: nn.Module, layers: str) -> dict[str, Any]:
-    """Return, for the layout, the modules that are gone from the decoder layers: what stands for them, and their names by layer.
+    """Return the layout's entries on modules removed from the decoder layers: their stand-ins, and their names by layer.
 
     :param layers: name of the list of decoder layers
     """
@@ -161,13 +161,13 @@ def describe_absent(model: nn.Module, layers: str) -> dict[str, Any]:
 
 
 def list_absent(layer: nn.Module) -> dict[str, int]:
-    """Return the modules that are gone from a decoder layer, and what stands for them, by name."""
+    """Return the stand-ins of the modules removed from a decoder layer, by name."""
     named, kind = layer.named_modules(), modeling.StruPruneAbsent.__name__
     return {name: module.parts for name, module in named if type(module).__name__ == kind}  # type: ignore[misc]
 
 
 def describe_parameters(model: nn.Module, dense: nn.Module, layers: str) -> dict[str, Any]:
-    """Return, for the layout, the shapes of experts' tensors in the decoder layers that are not the dense class'.
+    """Return the layout's entry on the shapes of experts' tensors in the decoder layers that differ from the dense class'.
 
     :param layers: name of the list of decoder layers
     """
@@ -181,13 +181,13 @@ def describe_parameters(model: nn.Module, dense: nn.Module, layers: str) -> dict
 
 
 def list_shapes(model: nn.Module) -> Shapes:
-    """Return the shapes of a model's parameters and saved buffers by name, what a quantiser later in the recipe has added too."""
+    """Return the shapes of a model's parameters and saved buffers by name, including those of a quantiser later in the recipe."""
     with disable_onloading():
         return {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def list_stock_shapes(model: nn.Module) -> Shapes:
-    """Return the shapes that a model has once its padded linears are grown, its transposed modules back, its experts packed."""
+    """Return a model's shapes after growing its padded linears, restoring its transposed modules and packing its experts."""
     shapes = list_shapes(model)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
@@ -203,9 +203,9 @@ def list_stock_shapes(model: nn.Module) -> Shapes:
 
 
 def list_differences(shapes: Shapes, wanted: Shapes) -> list[str]:
-    """Return, of all tensors of a class that are of another shape, what is wrong with them."""
+    """Return a message for every tensor whose shape differs from the class' shape."""
     return [
         f"{name}: must have the shape {shape} that its class and configuration make, got {shapes[name]}"
         for name, shape in wanted.items()
-        if shapes.get(name, shape) != shape  # experts that llm-compressor took apart have other names
+        if shapes.get(name, shape) != shape  # experts split by llm-compressor have other names
     ]

@@ -1,4 +1,4 @@
-"""The pruned classes, made known to transformers: all that an engine needs of this package, with transformers alone."""
+"""Registration of the pruned classes with transformers: all that an engine needs of this package, with transformers alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from struprune_plugin.export import modeling_struprune as modeling
 
-PRUNED_PREFIX = "struprune_"  # of the model_type of a pruned model
+PRUNED_PREFIX = "struprune_"  # prefix of the model_type of a pruned model
 _AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText)
 
 
 class _PrunedConfigs(dict):
-    """Additions to transformers' mapping of configurations; pruned ones are made on request."""
+    """Additions to transformers' mapping of configurations; pruned classes are created on request."""
 
     def __contains__(self, model_type: object) -> bool:
         stock = str(model_type).removeprefix(PRUNED_PREFIX)
@@ -29,13 +29,13 @@ class _PrunedConfigs(dict):
 
 
 def register_auto_classes() -> None:
-    """Make transformers load pruned checkpoints of any of its types without a trust flag."""
+    """Register pruned checkpoints of any of transformers' types for loading without a trust flag."""
     if not isinstance(CONFIG_MAPPING._extra_content, _PrunedConfigs):
         CONFIG_MAPPING._extra_content = _PrunedConfigs(CONFIG_MAPPING._extra_content)
 
 
 def register_type(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Register a stock configuration's pruned classes, and let saving them save their modelling file; return the configuration."""
+    """Register a stock configuration's pruned classes, with saving of their modelling file; return the pruned configuration."""
     config = modeling.derive_class(modeling.PREFIX + stock.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)
     config.register_for_auto_class("AutoConfig")
@@ -47,12 +47,12 @@ def register_type(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 def _find_models(stock: type[PreTrainedConfig]) -> dict[Any, Any]:
-    """Return the model classes that take a configuration, by auto class; a language model inside another does not."""
+    """Return the model classes of a configuration, by auto class, without language models that take only a part of it."""
     found = {auto: auto._model_mapping.get(stock, None) for auto in _AUTO_CLASSES}
     found = {auto: model for auto, model in found.items() if getattr(model, "config_class", None) is stock}
     if AutoModelForImageTextToText in found:
         found.setdefault(AutoModelForCausalLM, found[AutoModelForImageTextToText])
-    if AutoModelForCausalLM not in found:  # Emu 3's language model has no type of its own there
+    if AutoModelForCausalLM not in found:  # Emu 3's language model has no separate type there
         module = stock.__module__.split(".")[-2]
         for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
             if model_type_to_module_name(kind) == module and getattr(transformers, name).config_class is stock:
@@ -61,12 +61,12 @@ def _find_models(stock: type[PreTrainedConfig]) -> dict[Any, Any]:
 
 
 def list_architectures() -> list[str]:
-    """Return the class names of all pruned causal language models, as checkpoints name them."""
+    """Return the class names of all pruned causal language models, as used in checkpoints."""
     return sorted({modeling.PREFIX + name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
 
 
 def name_auto_classes(config: PreTrainedConfig) -> dict[str, str]:
-    """Return a pruned configuration's ``auto_map``: engines ask for the class without a head too, which saving leaves out."""
+    """Return a pruned configuration's ``auto_map``, including the class without a head, which engines use and saving omits."""
     file = modeling.__name__.rpartition(".")[2]
     stock = next(c for c in type(config).__mro__ if not c.__name__.startswith(modeling.PREFIX))
     found = {auto.__name__: modeling.PREFIX + model.__name__ for auto, model in _find_models(stock).items()}

@@ -1,4 +1,4 @@
-"""Classes and configuration under which a sliced model saves and loads."""
+"""Conversion of a sliced model to the class and configuration with which it is saved and loaded."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from struprune_plugin.model.units.kinds import VALUE, describe_padding
 from struprune_plugin.storage.checkpoint import find_checkpoint
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-_WIDTH_KEYS = ("intermediate_size", "ffn_dim")  # of classes whose attention narrows
+_WIDTH_KEYS = ("intermediate_size", "ffn_dim")  # in classes whose attention can be narrowed
 _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
 
 
 def describe_layout(structure: Structure, width_key: str) -> dict[str, Any]:
-    """Return what a checkpoint whose attention is narrower says of its layers' linears."""
+    """Return the layout of the layers' linears for a checkpoint with narrowed attention."""
     attention = next(kind.attention for kind in structure.kinds if kind.attention)
     ffns = [ffn for kind in structure.kinds for ffn in kind.ffns]
     rows = {**attention.producers, **{name: parts for ffn in ffns for name, parts in ffn.producers.items()}}
@@ -62,7 +62,7 @@ def describe_layout(structure: Structure, width_key: str) -> dict[str, Any]:
 
 
 def can_narrow(model: PreTrainedModel) -> bool:
-    """Return whether attention can have values of any width without padding: in classes whose forward pass is rewritten for it."""
+    """Return whether attention accepts values of any width without padding: in classes whose forward pass is rewritten for it."""
     config, structure = model.config, find_structure(model)
     if config.get_text_config(decoder=True) is not config or describe_form(config) == "linears":
         return False
@@ -77,9 +77,9 @@ def can_narrow(model: PreTrainedModel) -> bool:
 
 
 def check_heads(model: PreTrainedModel) -> None:
-    """Refuse to take whole heads where no code runs on what is left.
+    """Raise where whole heads cannot be removed from the model's attention.
 
-    :raises ValueError: the same
+    :raises ValueError: heads are coupled with each other, or the attention modules do not run with fewer heads
     """
     attentions = [layout.attention for _, layout in find_layouts(model) if layout.attention]
     if not any(attention.has_heads for attention in attentions):
@@ -95,9 +95,9 @@ def check_heads(model: PreTrainedModel) -> None:
 
 
 def adopt_attention(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
-    """Let the attention modules of a dense model take values of any width; their function stays the same.
+    """Convert the attention modules of a dense model to accept values of any width; their function does not change.
 
-    :param groups: that will be pruned
+    :param groups: groups to be pruned
     """
     if can_narrow(model):
         said = describe_layout(find_structure(model), _find_width_key(model.config))
@@ -126,9 +126,9 @@ def _find_width_key(config: PreTrainedConfig) -> str:
 
 
 def adopt_config(model: PreTrainedModel) -> None:
-    """Turn a sliced model into its pruned class, with a configuration read off the shapes of its layers.
+    """Convert a sliced model to its pruned class, with a configuration read from the shapes of its layers.
 
-    :raises ValueError: another thing than linears of decoder layers differs from the dense class
+    :raises ValueError: a tensor outside the linears of decoder layers differs from the dense class
     """
     pack_experts(model)
     old, structure, auto_map = model.config, find_structure(model), None
@@ -144,7 +144,7 @@ def adopt_config(model: PreTrainedModel) -> None:
     else:
         config_class = register_type(find_stock(type(old)))
         model_class = modeling.derive_class(modeling.PREFIX + find_stock(type(model)).__name__)
-    config: Any = copy.copy(old)  # text and vision configurations stay those of the modules inside
+    config: Any = copy.copy(old)  # text and vision configurations stay shared with the modules
     config.__class__, config.layout = config_class, layout
     if narrows:
         _set_sizes(config, model)
@@ -156,15 +156,15 @@ def adopt_config(model: PreTrainedModel) -> None:
 
 
 def _set_sizes(config: Any, model: PreTrainedModel) -> None:
-    """Let a configuration say the sizes of every layer of a model whose attention narrows."""
+    """Set the sizes of every layer in the configuration of a model with narrowed attention."""
     sizes = [(layout, measure_layer(layout, layer)) for layer, layout in find_layouts(model)]
     config.value_head_dim = config.layout["head_dim"] = sizes[0][1].head_dim
-    config.per_layer_config = None  # of an earlier run, after which no one value is to be asked for
+    config.per_layer_config = None  # with that of an earlier run, single values cannot be read
     has_groups = hasattr(config, "num_key_value_heads")
     per_layer: dict[int, dict[str, Any]] = {}
     skipped = config.layout.pop("skip", None) or [[]] * len(sizes)
     for index, (layout, size) in enumerate(sizes):
-        per_layer[index] = {"skip": skipped[index]}  # of what is gone the dense model's sizes are said
+        per_layer[index] = {"skip": skipped[index]}  # removed modules keep the dense model's sizes
         if layout.attention:
             per_layer[index] |= {"num_attention_heads": size.num_heads, "value_head_dim": size.value_head_dim}
             if has_groups:
@@ -175,9 +175,9 @@ def _set_sizes(config: Any, model: PreTrainedModel) -> None:
 
 
 def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Turn a model whose layers are all of the sizes that a stock configuration says into the stock class.
+    """Convert a model whose layers all have the sizes of a stock configuration to the stock class.
 
-    Padded linears grow to those sizes, experts are packed.
+    Padded linears grow to these sizes, experts are packed.
     """
     pack_experts(model)
     old: Any = model.config
@@ -196,13 +196,13 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     with keep_offload(model):
         model.__class__ = find_stock(type(model))
     config.architectures = [type(model).__name__]
-    if is_custom(model):  # saved with its code, as it came
+    if is_custom(model):  # saved with its original code
         type(config).register_for_auto_class("AutoConfig")
         type(model).register_for_auto_class("AutoModelForCausalLM")
 
 
 def _copy_processor(source: str, output: Path) -> None:
-    """Copy the image processor's files of a wrapper, if its checkpoint has them."""
+    """Copy the image processor's files of a wrapper to the output folder, if its checkpoint has them."""
     folder = find_checkpoint(source) if source else None
     for name in _PROCESSOR_FILES if folder else ():
         if (folder / name).is_file() and not (output / name).exists():  # type: ignore[operator]
@@ -212,17 +212,17 @@ def _copy_processor(source: str, output: Path) -> None:
 def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
     """Wrap ``model.save_pretrained`` so that it keeps the pruned configuration and calls ``after``.
 
-    llm-compressor, once a checkpoint is written, replaces its config.json by the original one that it finds through
+    After a checkpoint is written, llm-compressor replaces its config.json by the original one that it finds through
     ``config._name_or_path``. That name is therefore blank while saving, and only then (a later run needs it).
 
-    :param after: called with the folder when everything else is written
+    :param after: called with the folder after everything else has been written
     """
     inner = model.save_pretrained
 
     def save_pretrained(save_directory: str, *args: Any, **kwargs: Any) -> None:
         name = model.config._name_or_path
         model.config._name_or_path = ""
-        logger.disable(_HOST_SAVING)  # warns that it cannot find the original config, which is what we want of it
+        logger.disable(_HOST_SAVING)  # warns that it cannot find the original config, as intended
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")

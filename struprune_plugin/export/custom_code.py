@@ -22,14 +22,14 @@ _HEAD = '''"""The pruned classes of the code beside this file, made by struprune
 
 
 def is_custom(model: PreTrainedModel) -> bool:
-    """Return whether a model's class is not transformers' own."""
+    """Return whether a model's dense class is defined outside transformers."""
     return not find_stock(type(model)).__module__.startswith("transformers.")
 
 
 def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, str]]:
-    """Write the module that derives a model's pruned classes beside the module of its own class, where transformers keeps a copy.
+    """Write the module that derives a model's pruned classes next to transformers' cached copy of the model's own module.
 
-    Saving the model then copies this file, the ones that it imports, and with them the model's own, unchanged.
+    Saving the model then copies this file and the files that it imports, which include the model's own, unchanged.
 
     :returns: the classes of configuration and model, and the configuration's ``auto_map``
     :raises ValueError: the classes did not come with a checkpoint
@@ -57,14 +57,14 @@ def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[
 
 
 def _bring(file: Path, folder: Path) -> None:
-    """Copy a configuration's module to the folder of its model's, where that did not import it and so has none."""
+    """Copy a configuration's module to the folder of its model's module, where the latter does not import it."""
     if "transformers_modules" in file.parts and not (folder / file.name).exists():
         for each in (file, *map(Path, get_relative_import_files(file))):
             shutil.copyfile(each, folder / each.name)
 
 
 def _register(made: Any, classes: list[Any], old: dict[str, str]) -> tuple[Any, Any, dict[str, str]]:
-    """Let saving save the code; return the derived classes and their ``auto_map``, what it said of tokenizers kept."""
+    """Register the derived classes, so that saving saves their code; return them and their ``auto_map``, tokenizers kept."""
     config, kind, *bases = classes
     own = {name for name, said in old.items() if str(said).rpartition(".")[2] in (kind.__name__, _name(kind))}
     named = {"AutoConfig": config, **dict.fromkeys([*own, "AutoModelForCausalLM"], kind)}
@@ -75,7 +75,7 @@ def _register(made: Any, classes: list[Any], old: dict[str, str]) -> tuple[Any, 
     auto_map = {name: said for name, said in old.items() if not name.startswith(("AutoModel", "AutoConfig"))}
     auto_map |= {name: f"{FILE_NAME}.{_name(each)}" for name, each in named.items()}
     model_class = getattr(made, _name(kind))
-    if issubclass(kind, GenerationMixin):  # which loading adds where the code does not
+    if issubclass(kind, GenerationMixin):  # loading adds the mixin where the code does not
         model_class = add_generation_mixin_to_remote_model(model_class)
     return getattr(made, _name(config)), model_class, auto_map
 
@@ -85,5 +85,5 @@ def _name(kind: type) -> str:
 
 
 def _name_source(kind: type) -> str:
-    """Return what the made module imports a class from."""
+    """Return the module name from which the written module imports a class."""
     return "transformers" if kind.__module__.startswith("transformers.") else f".{kind.__module__.rpartition('.')[2]}"

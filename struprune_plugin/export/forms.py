@@ -1,4 +1,4 @@
-"""Other forms of a pruned checkpoint: for stock classes, and for readers of ``block_configs``."""
+"""Conversion of a pruned checkpoint to other forms, for stock classes, readers of ``block_configs`` and llama.cpp."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Form = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"]
 
 
 def load_pruned(folder: Path) -> PreTrainedModel:
-    """Load the model of a pruned folder, in its own dtype, on the host.
+    """Return the model of a pruned folder, in its own dtype, on the host.
 
-    :raises ValueError: no pruned folder in the per-layer form, or a quantised one
+    :raises ValueError: the folder is not a pruned one in the per-layer form, or is quantised
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except Exception as error:  # a broken file raises whatever its many readers met
+    except Exception as error:  # a broken file may raise any error
         raise ValueError(
             f"{folder}: must be a pruned folder that can be loaded, got: {shorten_error(error)} Give the output of a pruning run."
         ) from None
@@ -61,18 +61,18 @@ def load_pruned(folder: Path) -> PreTrainedModel:
 
 
 def convert_folder(source: Path, form: Form, output: Path) -> None:
-    """Write a pruned folder in another form: the same function, other shapes.
+    """Write a pruned folder in another form, with the same function and other shapes.
 
-    - ``uniform-padded``: all layers padded with zeros to the largest: stock classes load it
-    - ``masked``: the dense model's shapes, zeros where units went: stock classes load it
-    - ``block_configs``: every layer's own FFN width, attention padded to the dense model's, as Nemotron NAS models
-    - ``static``: every layer's own sizes, linears that read the same input joined: the fewest steps in transformers
-    - ``gguf``: one file for llama.cpp: every layer's own FFN width and heads, values padded to the width of keys
+    - ``uniform-padded``: all layers padded with zeros to the largest; stock classes load it
+    - ``masked``: the dense model's shapes, zeros in place of removed units; stock classes load it
+    - ``block_configs``: per-layer FFN widths, attention padded to the dense model's, as in Nemotron NAS models
+    - ``static``: per-layer sizes, linears that read the same input joined; the fewest steps in transformers
+    - ``gguf``: one file for llama.cpp with per-layer FFN widths and heads, values padded to the width of keys
 
-    Whole sublayers that are gone stay gone but in ``uniform-padded``, where they are zeros; in ``gguf`` an FFN is a few zeros.
+    Removed sublayers stay removed except in ``uniform-padded``, where they are zeros; in ``gguf`` a removed FFN is a few zeros.
 
     :param output: an empty folder
-    :raises ValueError: the class or the folder cannot take that form
+    :raises ValueError: the class or the folder cannot be converted to that form
     """
     model = load_pruned(source)
     if describe_form(model.config) == "linears" and form != "uniform-padded":
@@ -102,12 +102,12 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
 
 
 def _grow(model: PreTrainedModel, group: UnitGroup, num_units: int, keep: torch.Tensor) -> None:
-    """Grow a group in place; the units present become those of ``keep``, the others are zeros."""
+    """Grow a group in place to ``num_units``; the present units become those of ``keep``, the others are zeros."""
     grow_group(model.get_submodule(group.layer_name), group.resize(num_units), keep)
 
 
 def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:
-    """Grow groups in place to at least as many units each; those present come first in every block."""
+    """Grow groups in place to at least ``wanted`` units each; the present units come first in every block."""
     for group, num_units in zip(groups, wanted, strict=True):
         if group.num_units < num_units:
             per_block, present = num_units // group.num_blocks, group.num_units // group.num_blocks
@@ -152,7 +152,7 @@ def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
 def _pad_values(model: PreTrainedModel) -> None:
     sizes = list_sizes(model)
     if all(size.value_head_dim == size.head_dim for size in sizes) or list_padded(model):
-        return  # padded linears grow as the model becomes the stock class
+        return  # padded linears grow on conversion to the stock class
     groups = find_groups(model, "value_channels", prune_ffn=False)
     _pad(model, groups, [group.num_blocks * sizes[group.layer_index].head_dim for group in groups])
 
@@ -163,7 +163,7 @@ def _pad_heads(model: PreTrainedModel, num_units: int) -> None:
 
 
 def _pad_layers(model: PreTrainedModel) -> None:
-    """Pad values to the width of keys, heads to the most of any layer, FFNs that are alike in the dense model to one width."""
+    """Pad values to the width of keys, heads to the largest number of any layer, FFNs of equal dense width to a common width."""
     dense, changes = build_stock(model, {})[0], dict[str, int]()
     replace_conv1d(dense)
     now, before = list_sizes(model), list_sizes(dense)
@@ -181,7 +181,7 @@ def _pad_layers(model: PreTrainedModel) -> None:
         _pad(model, groups, [widths[wide] for wide in whole])
     try:
         config = find_stock_config(model, changes)
-    except ValueError:  # no number of the configuration says the width
+    except ValueError:  # no key of the configuration holds the width
         if not whole:
             raise
         _pad(model, _list_ffns(model), whole)
@@ -190,7 +190,7 @@ def _pad_layers(model: PreTrainedModel) -> None:
 
 
 def _list_ffns(model: PreTrainedModel) -> list[UnitGroup]:
-    """Return the FFNs of a model and its experts, which are taken apart; none where it has none."""
+    """Return the groups of a model's FFNs and of its experts, which are split in place; empty where it has none."""
     structure = find_structure(model)
     if structure.has_experts:
         take_apart(model)
@@ -217,7 +217,7 @@ def _adopt_blocks(model: PreTrainedModel) -> PreTrainedModel:
     stock = modeling.make_dense_config(model.config)
     if stock.model_type != "llama":
         raise ValueError(
-            "block_configs: the model must be a llama, whose layers that schema describes, got {stock.model_type!r}. "
+            f"block_configs: the model must be a llama, whose layers that schema describes, got {stock.model_type!r}. "
             "Use uniform-padded."
         )
     _pad_values(model)

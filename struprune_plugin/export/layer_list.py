@@ -1,4 +1,4 @@
-"""Whole layers: those of which nothing is left go from the list, and the others are numbered anew."""
+"""Removal of empty decoder layers from a model's list of layers, and renumbering of the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from struprune_plugin.export.any_class import build_dense, describe_form, find_s
 from struprune_plugin.model.structure.finder import describe_kind, is_position
 from struprune_plugin.model.structure.locate import locate_layers
 
-_BY_LAYER = ("linears", "parameters", "skip")  # of a layout
+_BY_LAYER = ("linears", "parameters", "skip")  # entries of a layout that are lists over layers
 
 
 def drop_layers(model: PreTrainedModel) -> None:
     """Remove empty layers from a model's list and renumber the others, as caches and configuration count them.
 
-    They stay, as layers that do nothing, where the class would make other layers of the shorter configuration.
+    Empty layers stay in the list, without effect, where the class would build other layers from the shorter configuration.
     """
     path = locate_layers(model)
     layers = list(model.get_submodule(path).children())
@@ -35,7 +35,7 @@ def drop_layers(model: PreTrainedModel) -> None:
         wanted = [describe_kind(layer) for layer in made.get_submodule(path)]
         if [describe_kind(layer) for layer in twins] != [wanted[index] for index in left]:
             raise ValueError("its layers would be of other kinds")
-    except Exception as error:  # whatever a class raises that counts its layers in a way of its own
+    except Exception as error:  # any error of a class that numbers its layers in another way
         logger.warning(f"{len(layers) - len(left)} layers that do nothing stay in the list: {error}")
         return
     for index, twin in zip(left, twins, strict=True):
@@ -44,7 +44,7 @@ def drop_layers(model: PreTrainedModel) -> None:
     setattr(model.get_submodule(owner), name, nn.ModuleList(layers[index] for index in left))
     config = model.config
     if describe_form(config) == "per_layer":
-        config.per_layer_config = None  # read off the layers again in saving
+        config.per_layer_config = None  # read from the layers again when saving
     for name, value in changes.items():
         setattr(config.get_text_config(decoder=True), name, value)
     if describe_form(config) == "linears":
@@ -54,7 +54,7 @@ def drop_layers(model: PreTrainedModel) -> None:
 
 
 def _list_changes(text: Any, count: int, left: Sequence[int]) -> dict[str, Any]:
-    """Return what a configuration says of fewer layers: their number, and lists that hold something of each."""
+    """Return the changes of a configuration for fewer layers: their number, and lists with one entry per layer."""
     lists = {name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == count}
     number = next(
         name for name in (text.attribute_map.get("num_hidden_layers", ""), "num_hidden_layers") if hasattr(text, name)
@@ -63,7 +63,7 @@ def _list_changes(text: Any, count: int, left: Sequence[int]) -> dict[str, Any]:
 
 
 def _build_shorter(model: PreTrainedModel, config: Any, changes: Mapping[str, Any]) -> PreTrainedModel:
-    """Return a model of the stock class, without memory for its weights, by a configuration of fewer layers."""
+    """Return a model of the stock class with fewer layers, its weights on the meta device."""
     short = deepcopy(config)
     text = short.get_text_config(decoder=True)
     for name, value in changes.items():
@@ -75,7 +75,7 @@ def _build_shorter(model: PreTrainedModel, config: Any, changes: Mapping[str, An
 
 
 def _renumber(layer: nn.Module, twin: nn.Module) -> None:
-    """Give the modules of a layer the positions that those of another one know."""
+    """Set the position attributes of a layer's modules to those of another layer's modules."""
     twins = dict(twin.named_modules())
     for name, module in layer.named_modules():
         known = vars(twins[name]) if name in twins else {}

@@ -1,4 +1,4 @@
-"""A pruned LLaMA as a GGUF file for llama.cpp, whose ``deci`` architecture takes every layer's own heads and FFN width."""
+"""Export of a pruned LLaMA to a GGUF file for llama.cpp, whose ``deci`` architecture has per-layer heads and FFN widths."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.layers import LayerSizes
 
 FILE_NAME = "model.gguf"
-ARCHITECTURE = "deci"  # LLaMA's computation with sizes a layer; keys and values are of one width there
+ARCHITECTURE = "deci"  # LLaMA's computation with per-layer sizes; keys and values have the same width
 FILE_TYPES = {
     torch.float32: ("F32", 0),
     torch.float16: ("F16", 1),
     torch.bfloat16: ("BF16", 32),
-}  # and llama.cpp's number
-_NO_FFN = 32  # channels that stand for an FFN that is gone: a block of quantised numbers
-_LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # how its expression begins
+}  # type name and llama.cpp's number
+_NO_FFN = 32  # channels of the stand-in for a removed FFN: a block of quantised numbers
+_LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # start of its expression
 
 
 def check_gguf(config: Any, tokenizer: Path) -> None:
-    """Refuse what cannot become a GGUF file, before any work.
+    """Raise where a model cannot be written as a GGUF file, before any work.
 
-    :param config: of the dense model
+    :param config: configuration of the dense model
     :param tokenizer: its ``tokenizer.json``
-    :raises ValueError: the library is missing, another type of model, rotary positions or biases that the architecture lacks, or a
-        tokenizer whose splitting llama.cpp has no name for
+    :raises ValueError: the library is missing, the model has another type, rotary positions or biases that the architecture lacks,
+        or llama.cpp has no name for the tokenizer's splitting
     """
     if find_spec("gguf") is None:
         raise ValueError(
@@ -55,11 +55,11 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
 
 
 def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) -> None:
-    """Write a model whose values are as wide as its keys, with its tokenizer, in the dtype that it has.
+    """Write a model whose values are as wide as its keys, with its tokenizer, in its dtype.
 
-    :param config: of the dense model
-    :param source: the folder of the tokenizer
-    :param output: the file
+    :param config: configuration of the dense model
+    :param source: folder of the tokenizer
+    :param output: file to write
     """
     import gguf
 
@@ -71,7 +71,7 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     kind, number = FILE_TYPES[model.dtype]
     writer.add_file_type(number)
     names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(sizes))
-    for name, weight in [*model.named_parameters(), *_make_ffns(gone, config)]:  # a tied head is not there twice
+    for name, weight in [*model.named_parameters(), *_make_ffns(gone, config)]:  # a tied head is listed once
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = _pair_channels(weight, len(weight) // sizes[0].head_dim)
         form = gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
@@ -84,7 +84,7 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
 
 
 def _make_ffns(layers: list[int], config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of FFNs that add nothing, by name: without any, llama.cpp passes over a layer's attention, too."""
+    """Yield (name, weights) of FFNs that add zero: without an FFN, llama.cpp skips a layer's attention, too."""
     for index in layers:
         prefix, wide = f"model.layers.{index}", config.hidden_size
         yield f"{prefix}.post_attention_layernorm.weight", torch.ones(wide)
@@ -94,13 +94,13 @@ def _make_ffns(layers: list[int], config: Any) -> Iterator[tuple[str, torch.Tens
 
 
 def _pair_channels(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Reorder a projection's rows: llama.cpp rotates neighbours, transformers a head's halves."""
+    """Return a projection with its rows reordered: llama.cpp rotates adjacent channels, transformers the halves of a head."""
     rows, columns = weight.shape
     return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def write_sizes(writer: Any, config: Any, sizes: Sequence[LayerSizes]) -> None:
-    """Write what a file says of a model's sizes, every layer's own among them."""
+    """Write a model's sizes to a file's metadata, including those per layer."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(sizes))
@@ -122,9 +122,9 @@ def _read_tokenizer(path: Path) -> dict[str, Any]:
 
 
 def _name_splitting(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for how a tokenizer splits text before it merges.
+    """Return llama.cpp's name for a tokenizer's splitting of text before merges.
 
-    :raises ValueError: it is no byte-level BPE, or splits in a way that is not known here
+    :raises ValueError: the tokenizer is not a byte-level BPE, or its splitting is not known here
     """
     split = tokenizer.get("pre_tokenizer") or {}
     steps = split.get("pretokenizers", [split])

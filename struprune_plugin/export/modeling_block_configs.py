@@ -1,7 +1,7 @@
-"""A LLaMA with an FFN width of its own in every layer, in the ``block_configs`` schema of the Nemotron NAS models.
+"""LLaMA with per-layer FFN widths, in the ``block_configs`` schema of the Nemotron NAS models.
 
-vLLM reads such checkpoints by its own class of the same name (architecture ``DeciLMForCausalLM``); this file travels with
-them for transformers, and gives vLLM the configuration. It needs transformers alone.
+vLLM reads such checkpoints with its own class of the same name (architecture ``DeciLMForCausalLM``); this file is saved with
+them for transformers, and provides vLLM with the configuration. It needs only transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 
 class Block(dict):
-    """A JSON object whose values are attributes too, as readers of the schema expect."""
+    """JSON object whose values are also attributes, as readers of the schema expect."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -31,9 +31,9 @@ def _open(value: Any) -> Any:
 
 
 class Nothing(nn.Module):
-    """Attention or an FFN that is gone.
+    """Stand-in for removed attention or a removed FFN.
 
-    :param parts: of what it would return; 0 where that is a tensor
+    :param parts: number of parts of the original module's output; 0 where that is a tensor
     """
 
     def __init__(self, parts: int):

@@ -1,16 +1,16 @@
-"""Decoder models with layers of different sizes. This file travels with every pruned checkpoint and needs transformers alone.
+"""Decoder models with layers of different sizes. This file is saved with every pruned checkpoint and needs only transformers.
 
-``StruPruneLlamaForCausalLM`` and the like are made, when first asked for, from transformers' own classes of the same name
+``StruPruneLlamaForCausalLM`` and similar classes are created on first access from transformers' own classes of the same name
 without the prefix. Their configuration is the dense model's, with additions of one of two forms:
 
 - every layer's sizes in transformers' ``per_layer_config`` (under the stock configuration's own names, and ``value_head_dim``), and
-  ``layout``, which says what the layers' linears are called and what their rows and columns hold: attention narrows
+  ``layout``, which holds the names of the layers' linears and the parts of their rows and columns: attention is narrowed
 - ``layout`` alone, for any class: the linears that differ from the dense model's, by layer and name, with their shapes. A
-  linear whose attention module reshapes to a fixed width lays zeros after its rows (``spread``) or reads some columns (``gather``)
+  linear whose attention module reshapes to a fixed width pads its output with zeros (``spread``) or reads some columns (``gather``)
 
-In both, ``parameters`` of ``layout`` holds the shapes of tensors that are no linears': experts of a mixture, all in one. Whole
-sublayers that are gone, attention or an FFN with its norms, are in ``skip`` of ``per_layer_config``, or of ``layout``; a layer that
-has lost both is not in the model.
+In both, ``parameters`` of ``layout`` holds the shapes of tensors outside linears: packed experts of a mixture. Removed
+sublayers, attention or an FFN with its norms, are in ``skip`` of ``per_layer_config``, or of ``layout``; a layer that has lost
+both is not in the model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def derive_class(name: str) -> Any:
-    """Make the class of that name from the stock class without the prefix: a configuration or a model."""
+    """Return the pruned configuration or model class of that name, derived from the stock class without the prefix."""
     stock = getattr(transformers, name.removeprefix(PREFIX))
     if issubclass(stock, transformers.PreTrainedConfig):
         members = {
@@ -75,7 +75,7 @@ def derive_class(name: str) -> Any:
 
 @classmethod
 def _is_custom_code(cls: type) -> bool:
-    """Have classes treated as transformers' own, whose code they are: else some buffers are not initialised in loading."""
+    """Return False, so that transformers treats the class as its own: else some buffers are not initialised on loading."""
     return False
 
 
@@ -102,7 +102,7 @@ def _derive_model(stock: Any, config_class: Any, module: str) -> Any:
 
 
 class _HeadSize:
-    """An attribute that the layout tells, of configurations that are not given it; no property, which could not be set."""
+    """Attribute read from the layout, for configurations without a value; not a property, which could not be set."""
 
     def __get__(self, config: Any, owner: type | None = None) -> int | None:
         if config is not None and "linears" in (config.layout or {}):
@@ -122,7 +122,7 @@ def make_dense_config(config: Any) -> Any:
 
 
 def copy_settings(old: Any, new: Any) -> None:
-    """Give a configuration what another one holds beside its fields."""
+    """Copy the attributes outside the fields from one configuration to another."""
     new.dtype, new._name_or_path = old.dtype, old._name_or_path
     new._attn_implementation = old._attn_implementation
     new._experts_implementation = old._experts_implementation
@@ -137,9 +137,9 @@ def list_layers(model: Any, layout: dict[str, Any]) -> Any:
 
 
 def skip_sublayers(model: Any, config: Any) -> None:
-    """Take the modules out of a dense model's layers that the configuration skips: by their names, whole sublayers.
+    """Remove the modules that the configuration skips, whole sublayers by name, from a dense model's layers.
 
-    :param config: ``absent`` of its ``layout`` says what stands for each of them, as :func:`remove_module` takes it
+    :param config: ``absent`` of its ``layout`` holds the stand-in for each of them, as in :func:`remove_module`
     """
     layout = config.layout
     if "absent" in layout:
@@ -150,9 +150,9 @@ def skip_sublayers(model: Any, config: Any) -> None:
 
 
 def remove_module(layer: Any, name: str, parts: int) -> None:
-    """Take a module out of a decoder layer, with all its weights.
+    """Remove a module from a decoder layer, with all its weights.
 
-    :param parts: of what it gave, zeros from now on: 0 where that was a tensor; or -1 where what comes is to go through
+    :param parts: number of parts of its output, which becomes zeros: 0 where it is a tensor; -1 where the input passes through
     """
     owner, _, own = name.rpartition(".")
     setattr(layer.get_submodule(owner), own, StruPruneAbsent(parts))
@@ -177,11 +177,11 @@ class StruPruneAbsent(nn.Module):
 
 
 def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
-    """Make the pruned class of one that came as code with its checkpoint.
+    """Return the pruned class of a class whose code came with its checkpoint.
 
-    :param stock: that configuration class or model class
-    :param module: the module in which the made class is to be found
-    :param config_class: of a model class: its pruned configuration's class
+    :param stock: the original configuration class or model class
+    :param module: name of the module that will contain the new class
+    :param config_class: for a model class, the class of its pruned configuration
     """
     if config_class is not None:
         return _derive_model(stock, config_class, module)
@@ -199,10 +199,10 @@ def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
 
 
 def fit_linears(model: Any, layout: dict[str, Any]) -> None:
-    """Give the linears of a dense model, fresh or on the meta device, the sizes and the padding that the layout says.
+    """Set the sizes and the padding of the layout in the linears of a dense model, fresh or on the meta device.
 
-    :param layout: ``linears`` holds, for every layer, by name ``{"shape": [rows, columns]}``, and ``spread`` or ``gather`` as
-        :func:`adopt_padded` takes them; ``conv1d`` says that the dense class has transposed ones
+    :param layout: ``linears`` holds, for every layer, by name ``{"shape": [rows, columns]}``, and ``spread`` or ``gather`` as in
+        :func:`adopt_padded`; ``conv1d`` is set where the dense class has transposed linears
     """
     if layout.get("conv1d"):
         replace_conv1d(model)
@@ -215,7 +215,7 @@ def fit_linears(model: Any, layout: dict[str, Any]) -> None:
 
 
 def fit_parameters(model: Any, layout: dict[str, Any]) -> None:
-    """Give tensors of a dense model's layers that are no linears', those of experts, the shapes that the layout says.
+    """Set the shapes of the layout in a dense model's tensors outside linears, those of experts.
 
     :param layout: ``parameters`` holds, for every layer, the shapes by name
     """
@@ -227,7 +227,7 @@ def fit_parameters(model: Any, layout: dict[str, Any]) -> None:
 
 
 def replace_conv1d(model: Any) -> None:
-    """Make linears of the modules that hold their weights transposed, in place; the function stays."""
+    """Convert modules that store their weights transposed to linears, in place; the function does not change."""
     for module in model.modules():
         if type(module) is Conv1D:
             _transpose(module, nn.Linear)
@@ -248,13 +248,13 @@ def _transpose(module: Any, kind: type) -> None:
 
 
 def adopt_padded(linear: Any, spread: dict[str, Any] | None = None, gather: dict[str, Any] | None = None) -> Any:
-    """Let a linear that makes or reads fewer channels than the module around it work as if it had them all.
+    """Convert a linear with fewer channels than the module around it handles to a padded one; return it.
 
     Both are ``{"outer": o, "segments": [[count, kept, wide], ...]}``: channels seen as o blocks of the segments in order, each
     of ``count`` times ``wide``, of which the linear has the first ``kept``.
 
-    :param spread: of its rows: zeros follow in the output
-    :param gather: of its columns: the rest of the input goes unread
+    :param spread: padding of its rows: zeros follow in the output
+    :param gather: padding of its columns: the rest of the input is not read
     """
     if not hasattr(linear, "spread"):  # as in adopt_attention
         linear.__class__ = _derive_module(StruPruneLinear, type(linear))
@@ -263,7 +263,7 @@ def adopt_padded(linear: Any, spread: dict[str, Any] | None = None, gather: dict
 
 
 def release_padded(linear: Any) -> None:
-    """Give a linear its own class back."""
+    """Restore a linear's original class."""
     linear.__class__ = type(linear).__mro__[2]
     del linear.spread, linear.gather
 
@@ -274,10 +274,10 @@ def _derive_module(mixin: type, stock: type) -> type:
 
 
 class StruPruneLinear:
-    """A linear with fewer rows or columns than the module around it handles; mixed in before a linear's own class.
+    """Linear with fewer rows or columns than the module around it handles; mixed in before a linear's own class.
 
-    :ivar spread: of its rows, as :func:`adopt_padded` takes it; None where there are all
-    :ivar gather: of its columns
+    :ivar spread: padding of its rows, as in :func:`adopt_padded`; None where no row is missing
+    :ivar gather: padding of its columns, likewise
     """
 
     spread: dict[str, Any] | None
@@ -287,16 +287,16 @@ class StruPruneLinear:
         return self.lay_out(super().forward(self.pick(states)))  # type: ignore[misc]
 
     def pick(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what the weights read of the input."""
+        """Return the part of the input that the weights read."""
         return states if self.gather is None else narrow(states, self.gather)
 
     def lay_out(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the output, of what the weights give."""
+        """Return the padded output, given the product with the weights."""
         return states if self.spread is None else widen(states, self.spread)
 
 
 def widen(states: torch.Tensor, form: dict[str, Any]) -> torch.Tensor:
-    """Lay zeros after the kept channels of every block, in the last dimension; form as in :func:`adopt_padded`."""
+    """Return states with zeros after the kept channels of every block, in the last dimension; form as in :func:`adopt_padded`."""
     blocks = states.unflatten(-1, (form["outer"], -1))
     pieces = blocks.split([count * kept for count, kept, _ in form["segments"]], -1)
     made = [
@@ -307,7 +307,7 @@ def widen(states: torch.Tensor, form: dict[str, Any]) -> torch.Tensor:
 
 
 def narrow(states: torch.Tensor, form: dict[str, Any]) -> torch.Tensor:
-    """Take the kept channels of every block, in the last dimension: the reverse of :func:`widen`."""
+    """Return the kept channels of every block, in the last dimension: the reverse of :func:`widen`."""
     blocks = states.unflatten(-1, (form["outer"], -1))
     pieces = blocks.split([count * wide for count, _, wide in form["segments"]], -1)
     made = [
@@ -318,7 +318,7 @@ def narrow(states: torch.Tensor, form: dict[str, Any]) -> torch.Tensor:
 
 
 def fit_layers(model: Any, dense: Any, config: Any) -> None:
-    """Give every layer of a dense model, fresh or on the meta device, the sizes that the configuration says."""
+    """Set the sizes of the configuration in every layer of a dense model, fresh or on the meta device."""
     layout = config.layout
     for layer, sizes in zip(list_layers(model, layout), config.per_layer_config, strict=True):
         rows = {"ffn": getattr(sizes, layout["width_key"])}
@@ -337,7 +337,7 @@ def fit_layers(model: Any, dense: Any, config: Any) -> None:
 
 
 def _fit_attention(layer: Any, sizes: Any, layout: dict[str, Any]) -> dict[str, int]:
-    """Give a layer's attention module its sizes; return the rows that its linears are to have, by part."""
+    """Set the sizes of a layer's attention module; return the number of rows of its linears, by part."""
     attention = layer.get_submodule(layout["attention"])
     heads, wide = sizes.num_attention_heads, _read_width(attention)
     if sizes.value_head_dim != wide or _cuts_by_config(layout):  # else the stock class does, and is faster
@@ -351,12 +351,12 @@ def _fit_attention(layer: Any, sizes: Any, layout: dict[str, Any]) -> dict[str, 
 
 
 def fuse_layers(model: Any, layout: dict[str, Any]) -> None:
-    """Give a pruned model, loaded, fresh or on the meta device, its static form: the same function in fewer, larger steps.
+    """Convert a pruned model, loaded, fresh or on the meta device, to its static form: the same function in fewer, larger steps.
 
-    Linears that read the same input become one, whose rows are those of its parts in order: a layer makes queries, keys and
-    values at once, and what it gates with their gates. RMS norms become calls of torch's own.
+    Linears that read the same input become one, whose rows are those of its parts in order: one linear for queries, keys and
+    values, and one for the gate and up projections. RMS norms become calls of torch's own.
 
-    :param layout: of the configuration; ``fused`` names the linears to be, and their parts
+    :param layout: layout of the configuration; ``fused`` holds the names of the joined linears, and their parts
     """
     for layer in list_layers(model, layout):
         for name, parts in layout["fused"].items():
@@ -387,7 +387,7 @@ def _join(linears: list[Any]) -> nn.Linear:
 
 
 class StruPruneGated:
-    """A gated FFN whose gates and what they gate are made by one linear."""
+    """Gated FFN whose gate and up projections are one linear."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
@@ -395,14 +395,14 @@ class StruPruneGated:
 
 
 class StruPruneNorm:
-    """An RMS norm that is one call of torch's."""
+    """RMS norm that is one call of torch's."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def share_config(model: Any, old: Any, new: Any) -> None:
-    """Point all modules at another configuration but rotary embeddings, which read the dense model's head size."""
+    """Set another configuration in all modules except rotary embeddings, which read the dense model's head size."""
     for module in model.modules():
         rotary = any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
         if getattr(module, "config", None) is old and not rotary:
@@ -421,7 +421,7 @@ def _resize(linear: nn.Linear, out_features: int | None = None, in_features: int
 
 
 def adopt_attention(attention: Any, layout: dict[str, Any]) -> Any:
-    """Let a stock attention module take values of any width; its function stays the same."""
+    """Convert a stock attention module to accept values of any width; its function does not change."""
     if not hasattr(attention, "wide"):  # a class of this file may have come twice, by the plugin and with a checkpoint
         attention.wide = _read_width(attention)
         attention.value_head_dim = attention.wide
@@ -446,7 +446,7 @@ def _cuts_by_config(layout: dict[str, Any]) -> bool:
 
 
 def release_attention(attention: Any) -> None:
-    """Give an attention module, with values of full width, its stock class back."""
+    """Restore the stock class of an attention module with values of full width."""
     assert attention.value_head_dim == attention.wide
     attention.__class__ = type(attention).__mro__[2]
     for name in ("wide", "value_head_dim", "rows", "output", "interleaved", "norms"):
@@ -458,9 +458,9 @@ class StruPruneAttention:
 
     :ivar wide: width of queries and keys of one head
     :ivar value_head_dim: width of its values
-    :ivar rows: what the rows of the linears that make them hold, by linear
+    :ivar rows: parts of the rows of the linears that produce them, by linear
     :ivar output: name of the output projection
-    :ivar interleaved: whether a fused projection's rows come head by head
+    :ivar interleaved: whether a fused projection's rows are ordered head by head
     :ivar norms: names of the norms of queries and keys, where it has them
     """
 
@@ -523,7 +523,7 @@ class StruPruneAttention:
         return self.value_head_dim == self.wide and not self.is_joined()  # stock code cuts by the config's head count
 
     def is_joined(self) -> bool:
-        """Return whether one linear makes all queries, then all keys, then all values."""
+        """Return whether one linear produces all queries, then all keys, then all values."""
         return len(self.rows) == 1 and not self.interleaved
 
     def _make_states(self: Any, hidden: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
@@ -580,10 +580,10 @@ def _part(both: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate queries and keys by position, together: x cos + (-second half of x, first half of x) sin.
 
-    Stock code does it apart, in twice as many steps, which is what a new token's seconds go to. Some classes rotate the first
-    channels only.
+    Stock code rotates them separately, in twice as many steps, which dominate the time per new token. Some classes rotate the
+    first channels only.
 
-    :param states: shape [batch, heads, tokens, width], of queries and of keys
+    :param states: queries and keys, shape [batch, heads, tokens, width]
     :param cos: shape [batch, tokens, rotated width]
     :param sin: the same
     """
@@ -599,15 +599,15 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def attend_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return what one new token attends to, shape [batch, 1, heads * width of values].
+    """Return the attention output of one new token, shape [batch, 1, heads * width of values].
 
-    Fused kernels would have every value that is cached padded for every token; and here each is read once for all the
-    query heads that share it.
+    Fused kernels would require padding all cached values for every token; here each value is read once for all the query
+    heads that share it.
 
-    :param query: of the token, shape [batch, heads, 1, width]
+    :param query: query of the token, shape [batch, heads, 1, width]
     :param key: shape [batch, value heads, tokens, width]
     :param value: shape [batch, value heads, tokens, width of values]
-    :param mask: what may be seen or what is added to the logits, shape [batch, 1, 1, tokens]; None where all may
+    :param mask: visible tokens, or terms added to the logits, shape [batch, 1, 1, tokens]; None where all tokens are visible
     """
     batch, heads, _, width = query.shape
     shared = batch * key.shape[1]

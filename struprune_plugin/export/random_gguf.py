@@ -1,4 +1,4 @@
-"""GGUF files of random weights, in the architecture that pruned models take in llama.cpp: for times alone."""
+"""GGUF files with random weights, in llama.cpp's architecture for pruned models, for timings only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from struprune_plugin.model.layers import LayerSizes
 
 
 def check_random_gguf(config: Any) -> None:
-    """Refuse what llama.cpp's architecture for layers of several sizes does not compute.
+    """Raise where llama.cpp's architecture for layers of several sizes does not compute a model.
 
-    :raises ValueError: the library is missing; another type of model
+    :raises ValueError: the library is missing, or the model has another type
     """
     if find_spec("gguf") is None:
         raise ValueError("gguf: the gguf package must be installed, got none. pip install gguf.")
@@ -29,10 +29,10 @@ def check_random_gguf(config: Any) -> None:
 
 
 def write_random_gguf(config: Any, sizes: Sequence[LayerSizes], dtype: torch.dtype, output: Path) -> None:
-    """Write a model of random weights, without a tokenizer.
+    """Write a model with random weights, without a tokenizer.
 
-    :param config: of a LLaMA
-    :param sizes: of every layer, at least one; attention without heads, and an FFN without channels, are not there
+    :param config: configuration of a LLaMA
+    :param sizes: sizes of every layer, at least one layer; attention without heads and FFNs without channels are omitted
     """
     import gguf
 

@@ -1,4 +1,4 @@
-"""The proof, before a run, that a model's class can be pruned: all of it rehearsed on a tiny random instance."""
+"""Rehearsal of a whole pruning on a tiny random instance, which proves before a run that a model's class can be pruned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import do_once
 
-_TOLERANCE = 1e-5  # of the largest logit
+_TOLERANCE = 1e-5  # relative to the largest logit
 _PASSED: set[tuple[Any, ...]] = set()
 
 
@@ -41,13 +41,13 @@ def rehearse(
     prune_experts: bool = False,
     sublayers: str = "none",
 ) -> None:
-    """Prune, save and load a tiny instance of a model's class; once per class, configuration and kinds of units.
+    """Prune, save and load a tiny instance of a model's class, once per class, configuration and kinds of units.
 
-    It runs layer by layer as it does whole; without a third of its units it gives what it gives with zeros in their place;
-    saved and loaded, it gives the same again: to 1e-5 of the largest logit, in float32.
+    The logits must agree between a layer-by-layer and a whole run, between removal of a third of the units and zeros in their
+    place, and before saving and after loading: to 1e-5 of the largest logit, in float32.
 
-    :param attention_unit: as :func:`~struprune_plugin.model.units.find_groups` takes it, like the others
-    :raises ValueError: it does not
+    :param attention_unit: as in :func:`~struprune_plugin.model.units.find_groups`, like the others
+    :raises ValueError: the logits do not agree
     """
     config = make_dense_config(model.config)
     kind = find_stock(type(model))
@@ -55,7 +55,7 @@ def rehearse(
     passed = (kind, config.to_json_string(), *choice)
     if passed in _PASSED:
         return
-    do_once(lambda: _rehearse(kind, config, *choice))  # the first process alone can save
+    do_once(lambda: _rehearse(kind, config, *choice))  # only the first process can save
     _PASSED.add(passed)
 
 
@@ -71,7 +71,7 @@ def _rehearse(
             take_apart(tiny)
         groups = find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts)
         _check_pruning(tiny, tokens, allow_sublayers(tiny, groups, sublayers))
-    except Exception as error:  # whatever a class raises that counts on its sizes
+    except Exception as error:  # any error of a class that relies on its sizes
         raise ValueError(
             f"model: a tiny instance of {kind.__name__} must be pruned, saved and loaded without another change of what it "
             f"gives, got {type(error).__name__}: {error} Choose another attention_unit, or another model."
@@ -81,9 +81,9 @@ def _rehearse(
 def rehearse_with_experts(
     model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool, sublayers: str = "none"
 ) -> bool:
-    """Rehearse the pruning of experts, too; tell whether it is right. Where it is not, they are to stay whole, which the log tells.
+    """Return whether the rehearsal also succeeds with pruning of experts; where it does not, the log reports that they stay whole.
 
-    Parameters and errors as of :func:`rehearse`.
+    Parameters and errors as in :func:`rehearse`.
     """
     try:
         rehearse(model, attention_unit, prune_ffn, True, sublayers)
@@ -117,8 +117,8 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
 
 
 def _pick_two_thirds(group: UnitGroup) -> Tensor:
-    """Return the units of a group that stay, two thirds, the same number of every block; none, in every second layer, where that
-    may be; shape [kept], int64."""
+    """Return the kept units of a group, shape [kept], int64: two thirds, the same number per block; none in every second layer
+    where the whole sublayer may be removed."""
     if group.sublayer is not None and group.layer_index % 2:
         return torch.arange(0)
     per_block = group.num_units // group.num_blocks
@@ -141,12 +141,12 @@ def _remove(
 
 @torch.no_grad()
 def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> None:
-    """Refuse a model whose layers, run one after the other on what was recorded, do not give the model's own logits.
+    """Raise where layer-by-layer runs on recorded calls do not give the model's own logits.
 
-    :param model: small, in float32: all of it runs
-    :param batches: with padding and without
-    :raises ValueError: they do not, or as :func:`~struprune_plugin.layerwise.ends.enter_layers` and
-        :func:`~struprune_plugin.layerwise.logits.measure_logits` do
+    :param model: a small model in float32: all of it runs
+    :param batches: batches with and without padding
+    :raises ValueError: the logits differ, or as in :func:`~struprune_plugin.layerwise.ends.enter_layers` and
+        :func:`~struprune_plugin.layerwise.logits.measure_logits`
     """
     context, head, flows = DeviceContext(), Head.of(model), []
     for step in stream_layers(model, batches, context, "check"):

@@ -1,4 +1,4 @@
-"""``recipe.yaml`` of an output folder, as plain data that loads again."""
+"""Cleaning of an output folder's ``recipe.yaml``, so that it is plain data that loads again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import yaml
 from loguru import logger
 
 RECIPE_NAME = "recipe.yaml"
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # compiled: ten times as fast, where PyYAML has it
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # compiled, ten times as fast, where PyYAML has it
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def tidy_recipe(folder: str | Path) -> None:
-    """Make a saved recipe plain YAML whose stages all count, in place; nothing happens where there is none.
+    """Rewrite a saved recipe in place as plain YAML whose stages are all valid; nothing happens where there is none.
 
     llm-compressor dumps enumerations as Python objects, which no safe loader reads, and names the stages of a folder that is
-    compressed again ``x_stage_0`` and ``x_stage_1``, which it then passes over in silence.
+    compressed again ``x_stage_0`` and ``x_stage_1``, which it then ignores silently.
     """
     file = Path(folder) / RECIPE_NAME
     if not file.is_file():
@@ -35,7 +35,7 @@ def tidy_recipe(folder: str | Path) -> None:
 
 
 class _PlainLoader(_SafeLoader):
-    """Reads tuples as lists, and an object made from a single plain value (an enumeration, a device) as that value."""
+    """YAML loader that reads tuples as lists, and an object made from a single plain value (enumeration, device) as that value."""
 
     def read_sequence(self, node: yaml.Node) -> list[Any]:
         return self.construct_sequence(node, deep=True)  # type: ignore[arg-type]

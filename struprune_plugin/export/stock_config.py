@@ -1,4 +1,4 @@
-"""The stock configuration that says the sizes of a model whose layers are all alike; which keys do is tried, not described."""
+"""Search for the stock configuration of a model whose layers all have the same sizes, by trying its keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from struprune_plugin.model.layers import (
 )
 from struprune_plugin.model.units.group import UnitGroup
 
-_PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 makes the width of another number, unless told not to
+_PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default
 
 
 def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
@@ -41,7 +41,7 @@ def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
 def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the stock configuration of a model whose layers all have the same sizes.
 
-    :raises ValueError: the stock class cannot have the sizes
+    :raises ValueError: the stock class cannot have these sizes
     """
     if any(list_absent(layer) for _, layer in find_decoder_layers(model)):
         raise ValueError(
@@ -51,20 +51,20 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
     heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
     return find_stock_config(
         model, change_heads(model, heads.pop()) if len(heads) == 1 else None
-    )  # else they are as they were
+    )  # else the heads did not change
 
 
 def are_layers_alike(model: PreTrainedModel) -> bool:
-    """Return whether the layers of a model are as its stock class makes them, or all of one size."""
+    """Return whether a model's layers are those of its stock class, or all have the same sizes."""
     return describe_form(model.config) == "dense" or has_uniform_layers(model)
 
 
 def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-    """Return the groups without the FFNs whose width no key of the stock configuration says: those stay whole.
+    """Return the groups without those FFNs whose width no key of the stock configuration sets, which are not pruned.
 
-    Where one key says the width of experts and that of another FFN beside them (DeepSeek V3), the two are tied.
+    Where one key sets the width of experts and of another FFN beside them (DeepSeek V3), the two are tied.
 
-    :param groups: all of a model; FFNs of one name and width are said by one key, and so are all experts
+    :param groups: all groups of a model; one key sets the width of FFNs with the same name and width, and one that of all experts
     :raises ValueError: no group is left
     """
     alike: dict[tuple[str, int], list[UnitGroup]] = {}
@@ -93,7 +93,7 @@ def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> 
 
 
 def _find_obstacle(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> str:
-    """Return why no key of the stock configuration says the width of FFNs, all at once; nothing where one does."""
+    """Return why no key of the stock configuration sets the common width of FFNs; empty where one does."""
     try:
         find_stock_config(model, shapes=list_narrower(model, groups))
     except ValueError as error:
@@ -102,7 +102,7 @@ def _find_obstacle(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> str:
 
 
 def change_heads(model: PreTrainedModel, num_key_value_heads: int) -> dict[str, int]:
-    """Return what a configuration says of so many value heads; nothing where all are there."""
+    """Return the configuration's changes for a number of value heads; empty where no head is removed."""
     dense = make_dense_config(model.config).get_text_config(decoder=True)
     sizes = next((size for size in list_sizes(model) if size.num_heads), None)
     if sizes is None:
@@ -118,7 +118,7 @@ def change_heads(model: PreTrainedModel, num_key_value_heads: int) -> dict[str, 
 
 
 def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
-    """Return whether a model's stock class can be configured with that many value heads in every layer."""
+    """Return whether a model's stock class can be configured with ``num_key_value_heads`` in every layer."""
     changes = change_heads(model, num_key_value_heads)
     if not changes:
         return True
@@ -132,7 +132,7 @@ def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
 
 
 def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedConfig]:
-    """Return a model of the stock class, without memory for its weights, and its configuration, some keys changed.
+    """Return a model of the stock class, with its weights on the meta device, and its configuration with changed keys.
 
     :raises ValueError: the class refuses the values
     """
@@ -145,7 +145,7 @@ def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[Pre
         config = type(dense)(**values)  # as it will be read from the file
         modeling.copy_settings(dense, config)
         return build_dense(find_stock(type(model)), config), config
-    except Exception as error:  # what a class makes of sizes that it was not written for
+    except Exception as error:  # any error of a class on sizes that it was not written for
         problem = f"{type(error).__name__}: {error}"
     raise ValueError(f"{type(dense).__name__}: must take {dict(changes)}, got {problem}")
 
@@ -153,11 +153,11 @@ def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[Pre
 def find_stock_config(
     model: PreTrainedModel, changes: Mapping[str, int] | None = None, shapes: Shapes | None = None
 ) -> PreTrainedConfig:
-    """Return the stock configuration that says a model's sizes, the same in all layers; which keys do is tried.
+    """Return the stock configuration of a model with the same sizes in all layers, found by trying keys.
 
-    :param changes: values of the text configuration's keys that are known
-    :param shapes: of the tensors; the model's, padded linears grown, where None
-    :raises ValueError: the class makes other shapes, whatever its keys say
+    :param changes: known values of the text configuration's keys
+    :param shapes: shapes of the tensors; those of the model, padded linears grown, where None
+    :raises ValueError: no tried values of the keys yield the shapes
     """
     shapes = list_stock_shapes(model) if shapes is None else shapes
     built, config = build_stock(model, changes or {})
@@ -170,7 +170,7 @@ def find_stock_config(
         unnamed = [name for name, value in text.items() if value is None or (plain and type(value) is int)]
         unnamed = [name for name in unnamed if name not in named]
         count = len(problems)
-        for name in (*named, *unnamed):  # a class has the width by default, or makes it of another number
+        for name in (*named, *unnamed):  # unnamed: a default width, or one derived from another number
             if name in unnamed and len(problems) < count:
                 break
             tried = {**changes, **(plain if name in unnamed else {}), name: new}
@@ -192,7 +192,7 @@ def _list_changes(before: Shapes, after: Shapes) -> list[tuple[int, int]]:
 
 
 def list_narrower(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Shapes:
-    """Return a model's stock shapes if FFNs had half their channels."""
+    """Return a model's stock shapes with half the channels in the FFNs of ``groups``."""
     experts = {f"{group.layer_name}.{group.experts}" for group in groups if group.experts}
     shapes = list_stock_shapes(model) | list_packed_shapes(model, experts)
     for group in groups:
@@ -203,7 +203,7 @@ def list_narrower(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Shapes
             full, reads = f"{group.layer_name}.{name}", name == group.consumer
             columns_last = not hasattr(
                 layer.get_submodule(name), "nf"
-            )  # transposed in the stock class where it has that
+            )  # Conv1D modules of the stock class are transposed
             rows, columns = shapes[f"{full}.weight"]
             shapes[f"{full}.weight"] = (rows, columns // 2) if reads == columns_last else (rows // 2, columns)
             if not reads and f"{full}.bias" in shapes:

@@ -1,4 +1,4 @@
-"""Whole sublayers, attention or an FFN with its norms: what goes with the last unit is measured on a tiny instance."""
+"""Removal of whole sublayers, attention or an FFN with its norms: the modules to remove are measured on a tiny instance."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from struprune_plugin.model.structure.locate import locate_layers
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.units.group import UnitGroup
 
-SUBLAYERS = {  # name in recipes: kinds of modules that may go whole
+SUBLAYERS = {  # name in recipes: kinds of modules that may be removed whole
     "none": (),
     "attention": ("attention",),
     "ffn": ("ffn",),
     "both": ("attention", "ffn"),
 }
 _LEADS = "the first attention of its type tells the number of cached tokens"
-_CLOSE = 1e-5  # of the largest logit
-_TOKENS, _FIRST = 16, 10  # of a trial: all, and those before the cache is used
+_CLOSE = 1e-5  # relative to the largest logit
+_TOKENS, _FIRST = 16, 10  # tokens of a trial: all, and those before the cache is used
 _KNOWN: dict[tuple[Any, str], list[dict[str, Sublayer]]] = {}
 
 
 def allow_sublayers(model: Any, groups: Sequence[UnitGroup], sublayers: str) -> list[UnitGroup]:
-    """Return groups with what goes with their last unit, where a recipe lets that go and it has been proved to be a whole.
+    """Return groups with their ``sublayer`` set, where the recipe allows its removal and the trial on a tiny instance passes.
 
     :param sublayers: one of :data:`SUBLAYERS`
-    :raises ValueError: none may go
+    :raises ValueError: no sublayer may be removed
     """
     kinds = SUBLAYERS[sublayers]
     if not kinds:
@@ -82,9 +82,9 @@ def remove_sublayer(layer: nn.Module, group: UnitGroup) -> None:
 
 
 def restore_sublayers(model: PreTrainedModel) -> None:
-    """Put whole sublayers that are gone back, of the dense model's size and with weights of zero; the function stays.
+    """Restore removed sublayers at the dense model's size with zero weights; the model's function does not change.
 
-    :raises ValueError: their modules hold more than weights
+    :raises ValueError: the removed modules have buffers
     """
     path = locate_layers(model)
     dense: nn.Module = build_dense(find_stock(type(model)), make_dense_config(model.config))
@@ -106,10 +106,10 @@ def restore_sublayers(model: PreTrainedModel) -> None:
 
 
 def find_sublayers(model: PreTrainedModel) -> list[dict[str, Sublayer]]:
-    """Return, layer by layer, what goes with the last unit of attention and of FFNs, by the linear that reads the units.
+    """Return per layer the sublayers of attention and FFNs, by the linear that reads the units.
 
-    Measured once per class and configuration, on a tiny instance: weights that nothing depends on any more once the linear gives
-    zeros go with it. Without them the instance gives what it gives with zeros, and gives it token by token, too.
+    Measured once per class and configuration, on a tiny instance: weights on which the logits no longer depend once the linear
+    returns zeros are removed with it. The instance without them must give the same logits as with zeros, also token by token.
     """
     config, kind = make_dense_config(model.config), find_stock(type(model))
     key = kind, config.to_json_string()
@@ -144,7 +144,7 @@ def _measure(tiny: PreTrainedModel) -> list[dict[str, Sublayer]]:
 
 
 def _list_shared(tiny: PreTrainedModel, layer: nn.Module, sublayers: Mapping[str, Sublayer]) -> list[str]:
-    """Return the modules of a layer that are of no use without any of its sublayers, and go with none of them."""
+    """Return the modules of a layer that have no effect once all its sublayers are removed, and belong to none of them."""
     tokens, dense = draw_tokens(tiny.config, 2, _TOKENS, seed=5), deepcopy(layer.state_dict())
     before = _list_idle(tiny, layer, tokens)
     for consumer in sublayers:
@@ -156,13 +156,13 @@ def _list_shared(tiny: PreTrainedModel, layer: nn.Module, sublayers: Mapping[str
 
 
 def _list_cache_leaders(model: PreTrainedModel) -> set[int]:
-    """Return the first layer of every type: transformers reads the number of cached tokens, and the size of masks, off these."""
+    """Return the indices of the first layer of every type, whose caches give transformers the token count and mask sizes."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     return {0, *(types.index(kind) for kind in set(types))}
 
 
 def _examine(tiny: PreTrainedModel, module: AttentionLayout | FFNLayout, indices: Sequence[int]) -> Sublayer:
-    """Return what goes with the last unit of a module that several layers have."""
+    """Return the sublayer of a module that several layers have."""
     tokens = draw_tokens(tiny.config, 2, _TOKENS, seed=5)
     masked, cut = deepcopy(tiny), deepcopy(tiny)
     last = find_decoder_layers(masked)[indices[-1]][1]
@@ -180,21 +180,21 @@ def _examine(tiny: PreTrainedModel, module: AttentionLayout | FFNLayout, indices
             error = float((run(cut, tokens) - wanted).abs().max() / wanted.abs().max())
             if not error <= _CLOSE:
                 return Sublayer(flaw=f"without it the model gives other logits than with zeros from it, by {error:.1e}")
-    except Exception as error:  # whatever a class raises that counts on the module
+    except Exception as error:  # any error of a class that relies on the module
         return Sublayer(flaw=f"the model does not run without it ({type(error).__name__}: {error})")
     return Sublayer(absent)
 
 
 @torch.no_grad()
 def _silence(layer: nn.Module, consumer: str) -> None:
-    """Let a linear give zeros."""
+    """Set a linear's parameters to zero."""
     for parameter in layer.get_submodule(consumer).parameters():
         parameter.zero_()
 
 
 @torch.enable_grad()
 def _list_idle(model: PreTrainedModel, layer: nn.Module, tokens: Tensor) -> set[str]:
-    """Return the parameters of a layer that the logits do not depend on."""
+    """Return the names of a layer's parameters on which the logits do not depend."""
     named = dict(layer.named_parameters())
     for parameter in named.values():
         parameter.requires_grad_(True)
@@ -211,8 +211,8 @@ def _describe(
     before: set[str],
     tokens: Tensor,
 ) -> dict[str, int]:
-    """Return the modules that go, and what stands for them: the one that holds the linears where nothing else is in it, else
-    these; and modules elsewhere none of whose weights are in use."""
+    """Return the modules to remove, with their stand-ins: the module that holds the linears where it holds no other used weights,
+    else the linears; and other modules none of whose weights are used."""
     own = {f"{module.output}.{name}" for name, _ in layer.get_submodule(module.output).named_parameters()}
     root = module.module if isinstance(module, AttentionLayout) else _find_holder((*module.producers, module.output))
     inside = {f"{root}.{name}" for name, _ in layer.get_submodule(root).named_parameters()} if root else set()
@@ -224,7 +224,7 @@ def _describe(
 
 
 def _list_owners(layer: nn.Module, idle: set[str], before: set[str], gone: Sequence[str]) -> list[str]:
-    """Return the modules all of whose weights are idle, some of them anew, beside those that go already."""
+    """Return the modules outside ``gone`` all of whose weights are idle, some of them newly so."""
     held = tuple(f"{name}." for name in gone)
     owners = {name.rpartition(".")[0] for name in idle if not name.startswith(held)} - {""}
     weights = {
@@ -234,7 +234,7 @@ def _list_owners(layer: nn.Module, idle: set[str], before: set[str], gone: Seque
 
 
 def _find_holder(names: Sequence[str]) -> str:
-    """Return the innermost module that holds modules; nothing where that is the layer."""
+    """Return the name of the innermost module that holds all named modules; empty where that is the layer."""
     parts = [name.split(".")[:-1] for name in names]
     common = next((i for i, level in enumerate(zip(*parts, strict=False)) if len(set(level)) > 1), min(map(len, parts)))
     return ".".join(parts[0][:common])
@@ -242,7 +242,7 @@ def _find_holder(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _count_parts(model: PreTrainedModel, module: nn.Module, tokens: Tensor) -> int:
-    """Return of how many parts a module's output is; 0 where it is a tensor."""
+    """Return the number of parts of a module's output; 0 where it is a tensor."""
     found: list[int] = []
     handle = module.register_forward_hook(
         lambda _m, _a, output: found.append(0 if isinstance(output, Tensor) else len(output))
@@ -261,7 +261,7 @@ def _run_whole(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _run_cached(model: Any, tokens: Tensor) -> Tensor:
-    """Return the logits of the last tokens, one by one behind those that are cached."""
+    """Return the logits of the last tokens, computed one by one with a cache of the preceding tokens."""
     output, found = model(input_ids=tokens[:, :_FIRST], use_cache=True), []
     for place in range(_FIRST, _TOKENS):
         output = model(input_ids=tokens[:, place : place + 1], past_key_values=output.past_key_values, use_cache=True)

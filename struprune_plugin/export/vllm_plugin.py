@@ -1,4 +1,7 @@
-"""Pruned model types for vLLM, which finds this module by its ``vllm.general_plugins`` entry point; nothing else imports it."""
+"""Registration of pruned models with vLLM, which finds this module by its ``vllm.general_plugins`` entry point.
+
+Nothing else imports it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
 def register() -> None:
     """Register pruned models with vLLM's Transformers backend.
 
-    Importing the package has registered their configurations and classes with transformers already. Layers may differ in heads:
+    Importing the package has already registered their configurations and classes with transformers. Layers may differ in heads:
     each layer's configuration holds its head size.
     """
     from vllm import ModelRegistry

@@ -1,1 +1,1 @@
-"""One decoder layer at a time: capture inputs, run, accumulate statistics."""
+"""Layer-by-layer passes: capture of inputs, runs, accumulation of statistics."""

@@ -1,4 +1,4 @@
-"""One call of a decoder layer that can be repeated, and what a batch carries from layer to layer."""
+"""Repeatable call of a decoder layer, and the states that a batch carries from layer to layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from struprune_plugin.runtime.device_context import DeviceContext
 
-Place = int | str  # of an argument: its index among the positional ones beside the hidden states, or its name
+Place = int | str  # place of an argument: its index among the positional ones after the hidden states, or its name
 Seen = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -20,32 +20,31 @@ Seen = dict[int, tuple[Tensor, Tensor]]
 class States:
     """Hidden states that one path of a batch carries from a decoder layer to the next.
 
-    :param hidden: hidden states, shape [batch, sequence, d]; classes with several streams have an axis more
-    :param others: what else layers leave to those after them: parts of their output by index, and entries of mappings that they
-        fill, as keys and values that layers share, by the argument's place and the key
+    :param hidden: hidden states, shape [batch, sequence, d]; classes with several streams have one more axis
+    :param others: other values that layers pass to later ones: parts of their output by index, and entries of mappings that they
+        fill (keys and values shared by layers, for instance) by (place of the argument, key)
     """
 
     hidden: Tensor
     others: Mapping[Any, Any] = field(default_factory=dict)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> States:
-        """Return the same with every tensor changed."""
+        """Return the states with ``change`` applied to every tensor."""
         return States(change(self.hidden), map_tensors(change, dict(self.others)))
 
     def list_learning(self) -> list[Tensor]:
-        """Return the tensors that gradients may flow through, the hidden states first; those of the next layer are in the same
-        order."""
+        """Return the tensors that gradients may flow through, the hidden states first; the order is the same for all layers."""
         return [part for part in [self.hidden, *list_tensors(dict(self.others))] if part.is_floating_point()]
 
     def watch(self) -> States:
-        """Return the same as leaves of a new graph."""
+        """Return the states as leaves of a new graph."""
         return self.map(lambda part: part.detach().requires_grad_() if part.is_floating_point() else part)
 
 
 def pair_gradients(outputs: States, above: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what a backward pass through a layer starts from: outputs that have a graph, and the gradients at them.
+    """Return the outputs that have a graph and their gradients, from which a backward pass through a layer starts.
 
-    :param above: as :meth:`States.list_learning` orders them; of the hidden states alone on the last layer
+    :param above: gradients in the order of :meth:`States.list_learning`; of the hidden states only at the last layer
     """
     learning = outputs.list_learning()[: len(above)]
     pairs = [(part, gradient) for part, gradient in zip(learning, above, strict=True) if part.requires_grad]
@@ -54,17 +53,17 @@ def pair_gradients(outputs: States, above: list[Tensor]) -> tuple[list[Tensor], 
 
 @dataclass
 class LayerCall:
-    """One call of a decoder layer, kept on the host so that it can be repeated.
+    """Call of a decoder layer, stored on the host so that it can be repeated.
 
     :param hidden: hidden states, as in :class:`States`
-    :param arguments: the others by their place, positional ones first; equal tensors of successive layers and batches are held once
-    :param tokens: flat indices of the tokens that are no padding, shape [kept], on the host; None where all are
-    :param name: of the argument that hidden states are given by; empty where they come first
-    :param others: what else has come to the layer, as in :class:`States`
-    :param wires: arguments that are parts of the output of the layer before, which part by place
-    :param keeps: parts of this layer's output that the next layer is given
-    :param shape: of the batch: sequences, tokens; None where it is the hidden states'
-    :param dtype: of what is no integer, where the layer runs; as it comes where None
+    :param arguments: other arguments by place, positional first; equal tensors of successive layers and batches are stored once
+    :param tokens: flat indices of the tokens that are not padding, shape [kept], on the host; None where no token is padding
+    :param name: name of the argument that holds the hidden states; empty where they are the first positional one
+    :param others: other values from earlier layers, as in :class:`States`
+    :param wires: index of a part of the previous layer's output, by the place of the argument that receives it
+    :param keeps: parts of this layer's output that the next layer receives
+    :param shape: batch shape (sequences, tokens); None where it is that of the hidden states
+    :param dtype: dtype of floating-point tensors on the device; unchanged where None
     """
 
     hidden: Tensor
@@ -80,22 +79,22 @@ class LayerCall:
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Sequences, and tokens of each, padding included."""
+        """Number of sequences, and of tokens per sequence, padding included."""
         return self.shape or (self.hidden.shape[0], self.hidden.shape[1])
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence, padding included."""
+        """Tokens per sequence, padding included."""
         return self.batch_shape[1]
 
     def list_tokens(self, hidden: Tensor) -> Tensor:
-        """Return hidden states token by token, shape [tokens, d]; those of several streams one after the other."""
+        """Return hidden states per token, shape [tokens, d]; several streams are concatenated."""
         before = next(axis for axis in range(hidden.dim() - 1) if hidden.shape[axis : axis + 2] == self.batch_shape)
         return hidden.movedim((before, before + 1), (0, 1)).flatten(0, 1).flatten(1)
 
     @property
     def states(self) -> States:
-        """The states that enter the layer."""
+        """States that enter the layer."""
         return States(self.hidden, self.others)
 
     @classmethod
@@ -106,7 +105,7 @@ class LayerCall:
         previous: LayerCall | None,
         context: DeviceContext,
     ) -> LayerCall:
-        """Record a call as a hook sees it, all tokens as counting.
+        """Return the record of a call with a hook's arguments; no token counts as padding.
 
         :param previous: an earlier call, whose equal tensors are shared
         """
@@ -115,13 +114,13 @@ class LayerCall:
         return cls(context.park(hidden), held, None, hidden.device, name)
 
     def repeat(self, layer: Callable[..., Any], context: DeviceContext, hidden: Tensor | None = None) -> Tensor:
-        """Run the layer again, on other hidden states where given; return its hidden states on the device."""
+        """Run the layer again, on other hidden states where given; return its output hidden states on the device."""
         return self.run(layer, context, None if hidden is None else States(hidden, self.others)).hidden
 
     def run(self, layer: Callable[..., Any], context: DeviceContext, states: States | None = None) -> States:
-        """Run the layer again, on what another path carries where given; return what goes to the next layer, on the device.
+        """Run the layer again, on the states of another path where given; return the states for the next layer, on the device.
 
-        Entries of shared mappings that the layer leaves alone come back as they were given.
+        Entries of shared mappings that the layer does not change are returned as given.
         """
 
         def send(part: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ class LayerCall:
 def list_parts(output: Any) -> list[Any]:
     """Return the parts of a layer's output, the hidden states first.
 
-    :raises ValueError: it is neither a tensor nor a tuple that begins with one
+    :raises ValueError: the output is neither a tensor nor a tuple that begins with one
     """
     parts = [output] if isinstance(output, Tensor) else list(output) if isinstance(output, tuple | list) else []
     if not parts or not isinstance(parts[0], Tensor):
@@ -160,10 +159,10 @@ def list_parts(output: Any) -> list[Any]:
 
 
 def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[Place, Any]]:
-    """Return the name of the argument that hidden states are given by, empty where it is the first positional one; the hidden
-    states; all other arguments by their place.
+    """Return the name of the argument that holds the hidden states, empty where it is the first positional one; the hidden
+    states; all other arguments by place.
 
-    :raises ValueError: no argument can be it
+    :raises ValueError: no argument can hold the hidden states
     """
     if args:
         return "", args[0], dict[Place, Any](enumerate(args[1:])) | dict[Place, Any](kwargs)
@@ -177,10 +176,10 @@ def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[P
 
 
 def hold(value: Any, known: Any, context: DeviceContext, seen: Seen | None = None) -> Any:
-    """Move a tensor, or a tuple, list or mapping of them, to the host, or reuse the equal one that is there already.
+    """Return a tensor, or a tuple, list or mapping of tensors, on the host; an equal stored tensor is reused.
 
-    :param known: where an equal one may be
-    :param seen: tensors met, and what is held of them, by their identity
+    :param known: stored value that may hold equal tensors
+    :param seen: (tensor, its host copy) by id, for tensors that were met before
     """
     if isinstance(value, tuple | list):
         others = known if isinstance(known, type(value)) and len(known) == len(value) else (None,) * len(value)
@@ -202,7 +201,7 @@ def hold(value: Any, known: Any, context: DeviceContext, seen: Seen | None = Non
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a tensor, or a tuple, list or mapping of them, changed; lists and mappings are new ones."""
+    """Return a tensor, or a tuple, list or mapping of tensors, with ``change`` applied; lists and mappings are new objects."""
     if isinstance(value, tuple | list):
         made = [map_tensors(change, part) for part in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -232,10 +231,10 @@ def _refill(mapping: MutableMapping, entries: Mapping) -> MutableMapping:
 
 
 def find_tokens(mask: Tensor | None, context: DeviceContext) -> Tensor | None:
-    """Return the flat indices of a batch's tokens that are no padding.
+    """Return the flat indices of a batch's tokens that are not padding.
 
-    :param mask: the batch's, 0 at padding, shape [batch, sequence]; None where nothing is padded
-    :return: shape [kept], int64, on the host; None where all tokens count
+    :param mask: attention mask, 0 at padding, shape [batch, sequence]; None where nothing is padded
+    :return: shape [kept], int64, on the host; None where no token is padding
     """
     if mask is None or mask.bool().all():
         return None

@@ -20,12 +20,12 @@ _HOLD_EVERY = 4  # sequences
 
 @dataclass
 class Stream:
-    """The last forward pass of one group's module, tokens flattened, padding included.
+    """Tensors of one group's module in the last forward pass, tokens flattened, padding included.
 
     :param residual: residual stream that the output is added to, shape [tokens, d]
     :param source: inputs of the producing linears, shape [tokens, d]
     :param inputs: inputs of the consuming linear, shape [tokens, n]
-    :param output: its outputs, shape [tokens, d]; None where the pass stopped before it
+    :param output: outputs of the consuming linear, shape [tokens, d]; None where the pass stopped before it
     """
 
     residual: Tensor
@@ -35,16 +35,16 @@ class Stream:
 
 
 class Stopped(Exception):
-    """No error: ends a forward pass that has shown all that was asked."""
+    """Signal, not an error, that ends a forward pass once all wanted tensors are captured."""
 
 
 @contextmanager
 def capture_streams(
     layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False
 ) -> Iterator[Callable[[UnitGroup], Stream]]:
-    """Watch a decoder layer's forward passes; the function given returns, once, what the last one showed of a group.
+    """Capture streams in a decoder layer's forward passes; yield a function that returns a group's stream of the last pass, once.
 
-    :param stop: end a pass with an exception once a consumer is reached
+    :param stop: end a pass with :class:`Stopped` once a consumer is reached
     """
     seen: dict[tuple[str, str], Tensor] = {}
     handles = []
@@ -60,7 +60,7 @@ def capture_streams(
 
     def see_output(module: nn.Module, key: tuple[str, str]) -> None:
         def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            seen[key] = _flatten(output).clone()  # what follows may write into it
+            seen[key] = _flatten(output).clone()  # later code may write into it
 
         handles.append(module.register_forward_hook(hook))
 
@@ -89,7 +89,7 @@ def capture_streams(
 
 @contextmanager
 def skip_linears(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[None]:
-    """Let the linears of groups give zeros at once, in a pass whose output nobody reads."""
+    """Replace the groups' linears by zeros without computation, in a pass whose output is not read."""
 
     def answer(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
         return lambda hidden: lay_rows_out(linear, hidden.new_zeros((*hidden.shape[:-1], linear.out_features)))
@@ -104,9 +104,9 @@ def skip_linears(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[None
 
 @contextmanager
 def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Let linears of a layer compute with other weights; their own stay where they are.
+    """Run linears of a layer with other weights; the linears' parameters do not change.
 
-    :param weights: (weight, bias) by the linear's name in the layer; the bias counts where the linear has one
+    :param weights: (weight, bias) by the linear's name in the layer; the bias is used where the linear has one
     """
 
     def answer(linear: nn.Linear, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
@@ -129,13 +129,13 @@ def _flatten(hidden: Tensor) -> Tensor:
 
 
 def split_tokens(tokens: Tensor | None, num_tokens: int, length: int) -> list[Any]:
-    """Return what picks the tokens that count out of a micro-batch's, one slice or tensor of indices a sequence.
+    """Return one slice or index tensor per sequence that selects the counted tokens of a micro-batch.
 
-    Sums that are made sequence by sequence do not depend on how sequences are split into batches.
+    Sums accumulated sequence by sequence do not depend on how sequences are split into batches.
 
-    :param tokens: flat indices of those that count, sorted, shape [counted]; None where all do
-    :param num_tokens: of the micro-batch, padding included
-    :param length: tokens of a sequence, padding included
+    :param tokens: flat indices of the counted tokens, sorted, shape [counted]; None where all count
+    :param num_tokens: tokens of the micro-batch, padding included
+    :param length: tokens per sequence, padding included
     """
     if tokens is None:
         return [slice(start, start + length) for start in range(0, num_tokens, length)]
@@ -143,9 +143,11 @@ def split_tokens(tokens: Tensor | None, num_tokens: int, length: int) -> list[An
 
 
 def hold_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:
-    """Return the flat indices of the tokens that are no padding, int64: those to count, and those of every fourth sequence.
+    """Return the flat indices of the tokens that are not padding, int64: those of counted sequences, those of held-out ones.
 
-    :param first: sequences before this batch
+    Every fourth sequence is held out.
+
+    :param first: number of sequences before this batch
     """
     batch, length = call.batch_shape
     apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
@@ -157,14 +159,14 @@ def hold_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Visit:
-    """One micro-batch of one group: what its module sees, and what its consumer should give.
+    """Inputs of one group's module on one micro-batch, and the target of its consumer.
 
     :param source: inputs of the producing linears, shape [tokens, d]
     :param inputs: inputs of the consuming linear, shape [tokens, n]
-    :param target: wanted output of the consumer, shape [tokens, d], float32
-    :param call: the layer's call: batch shape, attention mask, tokens that are no padding
-    :param rows: of an expert: the token of every row, sorted, shape [rows], int64; None where every token has one
-    :param weights: that errors are multiplied by, shape [rows]: of an expert, its router's weights, too; None for ones
+    :param target: target output of the consumer, shape [tokens, d], float32
+    :param call: the layer's call: batch shape, attention mask, tokens that are not padding
+    :param rows: for an expert, the token of every row, sorted, shape [rows], int64; None where every token has one row
+    :param weights: factors on errors, shape [rows], for an expert including the router's weights; None for ones
     """
 
     source: Tensor
@@ -175,9 +177,9 @@ class Visit:
     weights: Tensor | None = None
 
     def split(self, tokens: Tensor | None) -> list[Any]:
-        """Return what picks the rows of the tokens that count, as :func:`split_tokens` does, sequence by sequence.
+        """Return one selector per sequence of the counted tokens' rows, as :func:`split_tokens` does.
 
-        :param tokens: flat indices of those that count, sorted, shape [counted], int64; None where all do
+        :param tokens: flat indices of the counted tokens, sorted, shape [counted], int64; None where all count
         """
         batch, length = self.call.batch_shape
         if self.rows is None:

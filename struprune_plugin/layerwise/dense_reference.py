@@ -1,4 +1,4 @@
-"""Targets of a solve, and the dense path that gives them (method.md section 2)."""
+"""Targets of a solve, and the dense path that yields them (method.md section 2)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from struprune_plugin.runtime.device_context import DeviceContext
 class Target:
     """Target of a solve.
 
-    :param is_dense: of the dense model, whose path is propagated beside the pruned one; else of the layer as it now is
-    :param is_residual: the residual stream after the module, so that inherited error is repaired; else the module's output
+    :param is_dense: whether the target is from the dense model, whose path is propagated beside the pruned one; else it is from
+        the present layer on the pruned path
+    :param is_residual: whether the target is the residual stream after the module, so that inherited error is repaired; else it is
+        the module's output
     """
 
     is_dense: bool
@@ -34,28 +36,28 @@ TARGETS = {  # name in recipes
 
 
 class DenseReference:
-    """The states of the dense model, one decoder layer after the other, and the targets that they give.
+    """States of the dense model, one decoder layer after the other, and the targets derived from them.
 
-    They live on the host; a micro-batch at a time visits the device.
+    They are stored on the host; one micro-batch at a time is on the device.
     """
 
     def __init__(self, target: Target, context: DeviceContext):
         self.target = target
         self._context = context
-        self._inputs: list[States] = []  # that enter the current layer, by batch; none in the first
+        self._inputs: list[States] = []  # inputs of the current layer, by batch; empty for the first layer
         self._outputs: list[States] = []
-        self._targets: dict[str, list[Tensor]] = {}  # by group and batch; without the residual still to subtract
+        self._targets: dict[str, list[Tensor]] = {}  # by group and batch; the residual is not yet subtracted
 
     @property
     def is_pruned_path(self) -> bool:
-        """True while the dense and the pruned path are the same: in the first layer."""
+        """True while the dense and the pruned path are the same, in the first layer."""
         return self.target.is_dense and not self._inputs
 
     def run(self, layer: nn.Module, groups: Sequence[UnitGroup], experts: UnitGroup | None, call: LayerCall) -> None:
-        """Run the still dense layer on the next batch of dense hidden states, where there is a path of its own.
+        """Run the still dense layer on the next batch of dense hidden states, where the dense path is separate.
 
-        :param groups: without those of experts
-        :param experts: one of these; None without any
+        :param groups: groups outside the lists of experts
+        :param experts: a group of an expert, or of a module beside the experts; None without any
         """
         if not self._inputs:
             return
@@ -65,10 +67,10 @@ class DenseReference:
             self.keep_sum(experts, take_sum)
 
     def keep(self, groups: Sequence[UnitGroup], streams: Mapping[str, Stream], output: States) -> None:
-        """Keep what a dense forward pass showed of the targets, and its output, on the host."""
+        """Store the targets and the output of a dense forward pass on the host."""
         self._outputs.append(output.map(self._context.park))
         for group in groups:
-            if self.repairs(group):  # the stream behind the sum is kept
+            if self.repairs(group):  # the stream after the sum is stored
                 continue
             stream = streams[group.name]
             assert stream.output is not None
@@ -80,9 +82,9 @@ class DenseReference:
         return len(self._targets.get(group.name, ())) == num_batches
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
-        """Return what a consumer should give; ``local`` targets are what it gave when the group was first visited.
+        """Return a consumer's target; a ``local`` target is its output when the group was first visited.
 
-        :param index: of the batch; -1 for the one that came last
+        :param index: index of the batch; -1 for the last one
         :return: shape [tokens, d], float32, on the device
         """
         stored = self._targets.setdefault(group.name, [])
@@ -93,26 +95,26 @@ class DenseReference:
         return target - _read_residual(group, stream) if self._is_residual(group) else target
 
     def keep_sum(self, group: UnitGroup | None, take: Callable[[], Tensor]) -> None:
-        """Keep, on the host, the stream behind experts that a dense forward pass showed, where they are to repair it.
+        """Store the stream after the experts' sum of a dense forward pass on the host, where the experts repair it.
 
-        :param group: of one of the experts, or of one beside them; None without any
-        :param take: as :func:`~struprune_plugin.layerwise.expert_streams.capture_sum` gives it
+        :param group: a group of an expert, or of a module beside the experts; None without any
+        :param take: function that :func:`~struprune_plugin.layerwise.expert_streams.capture_sum` yields
         """
         if self.repairs(group):
             assert group is not None
             self._targets.setdefault(_name_sum(group), []).append(self._context.park(take()))
 
     def repairs(self, group: UnitGroup | None) -> bool:
-        """Return whether a group is of experts, or beside them, and repairs what the layer inherits."""
+        """Return whether a group belongs to experts, or is beside them, and repairs the layer's inherited error."""
         return group is not None and bool(group.join.block) and self.target.is_dense and self._is_residual(group)
 
     def find_repair(self, group: UnitGroup, take: Callable[[], Tensor], index: int) -> Repair | None:
-        """Return what experts are to add to their sum beside what they give, so that the stream behind it is the dense one.
+        """Return the error that experts have to add to their sum, so that the stream after it equals the dense one.
 
-        :param group: of one of the experts, or of one beside them
-        :param take: gives that stream as it now is
-        :param index: of the batch; -1 for the one that came last
-        :return: None where they are to give what they do now
+        :param group: a group of an expert, or of a module beside the experts
+        :param take: returns the present stream
+        :param index: index of the batch; -1 for the last one
+        :return: None where the targets are the present outputs
         """
         if not self.repairs(group):
             return None
@@ -120,12 +122,12 @@ class DenseReference:
         return Repair.of(self._context.to_device(self._targets[_name_sum(group)][index], now.device), now)
 
     def finish_layer(self) -> None:
-        """Forget the layer; its outputs become the next layer's inputs."""
+        """Drop the layer's targets; its outputs become the next layer's inputs."""
         self._inputs, self._outputs = self._outputs, []
         self._targets.clear()
 
     def _is_residual(self, group: UnitGroup) -> bool:
-        """Return whether a group's target is the residual stream; past a norm, the dense output is all that can be asked."""
+        """Return whether a group's target is the residual stream; where a norm lies between, it is the dense output."""
         return self.target.is_residual and group.join.is_direct
 
 
@@ -135,5 +137,5 @@ def _read_residual(group: UnitGroup, stream: Stream) -> Tensor:
 
 
 def _name_sum(group: UnitGroup) -> str:
-    """Return the key under which the sum of a group's experts is kept."""
+    """Return the key under which the sum of a group's experts is stored."""
     return f"{group.layer_name}.{group.join.block}"

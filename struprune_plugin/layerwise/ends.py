@@ -1,4 +1,4 @@
-"""Before and after the decoder layers: what a model's own forward pass calls them with, and what enters its head."""
+"""Forward pass before and after the decoder layers: the layers' calls, and the inputs of the model's head."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from struprune_plugin.layerwise.calls import (
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.runtime.device_context import DeviceContext
 
-_TASTED = 8  # tokens
-_PARTS: dict[type[nn.Module], int] = {}  # in what a layer's class returns; 0 where it is a tensor
+_TASTED = 8  # number of tokens
+_PARTS: dict[type[nn.Module], int] = {}  # number of parts of a layer's output, by class; 0 where it is a tensor
 
 
 @dataclass
 class BatchFlow:
-    """One batch on its way through the layers; what waits, waits on the host.
+    """Batch on its way through the layers; waiting tensors are on the host.
 
-    :param calls: of every layer
-    :param states: that the last layer so far has left, or that enter the first
-    :param above: gradients at them, as :meth:`States.list_learning` orders them, and then below, on the way back
+    :param calls: calls of all layers
+    :param states: output states of the last layer that ran, or the inputs of the first
+    :param above: gradients at the states in the order of :meth:`States.list_learning`; in a backward pass those at the inputs of
+        the last layer that ran
     """
 
     batch: dict[str, Tensor]
@@ -43,18 +44,18 @@ class BatchFlow:
     above: list[Tensor] | None = None
 
     def enter(self, index: int) -> LayerCall:
-        """Return a layer's call, on what has come to it."""
+        """Return a layer's call on the current states."""
         call = self.calls[index]
         call.hidden, call.others = self.states.hidden, self.states.others
         return call
 
     def forget(self, index: int) -> None:
-        """Release what a layer was called with."""
+        """Release the tensors of a layer's call."""
         call = self.calls[index]
         self.calls[index] = replace(call, hidden=call.hidden.new_empty(0), arguments={}, others={})
 
     def leave(self, states: States, context: DeviceContext) -> None:
-        """Keep what a layer has left."""
+        """Store a layer's output states on the host."""
         self.states = states.map(context.park)
 
 
@@ -65,12 +66,12 @@ def enter_layers(
     context: DeviceContext,
     known: Sequence[LayerCall] | None = None,
 ) -> BatchFlow:
-    """Return a batch at the first layer, and what every layer is called with; none of them runs.
+    """Return a batch at the first layer, with the calls of all layers; no layer runs.
 
-    The first time that a class is met, its first layer runs on a few tokens, to see what it returns.
+    For a new class of layers, the first layer runs on a few tokens to determine the form of its output.
 
     :param known: calls of another batch, whose equal tensors are shared
-    :raises ValueError: the model does not call its layers one after the other, each once, on the hidden states of the one before
+    :raises ValueError: the model does not call its layers one after the other, each once, on the previous layer's hidden states
     """
     named = find_decoder_layers(model)
     taste_layer(model, batch, named[0][1])
@@ -90,9 +91,9 @@ def enter_layers(
 
 
 class _Recorder:
-    """Takes down what decoder layers are called with, in their place.
+    """Recorder of the calls of decoder layers, which runs in their place.
 
-    What they return is marked, and found again among the next layer's arguments.
+    The tensors that it returns mark a layer's output, and are recognised among the next layer's arguments.
     """
 
     def __init__(self, batch: dict[str, Tensor], context: DeviceContext, known: Sequence[LayerCall] | None):
@@ -100,13 +101,13 @@ class _Recorder:
         self._context, self._known = context, known
         self._shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
         self._tokens = find_tokens(batch.get("attention_mask"), context)
-        self._marks: list[Tensor] = []  # of the layer before
+        self._marks: list[Tensor] = []  # of the previous layer
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def make_forward(self, index: int, name: str, num_parts: int) -> Callable[..., Any]:
-        """Return what stands for a layer's forward pass.
+        """Return a function that replaces a layer's forward pass.
 
-        :param num_parts: in what it returns; 0 where it is a tensor
+        :param num_parts: number of parts of the layer's output; 0 where it is a tensor
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ def _is_same(value: Tensor, mark: Tensor) -> bool:
 
 @torch.no_grad()
 def taste_layer(model: PreTrainedModel, batch: dict[str, Tensor], layer: nn.Module) -> None:
-    """Run the first layer on a few tokens, unless its class is known, to see how many parts its output has."""
+    """Run the first layer on a few tokens, unless its class is known, to determine the number of parts of its output."""
     if type(layer) in _PARTS:
         return
 
@@ -171,7 +172,7 @@ def taste_layer(model: PreTrainedModel, batch: dict[str, Tensor], layer: nn.Modu
 
 
 class _Reached(Exception):
-    """No error: ends a forward pass at what was asked for."""
+    """Signal, not an error, that ends a forward pass at the wanted module."""
 
     def __init__(self, inputs: Tensor):
         super().__init__()
@@ -179,11 +180,11 @@ class _Reached(Exception):
 
 
 def run_to_head(model: Callable[..., Any], batch: dict[str, Tensor], head: nn.Module | None = None) -> Tensor:
-    """Run a model's own forward pass up to its output embeddings; return what enters them.
+    """Run a model's own forward pass up to its output embeddings; return their inputs.
 
-    :param model: a model, or what runs one
-    :param head: its output embeddings, where they are not the model's to tell
-    :raises ValueError: it has none, or does not call them
+    :param model: a model, or a function that runs one
+    :param head: the output embeddings, where ``model`` is a function
+    :raises ValueError: the model has no output embeddings, or does not call them
     """
     head = model.get_output_embeddings() if head is None and isinstance(model, PreTrainedModel) else head
 
@@ -200,9 +201,9 @@ def run_to_head(model: Callable[..., Any], batch: dict[str, Tensor], head: nn.Mo
 
 
 def leave_layers(model: PreTrainedModel, batch: dict[str, Tensor], hidden: Tensor, context: DeviceContext) -> Tensor:
-    """Return what enters the output embeddings where the last decoder layer gives these hidden states.
+    """Return the inputs of the output embeddings, given the last decoder layer's hidden states.
 
-    The model's layers have been entered before.
+    :func:`enter_layers` has run on the model before.
     """
     layers = [layer for _, layer in find_decoder_layers(model)]
     with bypass_layers(layers, lambda device: context.to_device(hidden, device)):
@@ -211,9 +212,9 @@ def leave_layers(model: PreTrainedModel, batch: dict[str, Tensor], hidden: Tenso
 
 @contextmanager
 def bypass_layers(layers: Sequence[nn.Module], give: Callable[[torch.device], Tensor] | None) -> Iterator[None]:
-    """Let decoder layers, whose class is known, do nothing, and the last of them return other hidden states.
+    """Skip decoder layers, whose class is known; the last of them returns other hidden states.
 
-    :param give: returns these on a device; what entered the first layer where None
+    :param give: returns these hidden states on a device; the inputs of the first layer are returned where None
     """
     num_parts = _PARTS[type(layers[0])]
 

@@ -1,4 +1,4 @@
-"""What a mixture gives once some of its experts are gone: the class's own router, on fewer rows, and every expert's output."""
+"""Output of a mixture without some of its experts, from the class's own router on fewer rows and every expert's output."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Stopped
 from struprune_plugin.model.structure.routing import Routing
 
-_RANK = 1e-10  # of the largest eigenvalue: below it experts repeat each other
+_RANK = 1e-10  # relative to the largest eigenvalue: below it experts are linearly dependent
 
 
 @contextmanager
 def route_among(layer: nn.Module, routing: Routing, experts: str, keep: Sequence[int]) -> Iterator[None]:
-    """Let a layer's router choose among some of its experts, as if the others were gone; the layer stays as it is.
+    """Restrict a layer's router to some of its experts, as if the others were removed; the layer's weights do not change.
 
-    :param experts: name of the list of experts, which have been taken apart
-    :param keep: experts to choose among, sorted
+    :param experts: name of the list of split experts
+    :param keep: indices of the admissible experts, sorted
     """
     members: Any = layer.get_submodule(experts)
     inner, kept = members.forward, torch.tensor(keep)
@@ -40,7 +40,7 @@ def route_among(layer: nn.Module, routing: Routing, experts: str, keep: Sequence
 
 @contextmanager
 def _shadow(module: nn.Module, own: str, value: Any) -> Iterator[None]:
-    """Let a module have another value, also in place of a parameter or buffer, wherever that is kept."""
+    """Shadow a module's attribute, parameter or buffer by another value."""
     held = vars(module)
     before = held.get(own)
     held[own] = value
@@ -54,11 +54,11 @@ def _shadow(module: nn.Module, own: str, value: Any) -> Iterator[None]:
 
 @dataclass
 class _Block:
-    """One call of the module around a list of experts and its router.
+    """Call of the module around a list of experts and its router.
 
-    :param args: of the call
-    :param kwargs: the same
-    :param counts: which tokens count, shape [counted], int64; None where all do
+    :param args: positional arguments
+    :param kwargs: named arguments
+    :param counts: flat indices of the counted tokens, shape [counted], int64; None where all count
     """
 
     args: tuple
@@ -67,13 +67,13 @@ class _Block:
 
 
 class ExpertChoice:
-    """One list of experts on calibration tokens: a sketch of every expert's output, and who is chosen among fewer.
+    """Record of a list of experts on calibration tokens: a sketch of every expert's output, and the routing among fewer experts.
 
-    :param layer: on its device
-    :param experts: name of the list, which has been taken apart
-    :param projection: that outputs are multiplied by, shape [k, d], float32
-    :ivar sketch: every expert's output, projected, shape [experts, tokens, k], float32
-    :ivar norms: the norm of every expert's own output, shape [experts, tokens], float32
+    :param layer: the decoder layer, on its device
+    :param experts: name of the list of split experts
+    :param projection: projection of outputs, shape [k, d], float32
+    :ivar sketch: projected output of every expert, shape [experts, tokens, k], float32
+    :ivar norms: norm of every expert's output, shape [experts, tokens], float32
     """
 
     def __init__(self, layer: nn.Module, routing: Routing, experts: str, projection: Tensor):
@@ -89,7 +89,7 @@ class ExpertChoice:
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[LayerCall], None]]:
-        """Watch the layer's forward passes; the function given takes down what the last one showed."""
+        """Observe the layer's forward passes; yield a function that records the last one."""
         seen: list[tuple[tuple, dict[str, Any]]] = []
         hidden: list[Tensor] = []
         members: Any = self._layer.get_submodule(self._experts)
@@ -109,14 +109,14 @@ class ExpertChoice:
             yield take
 
     def finish(self) -> None:
-        """Put together what all passes have shown."""
+        """Concatenate the records of all passes."""
         self.sketch, self.norms = (torch.cat(parts, 1) for parts in zip(*self._parts, strict=True))
         self._parts.clear()
 
     def choose(self, keep: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the experts that every token goes to and their weights, both [tokens, chosen], if only some are left.
+        """Return the experts that every token is routed to and their weights, both [tokens, chosen], with only some experts left.
 
-        :param keep: these, sorted
+        :param keep: indices of the experts left, sorted
         """
         found: list[tuple[Tensor, Tensor]] = []
 
@@ -136,7 +136,7 @@ class ExpertChoice:
         return chosen, weights
 
     def combine(self, keep: Sequence[int]) -> Tensor:
-        """Return the sketch of the experts' sum if only some are left, shape [tokens, k], float32."""
+        """Return the sketch of the experts' sum with only some experts left, shape [tokens, k], float32."""
         chosen, weights = self.choose(keep)
         tokens = torch.arange(len(chosen), device=chosen.device)
         total = self.sketch.new_zeros(self.sketch.shape[1:])
@@ -145,9 +145,9 @@ class ExpertChoice:
         return total
 
     def measure_rescaled(self, keep: Sequence[int], wanted: Tensor) -> float:
-        """Return the squared error, summed, if only some are left, each times the factor of least error, all together.
+        """Return the summed squared error with only some experts left, each rescaled by a factor from a joint least-squares fit.
 
-        :param wanted: as :meth:`combine` gives it
+        :param wanted: target sketch, as :meth:`combine` returns it
         """
         chosen, weights = self.choose(keep)
         tokens, parts = torch.arange(len(chosen), device=chosen.device), self.sketch.new_zeros(self.sketch.shape)
@@ -160,8 +160,8 @@ class ExpertChoice:
         return max(float(wanted.square().sum(dtype=torch.float64) - explained), 0.0)
 
     def count_loads(self) -> tuple[Tensor, Tensor]:
-        """Return, of every expert, the sum over its tokens of the squared norm of its weighed and projected output, and the mean
-        of its weight times the norm of its output (REAP), both [experts], float64."""
+        """Return per expert the sum over its tokens of the squared norm of its weighted and projected output, and the mean over its
+        tokens of its weight times the norm of its output (REAP), both [experts], float64."""
         chosen, weights = self.choose(range(self.num_experts))
         energy, norms, count = torch.zeros(3, self.num_experts, dtype=torch.float64, device=chosen.device)
         tokens = torch.arange(len(chosen), device=chosen.device)

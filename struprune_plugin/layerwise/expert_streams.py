@@ -1,4 +1,4 @@
-"""Streams of a mixture's experts: each sees the tokens that its router sends there, weighted by the router."""
+"""Streams of a mixture's experts: each expert sees the tokens routed to it, weighted by the router."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup
 
-_UNCHOSEN = 0.1  # of a token's mean weight: what it counts where it was not sent, and every expert is to see it
+_UNCHOSEN = 0.1  # weight of a token at experts it is not routed to, relative to its mean weight, where all experts see all tokens
 
 
 @dataclass(frozen=True)
 class _Routing:
     """Decisions of a router for one batch.
 
-    :param tokens: that every expert saw, in the order in which it saw them, by expert
-    :param weights: that its outputs were multiplied by, the same, float32
-    :param least: that a token counts by, whoever it was sent to, shape [tokens], float32
+    :param tokens: by expert, indices of the tokens that it saw, in its order
+    :param weights: by expert, factors on its outputs in the same order, float32
+    :param least: minimum weight of a token at every expert that sees it, shape [tokens], float32
     :param energy: sum over experts of the squared weights, shape [tokens], float32
     """
 
@@ -38,12 +38,12 @@ class _Routing:
 
 
 def _takes_choice(experts: Any) -> bool:
-    """Return whether a list of experts is called with a router's choice: llm-compressor's of Llama 4 is not."""
+    """Return whether a list of experts is called with a router's choice; llm-compressor's list for Llama 4 is not."""
     return "top_k_index" in signature(type(experts).forward).parameters
 
 
 def _read_routing(experts: Any, args: tuple[Any, ...], everyone: bool) -> _Routing | None:
-    """Return what the arguments of a list of experts say; None where they hold no router's choice (Llama 4).
+    """Return the routing in the arguments of a list of experts; None where they hold no router's choice (Llama 4).
 
     :param everyone: whether every expert saw every token
     """
@@ -52,7 +52,7 @@ def _read_routing(experts: Any, args: tuple[Any, ...], everyone: bool) -> _Routi
     chosen, weights = args[1], args[2].float()
     tokens, given = [], []
     for index in range(experts.num_experts):
-        place, rows = torch.where((chosen == index).T)  # the order in which llm-compressor's experts take them
+        place, rows = torch.where((chosen == index).T)  # the order of llm-compressor's experts
         own = weights[rows, place]
         if everyone:
             own = own.new_zeros(len(chosen)).index_add(0, rows, own)
@@ -65,10 +65,10 @@ def _read_routing(experts: Any, args: tuple[Any, ...], everyone: bool) -> _Routi
 
 @dataclass(frozen=True)
 class Repair:
-    """The error that the experts of a layer are to repair.
+    """Error that the experts of a layer have to repair.
 
-    :param error: what is to be added to their sum, shape [tokens, d], float32
-    :param factors: that a token's error is multiplied by, shape [tokens], float32
+    :param error: error to be added to their sum, shape [tokens, d], float32
+    :param factors: factors on the tokens' errors, shape [tokens], float32
     """
 
     error: Tensor
@@ -76,12 +76,12 @@ class Repair:
 
     @classmethod
     def of(cls, wanted: Tensor, now: Tensor) -> Repair:
-        """Return the way from one stream to another; a token counts by the inverse of the stream's size, which norms take out.
+        """Return the difference between two streams; a token's factor is the inverse RMS of its stream, which norms divide by.
 
         The first token of a text may hold nine tenths of the energy.
 
-        :param wanted: of the dense model, shape [tokens, d], float32
-        :param now: the same as it is
+        :param wanted: stream of the dense model, shape [tokens, d], float32
+        :param now: present stream, shape [tokens, d], float32
         """
         return cls(wanted - now, now.square().mean(1).clamp(min=1e-12).rsqrt())
 
@@ -90,15 +90,15 @@ class Repair:
 def capture_experts(
     layer: nn.Module, groups: Sequence[UnitGroup]
 ) -> Iterator[Callable[[LayerCall, Repair | None], Iterator[tuple[UnitGroup, Visit]]]]:
-    """Watch the experts of a decoder layer; the function given returns, once, what the last forward pass showed of every group.
+    """Observe a decoder layer's experts; yield a function that returns every group's visit of the last forward pass, once.
 
-    It takes the call and what the experts are to repair, None where there is nothing; an error r is split among those of a token
-    so that they change least: that with weight g by ``g r / sum g^2``.
+    The function takes the call and the error that the experts have to repair, or None. An error r is split among the experts of a
+    token such that they change least: the one with weight g changes by ``g r / sum g^2``.
 
-    Where the groups ask for all tokens, every expert also sees those that its router sends elsewhere, which count by a share of
-    the mean weight of their experts; the layer's output stays.
+    Where the groups have ``all_tokens``, every expert also sees tokens that are routed to others, weighted by a fraction of the
+    mean weight of their experts; the layer's output does not change.
 
-    :param groups: of one list of experts
+    :param groups: groups of one list of experts
     """
     seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     sources: dict[str, Tensor] = {}
@@ -135,12 +135,12 @@ def capture_experts(
 
 @contextmanager
 def capture_sum(layer: nn.Module, group: UnitGroup | None) -> Iterator[Callable[[], Tensor]]:
-    """Watch where the sum of experts joins the residual stream; the function given returns the stream behind it in the last pass.
+    """Observe the join of the experts' sum with the residual stream; yield a function that returns the last pass's stream after it.
 
-    In units of the sum, shape [tokens, d], float32: added up there, for a layer's own output is rounded to its dtype, which hides
-    small errors where some channels of the stream are large.
+    The stream is in units of the sum, shape [tokens, d], float32. It is added in float32, because a layer's own output is rounded
+    to its dtype, which hides small errors where some channels of the stream are large.
 
-    :param group: of one of the experts; None for none
+    :param group: a group of an expert, or of a module beside the experts; None captures nothing
     """
     seen: dict[str, Tensor] = {}
 
@@ -164,9 +164,9 @@ def capture_sum(layer: nn.Module, group: UnitGroup | None) -> Iterator[Callable[
 def _make_visit(
     seen: tuple[Tensor, Tensor, Tensor], routing: _Routing | None, index: int, repair: Repair | None, call: LayerCall
 ) -> Visit:
-    """Return one expert's visit, its tokens in their order; those of weight 0 are left out."""
+    """Return one expert's visit, with its tokens sorted, and without those of weight 0."""
     source, inputs, output = seen
-    if routing is None:  # every token came, multiplied by its weight: those of weight 0 are zero
+    if routing is None:  # the expert saw every token multiplied by its weight, so those of weight 0 are zero
         tokens, weights = torch.arange(len(source), device=source.device), source.ne(0).any(1).float()
         counts = weights
     else:

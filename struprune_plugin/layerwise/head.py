@@ -1,6 +1,6 @@
 """Losses at a language model's head, computed in pieces of the vocabulary.
 
-No more logits are held than one piece has; the gradient is found by hand, in a second pass over the pieces.
+Only the logits of one piece are held at a time; the gradient is computed explicitly, in a second pass over the pieces.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Piece = tuple[int, Tensor, Tensor | None]  # first row, weights [rows, d], biase
 
 @dataclass(frozen=True)
 class Head:
-    """The output embeddings of a model.
+    """Output embeddings of a model.
 
-    :param pieces: gives them where they are applied, piece by piece
-    :param shape: makes the model's logits of what they give
-    :param num_tokens: of the vocabulary
+    :param pieces: yields them piece by piece, on the device where they are applied
+    :param shape: maps their output to the model's logits
+    :param num_tokens: size of the vocabulary
     """
 
     pieces: Callable[[], Iterator[Piece]]
@@ -36,13 +36,13 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel, pieces: Callable[[], Iterator[Piece]] | None = None) -> Head:
-        """Return a model's head, in one piece unless others are given; raises as :func:`measure_logits` does."""
+        """Return a model's head, in one piece unless ``pieces`` is given; raises as :func:`measure_logits` does."""
         shape, linear = measure_logits(model), model.get_output_embeddings()
         own = pieces or (lambda: iter([(0, *read_weight(linear))]))
         return cls(own, shape, linear.out_features)
 
     def compute_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (first row, logits [tokens, rows] in at least float32, weights) of every piece."""
+        """Yield (first row, logits [tokens, rows] in at least float32, weights) per piece."""
         for start, weight, bias in self.pieces():
             logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
             yield start, self.shape(logits), weight
@@ -50,9 +50,9 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadLosses:
-    """Sums over tokens.
+    """Losses summed over tokens.
 
-    :param gradient: of the weighted sum, with respect to the hidden states, shape [tokens, d]; None where not asked for
+    :param gradient: gradient of the weighted sum with respect to the hidden states, shape [tokens, d]; None where not requested
     """
 
     cross_entropy: float
@@ -78,13 +78,13 @@ def measure_head(
 
     :param hidden: inputs of the head, shape [tokens, d]
     :param labels: shape [tokens]
-    :param teacher: shape [tokens, k + 1], or [tokens, V]; None without one
-    :param weights: of the two losses in the gradient; None where no gradient is wanted
+    :param teacher: shape [tokens, k + 1], or [tokens, V]; None without a teacher
+    :param weights: weights of the two losses in the gradient; None where no gradient is requested
     """
     found = _Normalisers(hidden, labels, teacher, temperature)
     for start, logits, _weight in head.compute_logits(hidden):
         found.add(start, logits)
-    del logits, _weight  # or the last piece would stay beside those of the second pass
+    del logits, _weight  # or the last piece would stay allocated during the second pass
     entropy, divergence = found.compute_losses()
     if weights is None:
         return HeadLosses(entropy, divergence, None)
@@ -96,10 +96,10 @@ def measure_head(
 
 
 class _Normalisers:
-    """Results of the first pass over the pieces, for the second.
+    """Normalisers from the first pass over the pieces, for the second pass.
 
     With z the logits, I the teacher's kept tokens and T the temperature: ``log sum exp z``, the label's z, and for the divergence
-    ``log sum exp z / T`` over all and over all but I, and z of I.
+    ``log sum exp z / T`` over all tokens and over all but I, and the z of I.
     """
 
     def __init__(self, hidden: Tensor, labels: Tensor, teacher: TeacherTargets | None, temperature: float):
@@ -144,10 +144,10 @@ class _Normalisers:
         return entropy, self._temperature**2 * divergence.item()
 
     def compute_gradient(self, start: int, logits: Tensor, entropy: float, divergence: float) -> Tensor:
-        """Return that of the weighted losses with respect to one piece's logits.
+        """Return the gradient of the weighted losses with respect to one piece's logits.
 
         ``p_j - [j = label]``, and ``T (p_j - w_j)`` for j in I and ``T (p_j - w_rest r_j)`` else, with w the teacher's
-        probabilities, p and r the student's at T: of all tokens, and of those that are not in I.
+        probabilities, and p and r the student's at T: over all tokens, and over those that are not in I.
         """
         gradient = torch.zeros_like(logits)
         if entropy:
@@ -168,14 +168,14 @@ class _Normalisers:
 
 
 def _locate(indices: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return where tokens are within a piece, 0 for those that are not, and which are."""
+    """Return the indices of tokens within a piece, 0 for tokens outside, and which tokens are inside."""
     at = indices - start
     inside = (at >= 0) & (at < width)
     return at.where(inside, 0), inside
 
 
 def _fill(values: Tensor, at: Tensor, inside: Tensor, value: float) -> Tensor:
-    """Set what was located in a piece to a value, in place; return it.
+    """Set the located entries of a piece to a value, in place, and return the piece.
 
     :param values: shape [tokens, rows]
     """
@@ -186,12 +186,12 @@ def _fill(values: Tensor, at: Tensor, inside: Tensor, value: float) -> Tensor:
 
 @torch.no_grad()
 def compress_head(hidden: Tensor, head: Head, top_k: int, temperature: float) -> TeacherTargets:
-    """Keep the ``top_k`` likeliest tokens of every distribution, and the probability of all others together.
+    """Return the ``top_k`` likeliest tokens of every distribution, and the total probability of all others.
 
     With p = softmax(logits / T) and I the ``top_k`` largest: ``log p_i, i in I`` and ``log(sum_{j not in I} p_j)``.
 
     :param hidden: inputs of the head, shape [tokens, d]
-    :param top_k: outcomes to keep; all where it is the vocabulary or more
+    :param top_k: number of outcomes to keep; all where it is the vocabulary or more
     :param temperature: T
     """
     whole = hidden.new_full((len(hidden), 1), -math.inf, dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Measured scale and soft cap that a model's forward pass applies to the output of its head."""
+"""Measurement of the scale and soft cap that a model's forward pass applies to the output of its head."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from transformers import PreTrainedModel
 from struprune_plugin.layerwise.ends import bypass_layers, taste_layer
 from struprune_plugin.model.layers import find_decoder_layers
 
-_REACH = 80.0  # largest logit shown
-_SHOWN = 64  # logits compared while a pair of numbers is looked for
+_REACH = 80.0  # largest logit of the test input
+_SHOWN = 64  # number of logits in a first comparison
 
 
 @dataclass(frozen=True)
 class LogitShape:
-    """Logits are ``c tanh(z f / (s c))`` of what the linear gives.
+    """Map from the linear's output z to logits ``c tanh(z f / (s c))``.
 
     :param scale: s
     :param factor: f
-    :param cap: c; None where there is none
+    :param cap: c; None without a soft cap
     """
 
     scale: float = 1.0
@@ -35,24 +35,24 @@ class LogitShape:
     cap: float | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the model's logits of what the linear gave."""
+        """Return the model's logits, given the linear's output."""
         logits = logits if self.scale == 1 else logits / self.scale
         logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def compute_slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the model's logits with respect to what the linear gave."""
+        """Return the derivative of the model's logits with respect to the linear's output."""
         slope = self.factor / self.scale
         return slope if self.cap is None else (1 - (logits / self.cap).square()) * slope
 
 
 @torch.no_grad()
 def measure_logits(model: PreTrainedModel) -> LogitShape:
-    """Return what a model does with what its output embeddings give, its numbers being some of its configuration's.
+    """Return the map from the output embeddings' output to the model's logits, whose numbers are values of the configuration.
 
-    Neither a decoder layer nor the output embeddings run: the model's forward pass is shown logits.
+    Neither a decoder layer nor the output embeddings run: the model's forward pass receives test logits instead.
 
-    :raises ValueError: something else is done with them, or the output embeddings are no linear
+    :raises ValueError: the map has another form, or the output embeddings are not a linear
     """
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -72,7 +72,7 @@ def measure_logits(model: PreTrainedModel) -> LogitShape:
 
 
 def _show(model: PreTrainedModel, head: nn.Module, shown: Tensor) -> Tensor:
-    """Return the model's logits of one token where its output embeddings give those shown, float32, on the host."""
+    """Return the model's logits for one token, given the output ``shown`` of its output embeddings, float32, on the host."""
 
     def give(inputs: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         return shown.to(inputs.device).expand(*inputs.shape[:-1], -1)
@@ -87,13 +87,13 @@ def _show(model: PreTrainedModel, head: nn.Module, shown: Tensor) -> Tensor:
 
 
 def _agrees(shape: LogitShape, shown: Tensor, found: Tensor) -> bool:
-    """Return whether a shape explains the logits found; first on a few of them."""
+    """Return whether a shape reproduces the logits found; a few of them are compared first."""
     few = slice(None, None, max(1, len(shown) // _SHOWN))
     return all(torch.allclose(shape(shown[part]), found[part], rtol=1e-6, atol=1e-6) for part in (few, slice(None)))
 
 
 def _list_shapes(model: PreTrainedModel) -> Iterator[LogitShape]:
-    """Yield what may be done to logits, the simplest first."""
+    """Yield the candidate shapes, the simplest first."""
     numbers = sorted(set(_list_numbers(model.config.to_dict())))
     yield LogitShape()
     scales = [LogitShape(scale=number) for number in numbers] + [LogitShape(factor=number) for number in numbers]
@@ -104,7 +104,7 @@ def _list_shapes(model: PreTrainedModel) -> Iterator[LogitShape]:
 
 
 def _list_numbers(value: Any) -> Iterator[float]:
-    """Yield the numbers of a configuration, those of its parts too, that change what they multiply."""
+    """Yield the numbers of a configuration and its parts, except 0 and 1."""
     if isinstance(value, dict):
         for part in value.values():
             yield from _list_numbers(part)

@@ -1,4 +1,4 @@
-"""One group's module in its layer, with all that can be asked of it."""
+"""View of one group's module in its layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from struprune_plugin.runtime.device_context import DeviceContext
 
 @dataclass(frozen=True)
 class ModuleView:
-    """A group of units where it lies, and what the calibration data shows there.
+    """Group of units in its layer, with its weights and the statistics of the calibration data.
 
     :param layer: the decoder layer
-    :param group: as the layer now is
-    :param statistics: of that layer
+    :param group: the group at the layer's present sizes
+    :param statistics: statistics of the layer
     """
 
     layer: nn.Module
@@ -38,7 +38,7 @@ class ModuleView:
         return find_linear(self.layer, self.group.consumer).bias is not None
 
     def read_dense(self) -> Tensor:
-        """Return the consumer's weights as :func:`~struprune_plugin.model.surgery.read_consumer` does, where they are solved."""
+        """Return :func:`~struprune_plugin.model.surgery.read_consumer` of the group, on the device where systems are solved."""
         dense = read_consumer(self.layer, self.group, self.context.fetch)
         self.context.release(self.layer)
         return dense
@@ -48,9 +48,9 @@ class ModuleView:
         return self.statistics.collect_moments(self.layer, self.group, progress)
 
     def visit_batches(self) -> Iterator[Visit]:
-        """Run the layer, as it now is, on every batch."""
+        """Run the present layer on every batch and yield the visits."""
         return self.statistics.visit_batches(self.layer, self.group, f"{self.group.name} inputs")
 
     def resize(self, num_units: int) -> ModuleView:
-        """Return the same module once it has been sliced to a number of units."""
+        """Return the view of the same module after slicing to ``num_units`` units."""
         return replace(self, group=self.group.resize(num_units))

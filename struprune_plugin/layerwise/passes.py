@@ -1,4 +1,4 @@
-"""The decoder layers of a model as a stream: one on the device at a time, all batches through it."""
+"""Pass over the decoder layers of a model: one layer at a time on the device, all batches through it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from struprune_plugin.runtime.device_context import DeviceContext
 
 @dataclass(frozen=True)
 class LayerStep:
-    """One decoder layer, on the device while it is its turn.
+    """Decoder layer in its turn, with its weights on the device.
 
-    :param index: of the layer
+    :param index: index of the layer
     :param flows: all batches
-    :param propagates: whether the layer runs again once it has been changed; else its outputs of now are the next one's inputs
+    :param propagates: whether the layer runs again after it has been changed; else its present outputs are the next layer's inputs
     """
 
     index: int
@@ -36,13 +36,13 @@ class LayerStep:
 
     @property
     def progress(self) -> str:
-        """Position of the run, for progress bars."""
+        """Position in the pass, for progress bars."""
         return f"({self.index + 1}/{len(self.flows[0].calls)}): "
 
     def observe(
         self, statistics: LayerStatistics, groups: Sequence[UnitGroup], batches: slice = slice(None)
     ) -> Iterator[tuple[LayerCall, States]]:
-        """Run the layer on batches under the eyes of the statistics; give each call and what it leaves."""
+        """Run the layer on batches while statistics are gathered; yield each call and its output states."""
         for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
             call = flow.enter(self.index)
             with self.context.stage("statistics"):
@@ -60,10 +60,10 @@ def stream_layers(
     progress: str,
     propagates: bool = False,
 ) -> Iterator[LayerStep]:
-    """Yield every decoder layer in order, its weights on the device until the next one is asked for.
+    """Yield every decoder layer in order, its weights on the device until the next layer is requested.
 
-    :param progress: what the progress bar says
-    :param propagates: whether a layer sees the outputs of the changed layers before it, or of the dense ones
+    :param progress: label of the progress bar
+    :param propagates: whether a layer sees the outputs of the changed layers before it, or else of the dense ones
     """
     flows: list[BatchFlow] = []
     for batch in batches:
@@ -83,7 +83,7 @@ def stream_layers(
 def list_visits(
     model: PreTrainedModel, backward: bool = False
 ) -> Iterator[tuple[int, str, nn.Module, nn.Module | None]]:
-    """Yield the decoder layers in the order of a pass: index, name, layer, and the layer that follows."""
+    """Yield (index, name, layer, following layer) of the decoder layers in the order of a pass."""
     visits = [(index, *named) for index, named in enumerate(find_decoder_layers(model))][:: -1 if backward else 1]
     for place, visit in enumerate(visits):
         yield *visit, visits[place + 1][2] if place + 1 < len(visits) else None

@@ -1,4 +1,4 @@
-"""A model that lies on the host and runs one decoder layer at a time, all micro-batches of a step in one visit."""
+"""Layer-by-layer runs of a model on the host: one decoder layer at a time on the device, all micro-batches of a step through it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Weights = dict[str, Tensor]
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on its way through the layers, at rest on the host.
+    """Micro-batch on its way through the layers, stored on the host.
 
-    :param samples: of one length
-    :param calls: of every layer: what it is called with beside the hidden states
-    :param states: that entered the layers so far, and the last output
+    :param samples: samples of one length
+    :param calls: calls of all layers, without the hidden states
+    :param states: inputs of the layers that have run, and the last output
     :param wanted: the dense model's hidden states after every layer; None without a loss on them
-    :param above: gradients at what the layer at hand leaves, as :meth:`States.list_learning` orders them
+    :param above: gradients at the present layer's output states, in the order of :meth:`States.list_learning`
     """
 
     samples: list[Sample]
@@ -48,15 +48,15 @@ class MicroBatch:
 
 
 class LayerwiseRunner:
-    """Runs a model whose weights lie on the host, decoder layer by decoder layer.
+    """Runner of a model whose weights are on the host, decoder layer by decoder layer.
 
-    :param model: its weights and buffers are plain tensors
-    :param device: that layers run on
-    :param dtype: of weights and hidden states there
-    :param ahead: whether the next layer's weights are fetched while one computes
-    :param vocabulary: rows of the output embeddings that are there at once
+    :param model: the model; its weights and buffers are plain tensors
+    :param device: device on which layers run
+    :param dtype: dtype of weights and hidden states on the device
+    :param ahead: whether the next layer's weights are fetched while a layer computes
+    :param vocabulary: number of rows of the output embeddings on the device at the same time
     :ivar layers: the decoder layers
-    :ivar rest: names, within the base model, of what stands on the last layer: neither layers nor embeddings
+    :ivar rest: tensors of the decoder outside layers and embeddings, such as the final norm, by name within the base model
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class LayerwiseRunner:
         self._vocabulary, self._ahead = vocabulary, ahead
         self._embeddings = [module for module in self._base.modules() if isinstance(module, nn.Embedding)]
         self.rest = list_rest(model)
-        self._calls: dict[torch.Size, list[LayerCall]] = {}  # the last of a shape, whose equal tensors are shared
+        self._calls: dict[torch.Size, list[LayerCall]] = {}  # the last calls by token shape; equal tensors are shared
         self._head: Head | None = None
         self._side = torch.cuda.Stream(device) if ahead and device.type == "cuda" else None
 
     # -- what is on the device ------------------------------------------------------------------------------------
 
     def stream_layers(self, order: Sequence[int]) -> Iterator[tuple[int, Weights]]:
-        """Yield every layer's weights, on the device while it is its turn."""
+        """Yield (index, weights on the device) of the layers, in an order."""
         ahead: Weights | None = None
         for position, index in enumerate(order):
             weights = self._take(self._send(index) if ahead is None else ahead)
@@ -94,7 +94,7 @@ class LayerwiseRunner:
             del weights
 
     def fetch_rest(self) -> Weights:
-        """Return what stands on the last layer, on the device."""
+        """Return the tensors of :attr:`rest` on the device."""
         return {name: self._move(tensor) for name, tensor in self.rest.items()}
 
     def make_head(self) -> Head:
@@ -112,10 +112,10 @@ class LayerwiseRunner:
             yield start, self._move(head.weight[rows]), None if bias is None else self._move(bias[rows])
 
     def _send(self, index: int) -> Weights:
-        """Start a layer's weights on their way: those of a quantiser later in the recipe stay, they have no values yet."""
+        """Start to fetch a layer's weights, without those of a quantiser later in the recipe, which have no values yet."""
         layer = self.layers[index]
         if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self.device))  # what the update wrote is to be seen
+            self._side.wait_stream(torch.cuda.current_stream(self.device))  # after the update's writes
         with torch.cuda.stream(self._side) if self._side else nullcontext():
             return {
                 name: self._move(tensor)
@@ -140,7 +140,7 @@ class LayerwiseRunner:
     # -- forward --------------------------------------------------------------------------------------------------
 
     def embed(self, samples: list[Sample]) -> MicroBatch:
-        """Look a micro-batch up where the embeddings are; what layers are called with is mostly that of the last of its shape."""
+        """Return an embedded micro-batch with its calls; tensors equal to those of the last one of its shape are shared."""
         tokens = torch.stack([sample.tokens for sample in samples]).to(next(self.model.parameters()).device)
         with self.context.on_host():
             flow = enter_layers(self.model, {"input_ids": tokens}, self.context, self._calls.get(tokens.shape))
@@ -150,7 +150,7 @@ class LayerwiseRunner:
         return MicroBatch(samples, calls, [states])
 
     def run(self, index: int, weights: Weights, micro_batch: MicroBatch, states: States) -> States:
-        """Run a layer on a micro-batch, with the weights given."""
+        """Run a layer on a micro-batch with given weights."""
         layer = self.layers[index]
         return micro_batch.calls[index].run(lambda *a, **k: functional_call(layer, weights, a, k), self.context, states)
 
@@ -158,10 +158,10 @@ class LayerwiseRunner:
     def forward(
         self, micro_batches: Sequence[MicroBatch], keep: bool = True, seed: Callable[[int, int], None] | None = None
     ) -> None:
-        """Take micro-batches through all layers.
+        """Run micro-batches through all layers.
 
-        :param keep: keep the inputs of all layers on the host; the last output alone else
-        :param seed: called with the numbers of layer and micro-batch before each run
+        :param keep: whether the inputs of all layers are stored on the host; else only the last output
+        :param seed: called with the indices of layer and micro-batch before each run
         """
         for index, weights in self.stream_layers(range(len(self.layers))):
             for number, micro_batch in enumerate(micro_batches):
@@ -174,7 +174,7 @@ class LayerwiseRunner:
 
     @torch.no_grad()
     def finish_all(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """Yield every micro-batch that is through all layers, with the inputs of its head on the device."""
+        """Yield every micro-batch after all layers have run, with the inputs of its head on the device."""
         rest = self.fetch_rest()
         for micro_batch in micro_batches:
             yield (
@@ -183,10 +183,10 @@ class LayerwiseRunner:
             )
 
     def finish(self, micro_batch: MicroBatch, hidden: Tensor, weights: Weights) -> Tensor:
-        """Run what stands on the last layer; embeddings give zeros, all on the device.
+        """Run the modules after the last layer on the device; embeddings return zeros.
 
         :param hidden: output of the last layer, on the device
-        :param weights: as :meth:`fetch_rest` gives them
+        :param weights: as :meth:`fetch_rest` returns them
         :return: inputs of the head, shape [batch, sequence, d]
         """
 
@@ -196,7 +196,7 @@ class LayerwiseRunner:
             def look_up(ids: Any, *args: Any, **kwargs: Any) -> Tensor:
                 if isinstance(ids, Tensor):
                     return hidden.new_zeros((*ids.shape, module.embedding_dim))
-                return own(ids, *args, **kwargs).to(hidden)  # positions, by the shape of what is embedded
+                return own(ids, *args, **kwargs).to(hidden)  # positions, from the embedded shape
 
             return look_up
 
@@ -218,7 +218,7 @@ def compute_dtype_of(model: PreTrainedModel, compute: str) -> torch.dtype:
 
 
 def list_rest(model: PreTrainedModel) -> Weights:
-    """Return what of the decoder is neither layers nor embeddings, by name within the base model."""
+    """Return the tensors of the decoder outside layers and embeddings, by name within the base model."""
     base: nn.Module = model.base_model
     apart = [layer for _, layer in find_decoder_layers(model)]
     apart += [module for module in base.modules() if isinstance(module, nn.Embedding)]

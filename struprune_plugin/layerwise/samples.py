@@ -11,25 +11,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """The stored part of the teacher's distribution over the next token.
+    """Stored part of the teacher's distribution over the next token.
 
-    :param log_probs: log-probabilities at the distillation temperature, shape [..., k + 1], the last of all tokens not
-        in ``indices`` together; shape [..., V] in vocabulary order where ``indices`` is None
-    :param indices: tokens of the k largest, shape [..., k]; None where every token is kept
+    :param log_probs: log-probabilities at the distillation temperature, shape [..., k + 1], the last one that of all tokens not
+        in ``indices``; shape [..., V] in vocabulary order where ``indices`` is None
+    :param indices: the k likeliest tokens, shape [..., k]; None where every token is kept
     """
 
     log_probs: Tensor
     indices: Tensor | None
 
     def flatten(self) -> TeacherTargets:
-        """Return the same of all tokens, one after the other, without the axes before."""
+        """Return the targets with all leading axes flattened into one axis of tokens."""
         indices = None if self.indices is None else self.indices.flatten(0, -2)
         return TeacherTargets(self.log_probs.flatten(0, -2), indices)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One calibration sequence, on the host, padding removed.
+    """Calibration sequence, on the host, padding removed.
 
     :param tokens: shape [S], int64
     :param teacher: float16 and int32, for the S - 1 predictions; None without distillation
@@ -44,10 +44,10 @@ class Sample:
 
 
 def read_samples(loader: Iterable | None, who: str) -> tuple[list[Sample], int]:
-    """Return the calibration sequences in the loader's order, padding removed, and the largest batch among them.
+    """Return the calibration sequences in the loader's order, padding removed, and the largest batch size.
 
-    :param who: asks, for the message
-    :raises ValueError: no data, or no sequence of two tokens
+    :param who: name of the caller, for the message
+    :raises ValueError: there are no data, or no sequence of two tokens
     """
     if loader is None:
         raise ValueError(
@@ -69,9 +69,9 @@ def read_samples(loader: Iterable | None, who: str) -> tuple[list[Sample], int]:
 
 
 def split_samples(samples: list[Sample], fraction: float) -> tuple[list[Sample], list[Sample]]:
-    """Return (training part, held-out part): the last ``fraction``, at least one where it is above 0.
+    """Return (training part, held-out part); the latter is the last ``fraction``, at least one sample where that is above 0.
 
-    :raises ValueError: nothing is left to train on
+    :raises ValueError: no sample is left to train on
     """
     num_held = max(1, round(fraction * len(samples))) if fraction > 0 else 0
     if num_held >= len(samples):

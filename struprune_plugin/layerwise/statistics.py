@@ -1,4 +1,4 @@
-"""The statistics of one decoder layer after the other: moments, those of held-out sequences apart."""
+"""Statistics of one decoder layer after the other: second moments, those of held-out sequences separately."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _FAINT = 1e-12
 
 @dataclass(frozen=True)
 class GroupMoments:
-    """The statistics of one group's consumer, inputs in unit order.
+    """Second moments of one group's consumer, inputs in unit order.
 
-    :param all: of all sequences
-    :param held: of those held out, which are a part of them; None where there are none
-    :param num_rows: tokens that an expert saw; None elsewhere
+    :param all: moments of all sequences
+    :param held: moments of the held-out sequences, which are included in ``all``; None where there are none
+    :param num_rows: number of tokens that an expert saw; None elsewhere
     """
 
     all: SecondMoments
@@ -44,10 +44,10 @@ class GroupMoments:
 
 
 class MomentGatherer:
-    """Sums of the moments of groups while they grow.
+    """Accumulator of the moments of groups.
 
-    :param hold_out: gather every fourth sequence apart
-    :param num_before: sequences of the processes before this one, so that every fourth is counted through all
+    :param hold_out: gather every fourth sequence separately
+    :param num_before: number of sequences of the processes before this one, so that sequences are numbered over all processes
     """
 
     def __init__(self, context: DeviceContext, hold_out: bool = False, num_before: int = 0):
@@ -56,14 +56,14 @@ class MomentGatherer:
         self._held: dict[str, MomentSums] = {}
         self._visits: dict[str, int] = {}  # sequences seen, by group
         self._rows: dict[str, int] = {}  # tokens seen, by group of an expert
-        self._device = torch.device("cpu")  # that the inputs are on
+        self._device = torch.device("cpu")  # device of the inputs
 
     def has(self, group: UnitGroup) -> bool:
         """Return whether a group's moments have been gathered."""
         return group.name in self._sums
 
     def add(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:
-        """Count every token once: with the rest or, in sequences held out, apart; the two are added when all are counted."""
+        """Add every token of a visit once: to the sums, or for held-out sequences to separate sums; :meth:`finish` adds the two."""
 
         def count(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
             if group.name not in store:
@@ -78,12 +78,12 @@ class MomentGatherer:
             self._visits[group.name] = first + visit.call.batch_shape[0]
             rest, apart = hold_tokens(visit.call, first)
             tokens = rest if len(apart) else tokens
-            if len(apart) or count_ranks() > 1:  # with several processes empty ones are sent too
+            if len(apart) or count_ranks() > 1:  # several processes also send empty sums
                 count(self._held, apart, apart=True)
         count(self._sums, tokens, apart=False)
 
     def finish(self, group: UnitGroup) -> GroupMoments:
-        """Return a group's moments, of all processes' batches, whole in the first process, once."""
+        """Return a group's moments over the batches of all processes, once; they are complete only in the first process."""
         moments, sums = self._close(self._sums.pop(group.name), group), self._held.pop(group.name, None)
         self._visits.pop(group.name, None)
         rows = self._rows.pop(group.name, 0) if group.experts else None
@@ -95,18 +95,18 @@ class MomentGatherer:
         return GroupMoments(moments, held if float(held.gram[-1, -1]) else None, rows)
 
     def _close(self, sums: MomentSums, group: UnitGroup) -> SecondMoments:
-        """Return sums as moments where their systems are solved; those of other processes added."""
+        """Return sums, reduced over processes, as moments on the device where systems are solved."""
         check_finite(sums, group)
         reduce_sums(sums.list_parts())
         with self._context.solving():
             return _reorder(sums.gather(self._context.fetch or self._lift), group)
 
     def _lift(self, part: Tensor) -> Tensor:
-        """Bring a sum to the device, from the host where it has grown there."""
+        """Return a sum on the device, moved from the host where it was accumulated there."""
         return self._context.to_device(part, self._device)
 
     def clear(self) -> None:
-        """Forget a layer."""
+        """Drop the sums of a layer."""
         for store in (self._sums, self._held, self._visits, self._rows):
             store.clear()
 
@@ -115,11 +115,11 @@ class LayerStatistics:
     """Statistics of one decoder layer after the other: calls, moments of groups, and the dense path.
 
     While a layer runs on the pruned path's inputs, the statistics of its first group are gathered, and the dense layer
-    runs on the dense hidden states. Once that group is pruned, the layer runs again for the next. Hidden states live on the
-    host; a micro-batch at a time visits the device.
+    runs on the dense hidden states. Once that group is pruned, the layer runs again for the next. Hidden states are stored on the
+    host; one micro-batch at a time is on the device.
 
-    :param all_groups: gather the statistics of all groups at once, for a pass that changes nothing
-    :param propagates: whether a finished layer runs again: nobody then reads the outputs of the runs before
+    :param all_groups: gather the statistics of all groups at the same time, for a pass that changes nothing
+    :param propagates: whether a finished layer runs again, so that the outputs of earlier runs are not read
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class LayerStatistics:
         self._propagates = propagates
 
     def run_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> States:
-        """Run a layer on one batch, count what its first group shows, and run the dense path; return what it leaves.
+        """Run a layer on one batch, add its first group to the moments, and run the dense path; return the output states.
 
-        In the first layer the two paths are one, which is run once.
+        In the first layer the two paths are the same and run once.
         """
         self.calls.append(call)
         self._groups = groups
@@ -175,17 +175,17 @@ class LayerStatistics:
         return output
 
     def _list_together(self, group: UnitGroup) -> list[UnitGroup]:
-        """Return the groups whose moments are gathered together with a group's: of an expert, those of all experts beside it."""
+        """Return the groups whose moments are gathered together with a group's: for an expert, those of all experts of its list."""
         return [other for other in self._groups if other.experts == group.experts] if group.experts else [group]
 
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
-        """Go on with the groups of a layer that are left once whole experts have gone, whose tokens are others now."""
+        """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""
         if self._groups[0].experts:
             self._moments.clear()
         self._groups = groups
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
-        """Return the moments of the next group: gathered already for a layer's first, by a pass for the others."""
+        """Return the moments of the next group: already gathered for a layer's first group, gathered by a pass for the others."""
         if not self._moments.has(group) and group.experts:
             self._visit_experts(layer, self._list_together(group), progress)
         elif not self._moments.has(group):
@@ -195,7 +195,7 @@ class LayerStatistics:
         return _imagine(found, layer, group) if found.num_rows == 0 else found
 
     def _visit_experts(self, layer: nn.Module, groups: Sequence[UnitGroup], progress: str) -> None:
-        """Run the layer, as it now is, on every recorded batch of the pruned path, and count what the experts show."""
+        """Run the present layer on every recorded batch of the pruned path, and add the experts to the moments."""
         with capture_experts(layer, groups) as take, capture_sum(layer, groups[0]) as take_sum:
             for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
                 call.repeat(layer, self.context)
@@ -203,7 +203,7 @@ class LayerStatistics:
                     self._moments.add(layer, group, visit)
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
-        """Run the layer, as it now is, on every recorded batch of the pruned path."""
+        """Run the present layer on every recorded batch of the pruned path, and yield the group's visits."""
         stop = self.dense.knows(group, len(self.calls)) and not group.join.parallel
         beside = group if self.dense.repairs(group) else None
         with capture_streams(layer, [group], stop) as take, capture_sum(layer, beside) as take_sum:
@@ -215,10 +215,10 @@ class LayerStatistics:
     def _make_visit(
         self, group: UnitGroup, stream: Stream, call: LayerCall, index: int, take_sum: Callable[[], Tensor]
     ) -> Visit:
-        """Return inputs and target of a group outside the lists of experts.
+        """Return the visit of a group outside the lists of experts.
 
-        :param index: of the batch; -1 for the one that came last
-        :param take_sum: gives the stream behind the experts that it is beside, if it is
+        :param index: index of the batch; -1 for the last one
+        :param take_sum: for a group beside experts, returns the stream after the experts' sum
         """
         repair = self.dense.find_repair(group, take_sum, index)
         if repair is None:
@@ -227,7 +227,7 @@ class LayerStatistics:
         return Visit(stream.source, stream.inputs, stream.output.float() + repair.error, call, weights=repair.factors)
 
     def finish_layer(self) -> None:
-        """Forget the layer; its dense outputs become the next layer's dense inputs."""
+        """Drop the layer's statistics; its dense outputs become the next layer's dense inputs."""
         self.dense.finish_layer()
         self.calls.clear()
         self._moments.clear()
@@ -236,10 +236,10 @@ class LayerStatistics:
 def make_group_sums(
     layer: nn.Module, group: UnitGroup, device: torch.device, context: DeviceContext, apart: bool = False
 ) -> MomentSums:
-    """Return empty float32 sums for a group's consumer, on a device or, where the room's placement says so, on the host.
+    """Return empty float32 sums for a group's consumer, on a device or, where the placement requires it, on the host.
 
-    :param device: where its inputs are
-    :param apart: of sequences held out
+    :param device: device of the consumer's inputs
+    :param apart: whether the sums are those of held-out sequences
     """
     consumer, placement = find_linear(layer, group.consumer), context.placement
     sizes = consumer.in_features, consumer.out_features
@@ -250,9 +250,9 @@ def make_group_sums(
 
 
 def accumulate_visit(sums: MomentSums, visit: Visit, tokens: Tensor | None, context: DeviceContext) -> int:
-    """Add the tokens of one micro-batch that count, sequence by sequence; return how many rows they have.
+    """Add the counted tokens of one micro-batch to sums, sequence by sequence; return their number of rows.
 
-    :param tokens: flat indices of those that count, sorted, shape [counted], int64; None where all do
+    :param tokens: flat indices of the counted tokens, sorted, shape [counted], int64; None where all count
     """
     device, count = visit.inputs.device, 0
     targets = context.to_device(visit.target, device)
@@ -265,7 +265,7 @@ def accumulate_visit(sums: MomentSums, visit: Visit, tokens: Tensor | None, cont
 
 
 def _imagine(found: GroupMoments, layer: nn.Module, group: UnitGroup) -> GroupMoments:
-    """Return moments of an expert that saw no token: of inputs of one size, so small that no other module's errors look less."""
+    """Set the moments of an expert that saw no token to those of uncorrelated inputs, negligible beside other modules' errors."""
     moments, dense = found.all, read_consumer(layer, group)
     moments.gram.diagonal().fill_(_FAINT)
     moments.cross.copy_(_FAINT * dense)
@@ -274,7 +274,7 @@ def _imagine(found: GroupMoments, layer: nn.Module, group: UnitGroup) -> GroupMo
 
 
 def check_finite(sums: MomentSums, group: UnitGroup) -> None:
-    """Refuse sums of what is not finite; once they are complete, for a card must be waited for to know.
+    """Raise where complete sums are not finite; not checked earlier, because the check waits for the device.
 
     :raises ValueError: NaN or Inf among the activations; the message names the linear
     """
@@ -286,7 +286,7 @@ def check_finite(sums: MomentSums, group: UnitGroup) -> None:
 
 
 def _reorder(moments: SecondMoments, group: UnitGroup) -> SecondMoments:
-    """Bring the inputs of moments gathered in the module's order to unit order."""
+    """Return moments gathered in the module's order with their inputs in unit order."""
     if group.repeats == 1:
         return moments
     order = torch.arange(group.num_columns, device=moments.gram.device)

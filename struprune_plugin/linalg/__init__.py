@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: statistics, importance, elimination, solves, rotations, budgets."""
+"""Numerical routines on tensors: statistics, importance, elimination, solves, rotations, budgets."""

@@ -1,4 +1,4 @@
-"""Spread a budget over the groups of all layers: the rules of method.md section 5."""
+"""Allocation of a budget over the groups of all layers: the rules of method.md section 5."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SPARSITY = 0.95  # paper, Algorithms 2 and 3: the clip of a module's sparsit
 
 
 def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsity: float = MAX_SPARSITY) -> Tensor:
-    """Return ``min(s * weights, max_sparsity)`` with the scale s that removes ``sparsity`` of all (water-filling, R6).
+    """Return ``min(s * weights, max_sparsity)`` for the scale s that removes the share ``sparsity`` of all (water-filling, R6).
 
     :param weights: above 0, shape [layers]
     :param sizes: parameters of each module, shape [layers]
@@ -45,9 +45,10 @@ def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsit
 def spread_by_kind(
     groups: Sequence[GroupSize], weights: Sequence[float], spread: Callable[[Tensor, Tensor], Tensor]
 ) -> list[float]:
-    """Return the sparsity of every group, each kind of modules spread on its own.
+    """Return the sparsity of every group, allocated separately for each module kind.
 
-    :param spread: sparsities of one kind's modules from (weights, parameters), each of shape [modules]
+    :param spread: function that returns the sparsities of one kind's modules from (weights, parameters), each of shape
+        [modules]
     """
     shares = [0.0] * len(groups)
     for kind in {group.kind for group in groups}:
@@ -62,26 +63,26 @@ def spread_by_kind(
 def allocate_error_curves(
     groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float, max_sparsity: float = MAX_SPARSITY
 ) -> list[int]:
-    """Choose kept counts that minimise ``sum_g E_g(k_g)`` while ``sum_g k_g c_g <= budget``, c_g the cost of a unit.
+    """Return kept counts that minimise ``sum_g E_g(k_g)`` under ``sum_g k_g c_g <= budget``, c_g the cost of a unit.
 
-    Steps along the lower convex hulls are taken in the order of error saved a parameter; that is optimal wherever
-    they end on the budget. Where the next does not fit, what is left is filled by the best steps that do, hull or not. At
-    least one step stays in every group, and no group loses more than ``max_sparsity``, to within one step; or all units of it go,
-    with what goes then beside them, where that is allowed (:attr:`~struprune_plugin.linalg.rounding.GroupSize.rest`).
+    Steps along the lower convex hulls are taken in the order of error saved per parameter, which is optimal wherever they end
+    exactly on the budget. Where the next step does not fit, the remaining budget is spent on the best steps that fit, on the
+    hull or not. Every group keeps at least one step, and no group loses more than ``max_sparsity``, to within one step. Where
+    :attr:`~struprune_plugin.linalg.rounding.GroupSize.rest` allows it, a group may instead lose all of its units, together with
+    those parameters.
     Source: method.md section 5, ``error_curve``.
 
-    :param curves: error with k = 0 ... num_units units kept, comparable between groups, one a group, shape [num_units + 1]
-    :param budget: parameters to keep at most
+    :param curves: error with k = 0 ... num_units units kept, comparable between groups, one per group, shape [num_units + 1]
+    :param budget: maximum number of parameters to keep
     :return: kept units of each group, a multiple of its step
     """
     if budget >= sum(group.num_parameters for group in groups):
         return [group.num_units for group in groups]
     best = tried = _allocate(groups, curves, budget, max_sparsity)
     groups = list(groups)
-    while gone := [
-        g for g, kept in enumerate(tried.kept) if not kept
-    ]:  # the first step from nothing is a large one: where it
-        last = max(gone, key=lambda g: tried.savings[g])  # did not fit, the others may do better to make room for it
+    # The first step from zero units is large. Where it did not fit, the other groups may do better to make room for it.
+    while gone := [g for g, kept in enumerate(tried.kept) if not kept]:
+        last = max(gone, key=lambda g: tried.savings[g])
         groups[last] = replace(groups[last], rest=None)
         tried = _allocate(groups, curves, budget, max_sparsity)
         best = min(best, tried, key=lambda choice: choice.error)
@@ -90,10 +91,10 @@ def allocate_error_curves(
 
 @dataclass(frozen=True)
 class _Choice:
-    """Kept counts, one a group.
+    """Kept counts of all groups, one per group, and their error.
 
-    :param savings: the error saved a parameter by every group's first step along its hull
-    :param error: of all
+    :param savings: error saved per parameter by each group's first step along its hull
+    :param error: sum over all groups; infinite where the counts exceed the budget
     """
 
     kept: list[int]
@@ -102,13 +103,13 @@ class _Choice:
 
 
 def _allocate(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float, max_sparsity: float) -> _Choice:
-    """Return the choice that steps along the hulls lead to."""
+    """Return the choice reached by steps along the hulls."""
     counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
     costs = [[group.find_cost(k) for k in ks] for group, ks in zip(groups, counts, strict=True)]
-    at = [0] * len(groups)  # the index of every group's choice among its counts
+    at = [0] * len(groups)  # index of each group's choice among its counts
     left = budget - sum(cost[0] for cost in costs)
-    steps = [  # along each hull, saved error a parameter falls, so that a sort over all keeps every group's own order
+    steps = [  # the error saved per parameter falls along each hull, so that a global sort keeps the order in each group
         (round_off((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i])), g, i, j)
         for g in range(len(groups))
         for i, j in itertools.pairwise(_find_hull(costs[g], errors[g]))
@@ -128,14 +129,12 @@ def _allocate(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: flo
 
 
 def list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
-    """Return the kept counts that a group may have, fewest first; rounded down, so that the least of all groups fit."""
+    """Return the allowed kept counts of a group, ascending; the least is rounded down, so that the least of all groups fit."""
     step = min(group.step, group.num_units)
     fewest = max(math.floor((1 - max_sparsity) * group.num_units / step + 1e-9), 1) * step
     none = [] if group.rest is None else [0]
-    return [
-        *none,
-        *range(fewest, group.num_units + 1, step),
-    ]  # not all where these are no multiple: nobody could take that
+    # num_units itself is not allowed where it is no multiple of the step: that width would be unusable.
+    return [*none, *range(fewest, group.num_units + 1, step)]
 
 
 def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
@@ -157,7 +156,7 @@ def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
 def _fill_budget(
     costs: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], at: list[int], left: float
 ) -> float:
-    """Spend what is left on the growth of one group after the other that saves most and fits, in place; return the rest."""
+    """Spend the remaining budget, in place, each time on the growth of one group that fits and saves most; return the rest."""
     while True:
         best = (0.0, 0, 0)
         for g, i in enumerate(at):
@@ -173,10 +172,10 @@ def _fill_budget(
 
 
 def _fill_evenly(costs: Sequence[Sequence[int]], at: list[int], left: float) -> None:
-    """Spend what no error tells how to spend, in place: whoever has lost the largest share gets the next step that fits.
+    """Spend the budget that saves no error, in place: the group that has lost the largest share gets the next step that fits.
 
-    Units that the others replace to within rounding have curves that end flat at zero: nothing is saved by keeping them, and
-    yet they are not to go where less was asked for.
+    Where other units replace the last ones to within rounding, a curve ends flat at zero: keeping these units saves no error,
+    but they must not be removed beyond the budget.
     """
     while True:
         growing = [

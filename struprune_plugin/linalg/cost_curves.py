@@ -1,4 +1,4 @@
-"""Curves of cost through measured points: smooth, rising, straight in between, and dearer at widths that kernels do not like."""
+"""Cost curves through measured points: smooth, rising, linear in between, and higher at widths that kernels handle badly."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-_STIFFNESS = [10 ** (power / 2) for power in range(-6, 13)]  # that a line may have: from through all points to straight
-_FEWEST = 4  # points that a line is fitted to
-_TIE = 1.1  # times the least error of left out points: the stiffest line within it is taken
+_STIFFNESS = [10 ** (power / 2) for power in range(-6, 13)]  # from a line through all points to a straight line
+_FEWEST = 4  # points that a fit needs
+_TIE = 1.1  # factor on the least leave-one-out error: the stiffest line within it is used
 
 
 def fit_rising(values: Tensor) -> Tensor:
-    """Return the nearest values, in least squares, that never fall (pool adjacent violators), shape as given, float64."""
+    """Return the nondecreasing values nearest in least squares (pool adjacent violators), shape as given, float64."""
     pools: list[tuple[float, int]] = []  # mean, members
     for value in values.double().tolist():
         mean, count = value, 1
@@ -25,11 +25,12 @@ def fit_rising(values: Tensor) -> Tensor:
 
 
 def interpolate(points: Sequence[int], values: Tensor, num_units: int) -> Tensor:
-    """Return straight lines through points at k = 1 ... num_units, the first line continued below its first point, at least 0;
-    0 at k = 0: a module that is gone costs nothing.
+    """Return the linear interpolation through points at k = 1 ... num_units, at least 0; 0 at k = 0.
 
-    :param points: units, rising, at least two, the last num_units
-    :param values: at the points
+    The first line is extended below its first point. A removed module costs nothing.
+
+    :param points: numbers of units, ascending, at least two, the last num_units
+    :param values: values at the points
     :return: shape [num_units + 1], float64
     """
     xs, ys = torch.tensor(points, dtype=torch.float64), values.double()
@@ -43,11 +44,11 @@ def interpolate(points: Sequence[int], values: Tensor, num_units: int) -> Tensor
 
 
 def weigh_alignment(num_units: int, per_block: int, penalties: Mapping[int, float]) -> Tensor:
-    """Return the factor by which every width costs more than the line through aligned ones.
+    """Return the factor by which each width costs more than the line through aligned widths.
 
-    :param per_block: units that make one more of the width that a kernel sees: all of them together keep ``k / per_block`` wide
-    :param penalties: factor by the largest power of two that divides a width; a power that is not among them is taken as the
-        next smaller one that is
+    :param per_block: units per channel of the width that a kernel sees: k units make a width of ``k / per_block``
+    :param penalties: factor by the largest power of two that divides a width; a power without an entry uses that of the next
+        smaller one
     :return: for k = 0 ... num_units units, shape [num_units + 1], float64
     """
     widths = torch.arange(num_units + 1) // per_block
@@ -58,13 +59,14 @@ def weigh_alignment(num_units: int, per_block: int, penalties: Mapping[int, floa
 
 
 def fit_smooth(points: Sequence[int], values: Tensor) -> tuple[Tensor, float]:
-    """Return a line through noisy points, and its error: the root mean square of what it says of points that it has not seen.
+    """Return a smooth line through noisy points and its error: the root mean square at points left out of the fit.
 
-    Squared distances and squared changes of slope are weighed against each other (Whittaker, for points at any distances), with the
-    stiffest weight whose error is within a tenth of the least: what rises straight comes out straight, whatever its noise.
+    Weighs squared distances against squared changes of slope (Whittaker smoothing, at any spacing of points) and uses the
+    stiffest line whose error is within a tenth of the least: a straight trend stays straight at any noise.
 
-    :param points: rising
-    :return: the line at the points, float64; with fewer than four points, the values, whose error nothing tells
+    :param points: positions, ascending
+    :return: the line at the points, float64, and its error; with fewer than four points, the values and 0, as no error can be
+        estimated
     """
     xs, ys = torch.tensor(points, dtype=torch.float64), values.double()
     if len(xs) < _FEWEST:
@@ -81,10 +83,10 @@ def fit_smooth(points: Sequence[int], values: Tensor) -> tuple[Tensor, float]:
 
 
 def fit_penalties(penalties: Mapping[int, float], noise: float) -> dict[int, float]:
-    """Return factors that never rise with the power of two, the nearest in least squares, and are 1 where noise explains them.
+    """Return the nearest factors, in least squares, that never rise with the power of two, set to 1 where noise explains them.
 
-    :param penalties: by the power of two, as measured
-    :param noise: of a factor
+    :param penalties: measured factor by the power of two
+    :param noise: noise of a factor
     """
     powers = sorted(penalties, reverse=True)
     rising = fit_rising(torch.tensor([penalties[power] for power in powers], dtype=torch.float64)).tolist()

@@ -1,4 +1,4 @@
-"""Backward elimination: the order in which units go, each time the one whose removal raises the re-solved error least.
+"""Backward elimination of units, each time the one whose removal raises the re-solved error least.
 
 Legend as in ``solve.py``.
 """
@@ -14,14 +14,14 @@ from struprune_plugin.linalg.second_moments import SecondMoments, with_bias_inde
 from struprune_plugin.linalg.solve import factorize_fast
 from struprune_plugin.linalg.ties import ROUNDING, argmin_tensor_with_ties, order_scores
 
-_PANEL = 32  # columns whose removal changes the matrices at once
-_LINE = 16  # numbers in float32 that a cache line holds
-_GONE = 1 / 4  # share of removed units that the matrices may carry along, a copy being dearer
+_PANEL = 32  # columns removed per downdate of the matrices
+_LINE = 16  # float32 numbers per cache line
+_GONE = 1 / 4  # share of removed units that the matrices may still hold, because a copy costs more
 
 
 @dataclass(frozen=True)
 class Elimination:
-    """The order in which greedy backward elimination removes units, and what each removal costs.
+    """Removal order of greedy backward elimination, and the cost of each removal.
 
     :param order: unit indices, first removed first, shape [removed], int64
     :param increase: increase of the least-squares error at that removal, shape [removed], float64
@@ -32,13 +32,13 @@ class Elimination:
 
 
 def order_units(scores: Tensor, num_blocks: int) -> Tensor:
-    """Order units for removal, lowest score first; those that tie go by index (:func:`~struprune_plugin.linalg.ties.order_scores`).
+    """Return the removal order of units, lowest score first; ties go by index (:func:`~struprune_plugin.linalg.ties.order_scores`).
 
-    With several blocks, a round removes the next unit of every block, so that any whole number of rounds leaves the
-    blocks equally large.
+    With several blocks, a round removes the next unit of every block, so that any whole number of rounds leaves the blocks
+    equally large.
 
     :param scores: shape [units]
-    :param num_blocks: equal runs of units that must keep the same number each
+    :param num_blocks: number of equal runs of units, each of which must keep the same number of units
     :return: unit indices, first removed first, shape [units], int64
     """
     per_block = scores.view(num_blocks, -1)
@@ -48,7 +48,7 @@ def order_units(scores: Tensor, num_blocks: int) -> Tensor:
 
 
 def keep_last(order: Tensor, num_units: int, num_keep: int) -> Tensor:
-    """Return the sorted indices of the ``num_keep`` units that are left once an order's first units are removed.
+    """Return the sorted indices of the ``num_keep`` units that remain after the first units of an order are removed.
 
     :param order: units, first removed first, shape [at least num_units - num_keep]
     """
@@ -65,18 +65,19 @@ def unit_columns(units: Tensor, width: int) -> Tensor:
 def eliminate_units(
     damped: SecondMoments, columns_per_unit: int, where: str, num_blocks: int = 1, num_remove: int | None = None
 ) -> Elimination:
-    """Remove units one by one, each time the one whose removal raises the re-solved error least, the first of those that tie.
+    """Remove units one by one, each time the one whose removal raises the re-solved error least; on a tie, the first one.
 
-    It is looked for among the cheapest units of a while ago (:class:`_Remaining`), which on real FFNs changes the error by at
-    most one part in a thousand; where units are many, in float32 (:func:`~struprune_plugin.linalg.solve.factorize_fast`).
-    Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the
-    current least-squares weights; then W and H^-1 are downdated. The bias always stays.
+    The search covers the units that were cheapest at the last update (:class:`_Remaining`), which on real FFNs changes the
+    error by at most one part in a thousand; with many units it runs in float32
+    (:func:`~struprune_plugin.linalg.solve.factorize_fast`).
+    Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the current
+    least-squares weights; then W and H^-1 are downdated. The bias always stays.
     Source: method.md section 3, ``obs`` (twice its value: an increase of the sum of squares, without the half).
 
     :param columns_per_unit: consecutive input columns of one unit
-    :param num_blocks: equal runs of units that must keep the same number each (see :func:`order_units`)
-    :param num_remove: units to remove; all where None, for curves that read off every prefix
-    :return: the order, shape [num_remove]
+    :param num_blocks: number of equal runs of units, each of which must keep the same number of units (see :func:`order_units`)
+    :param num_remove: units to remove; None removes all, for curves over every prefix
+    :return: removal order and costs, shape [num_remove] each
     :raises ValueError: H is singular
     """
     num_units = (damped.gram.shape[0] - 1) // columns_per_unit
@@ -95,7 +96,7 @@ def eliminate_units(
 
 
 def _align(matrix: Tensor) -> Tensor:
-    """Return a matrix whose rows begin at cache lines: products in float32, of one column more, take a third of the seconds."""
+    """Return a matrix with rows that start at cache lines: float32 products on n + 1 columns then take a third of the time."""
     num_columns = matrix.shape[1]
     if matrix.dtype != torch.float32 or num_columns % _LINE == 0:
         return matrix
@@ -104,28 +105,28 @@ def _align(matrix: Tensor) -> Tensor:
 
 
 class _Remaining:
-    """W and H^-1 on the units not yet removed, downdated by a panel of removals at a time.
+    """Matrices W and H^-1 of the units not yet removed, downdated by one panel of removals at a time.
 
-    A panel decides among twice as many units as it removes, the cheapest when it starts (:class:`_Candidates`). Costs rise as
-    units go and rarely fall, so that hardly any other unit would be cheaper than what goes.
+    A panel chooses among twice as many units as it removes, the cheapest ones at its start (:class:`_Candidates`). Costs rise
+    as units are removed and rarely fall, so that hardly any other unit would be cheaper.
 
     :param inverse: H^-1, shape [n + 1, n + 1], float64 or float32; changed in place
-    :param weight: W^T, shape [n + 1, d]; the same
+    :param weight: W^T, shape [n + 1, d], same dtype; changed in place
     """
 
     def __init__(self, inverse: Tensor, weight: Tensor, width: int, num_blocks: int):
         self._inverse, self._weight, self._width = inverse, weight, width
         num_units = (len(inverse) - 1) // width
-        self._units = torch.arange(num_units, device=inverse.device)  # original index of every unit here
+        self._units = torch.arange(num_units, device=inverse.device)  # original index of every unit held
         self._alive = torch.ones_like(self._units, dtype=torch.bool)
-        self._lost = self._units.new_zeros(num_blocks)  # units, by block
+        self._lost = self._units.new_zeros(num_blocks)  # removed units per block
         self._block_size = num_units // num_blocks
         self._rounding = ROUNDING[inverse.dtype] * self._measure_costs().sum()
 
     def remove_cheapest(self, most: int) -> tuple[Tensor, Tensor]:
-        """Remove a panel of units, at most so many; return (their original indices, what each cost), in order."""
+        """Remove a panel of at most ``most`` units; return their original indices and their costs, in order."""
         panel = max(_PANEL // self._width, 1)
-        at = self._find_candidates(2 * panel // len(self._lost) + 2)  # no block can lose more in so many removals
+        at = self._find_candidates(2 * panel // len(self._lost) + 2)  # no block can lose more in one panel
         blocks = self._units[at] // self._block_size
         candidates = _Candidates(self._inverse, self._weight, unit_columns(at, self._width), self._width)
         chosen: list[int] = []
@@ -135,7 +136,7 @@ class _Remaining:
             if len(self._lost) > 1:
                 waits = self._lost == self._lost.min()  # blocks that have lost no unit this round
                 costs.masked_fill_(~waits[blocks], torch.inf)
-            u = argmin_tensor_with_ties(costs, self._rounding)  # all that a card must tell the host of a removal
+            u = argmin_tensor_with_ties(costs, self._rounding)  # the only number that a removal moves to the host
             chosen.append(u)
             paid.append(costs[u])
             candidates.remove(u)
@@ -147,21 +148,21 @@ class _Remaining:
         return units, torch.stack(paid)
 
     def _measure_costs(self) -> Tensor:
-        """Return the cost of every unit here, infinite where it is gone, shape [units]."""
+        """Return the cost of every unit that the matrices hold, infinite if removed, shape [units]."""
         columns = torch.arange(len(self._inverse) - 1, device=self._inverse.device).view(-1, self._width)
         parts = self._weight[:-1].view(-1, self._width, self._weight.shape[1])
         costs = _measure_costs(self._inverse[columns[:, :, None], columns[:, None]], parts @ parts.mT)
         return costs.masked_fill(~self._alive, torch.inf)
 
     def _find_candidates(self, per_block: int) -> Tensor:
-        """Return the positions of every block's cheapest units, sorted."""
+        """Return the sorted positions of each block's cheapest units."""
         scores = self._inverse.new_full((len(self._lost) * self._block_size,), torch.inf)
         scores[self._units] = self._measure_costs()
         order = order_units(scores, len(self._lost))[: per_block * len(self._lost)]
         return torch.searchsorted(self._units, order[scores[order].isfinite()].sort().values)
 
     def _drop(self, removed: Tensor) -> None:
-        """Downdate the matrices by units at these positions, and leave out what is gone where that is much."""
+        """Downdate the matrices by the units at these positions, and compact them once many units are removed."""
         columns = unit_columns(removed, self._width)
         root = torch.linalg.cholesky_ex(self._inverse[columns[:, None], columns]).L
         reach, moved = (_solve_lower(root, part[columns]) for part in (self._inverse, self._weight))
@@ -176,7 +177,7 @@ class _Remaining:
 
 
 class _Candidates:
-    """H^-1 and ``W^T W`` restricted to a few units while these are removed one by one.
+    """Restriction of H^-1 and ``W^T W`` to a few units, updated while these are removed one by one.
 
     A removal of U changes ``H^-1`` by ``-V V^T`` and ``W`` by ``-A V^T``, with ``V = (H^-1)_:U L^-T``, ``A = W_U L^-T`` and
     ``L L^T = (H^-1)_UU``.
@@ -192,8 +193,8 @@ class _Candidates:
         self._gone = torch.zeros(len(index), dtype=torch.bool, device=columns.device)
 
     def measure_costs(self) -> Tensor:
-        """Return the cost of every unit, infinite where it is gone, shape [units]."""
-        if self._width == 1:  # views: this runs for every unit that goes
+        """Return the cost of every unit, infinite if removed, shape [units]."""
+        if self._width == 1:  # views: this runs for every removed unit
             costs = self._energy.diagonal() / self._inverse.diagonal()
         else:
             costs = _measure_costs(self._inverse[self._within], self._energy[self._within])
@@ -225,15 +226,15 @@ def _measure_costs(within: Tensor, energy: Tensor) -> Tensor:
 
 def _solve_lower(root: Tensor, right: Tensor) -> Tensor:
     """Return ``L^-1 B``."""
-    if len(root) == 1:  # a number: this runs for every unit that goes
+    if len(root) == 1:  # a number: this runs for every removed unit
         return right / root
     return torch.linalg.solve_triangular(root, right, upper=False)
 
 
 def _restrict(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Return the sorted rows, and the same columns, of a square matrix within its own storage."""
+    """Return the given sorted rows and the same columns of a square matrix, within its own storage."""
     start = 0
-    for part in rows.split(64):  # few enough for the cache; none lies before where it goes, so that nothing is lost
+    for part in rows.split(64):  # fits the cache; no row is before its destination, so none is overwritten
         matrix[start : start + len(part), : len(rows)] = matrix[part].T[rows].T  # twice as fast as columns of the part
         start += len(part)
     return matrix[:start, :start]

@@ -1,7 +1,7 @@
-"""Errors and weights for every number of kept units along one order of removal, from moments alone.
+"""Errors and weights for every number of kept units along one removal order, from second moments alone.
 
-The kept units of a smaller number are among those of a larger one, so that one Cholesky factor, of the units in the order in
-which they stay longest, serves all of them: that of the first k is its leading block. Legend as in ``solve.py``.
+The kept units of a smaller number are among those of a larger one, so that one Cholesky factor serves all numbers: with units
+sorted by how long they stay, the factor of the first k units is its leading block. Legend as in ``solve.py``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from struprune_plugin.linalg.solve import factorize_fast, factorize_in_place
 
 
 def sum_increases(increases: Tensor) -> Tensor:
-    """Return the re-solved error for every number of kept units, from what every removal of an elimination of all units adds.
+    """Return the re-solved error for every number of kept units, from the increases of an elimination of all units.
 
-    The error with all units kept is taken for zero: that of the dense weights against their own output.
+    The error with all units kept is defined as zero: that of the dense weights against their own output.
 
-    :param increases: of the error, first removed first, shape [units], float64
+    :param increases: increase of the error per removal, first removed first, shape [units], float64
     :return: error with k = 0 ... units kept, shape [units + 1], float64, never increasing
     """
     return torch.nn.functional.pad(increases.clamp(min=0).cumsum(0), (1, 0)).flip(0)
@@ -44,7 +44,7 @@ def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_uni
 
 
 def measure_deletion_curve(damped: SecondMoments, weight: Tensor, order: Tensor, columns_per_unit: int) -> Tensor:
-    """Return ``||Y - W_S P_S||^2`` for every number of kept units, the weights left as they are.
+    """Return ``||Y - W_S P_S||^2`` for every number of kept units, with unchanged weights.
 
     Parameters and return value as in :func:`measure_restored_curve`.
 
@@ -61,12 +61,12 @@ def measure_deletion_curve(damped: SecondMoments, weight: Tensor, order: Tensor,
 def solve_nested_weights(
     damped: SecondMoments, order: Tensor, columns_per_unit: int, counts: Iterable[int], where: str
 ) -> dict[int, Tensor]:
-    """Return the least-squares weights on the last k units of an order, for every number k, zeros elsewhere.
+    """Return the least-squares weights on the last k units of an order, for every number k, zero elsewhere.
 
     Parameters as in :func:`measure_restored_curve`.
 
-    :param counts: at least one
-    :return: by k, shape [d, n + 1], float64, bias last
+    :param counts: numbers k, at least one
+    :return: weights by k, shape [d, n + 1], float64, bias last
     """
     counts = sorted(counts)
     rows = _list_rows(order, columns_per_unit)[: 1 + counts[-1] * columns_per_unit]
@@ -84,7 +84,7 @@ def solve_nested_weights(
 
 
 def _list_rows(order: Tensor, columns_per_unit: int) -> Tensor:
-    """Return the rows of H, those that stay longest first: the bias, then the last unit."""
+    """Return the row indices of H in reverse removal order: the bias first, then the unit that is removed last."""
     columns = unit_columns(order.flip(0), columns_per_unit)
     return torch.cat([columns.new_tensor([len(columns)]), columns])
 
@@ -94,8 +94,8 @@ def measure_block_influence(inputs: Tensor, outputs: Tensor) -> Tensor:
 
     Source: ShortGPT (Men et al. 2024), Eq. 1, whose mean is the block influence.
 
-    :param inputs: hidden states that enter, shape [tokens, d]
-    :param outputs: those that leave, the same shape
+    :param inputs: hidden states at the layer's input, shape [tokens, d]
+    :param outputs: hidden states at its output, the same shape
     :return: scalar, float64, in [0, 2 tokens]
     """
     return (1 - torch.cosine_similarity(inputs.double(), outputs.double(), dim=-1)).sum()

@@ -1,7 +1,8 @@
-"""The least sum of errors under several budgets of any cost: a multiple-choice knapsack (method.md section 5, ``error_curve``).
+"""Multiple-choice knapsack: the least sum of errors under several budgets of any cost (method.md section 5, ``error_curve``).
 
-One choice per group, of its kept counts; each has an error and a cost under every budget. Lagrange multipliers, one per budget,
-find the choices on the convex hull; what the hull leaves over is spent, and what it overdraws saved, by single moves and exchanges.
+Every group chooses one of its kept counts; each count has an error and a cost under every budget. Lagrange multipliers, one per
+budget, find the choices on the convex hull. Single moves and exchanges then spend what is left of a budget, or save what
+exceeds it.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from struprune_plugin.linalg.budget import MAX_SPARSITY, list_counts
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.linalg.ties import round_off
 
-_ROUNDS, _HALVINGS, _EXCHANGES = 30, 48, 200  # of the search for multipliers, of one of them, of the repair
-_STARTS = (1.0, 0.5, 0.8, 1.25, 2.0)  # of the multipliers, for repairs from either side
-_NEAR, _PAIRS = 8, 4096  # moves of a repair: steps of 1 to 8, 16, 32, …; exchanges are sought among so many moves
-_GAP = 1e-3  # relative, to the dual's bound: no repair can gain more
-_ROUNDING = 1e-12  # relative, of a sum of costs
+_ROUNDS, _HALVINGS, _EXCHANGES = 30, 48, 200  # rounds over all multipliers, bisections of one, moves of a repair
+_STARTS = (1.0, 0.5, 0.8, 1.25, 2.0)  # factors on the multipliers, so that repairs start on either side
+_NEAR, _PAIRS = 8, 4096  # moves of a repair: steps of 1 to 8, 16, 32, …; most moves searched for exchanges
+_GAP = 1e-3  # relative gap to the dual's bound below which no further repair is tried
+_ROUNDING = 1e-12  # relative error of a sum of costs
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One budget.
+    """Budget on the total cost of all groups.
 
-    :param name: as in messages
-    :param costs: of every group with k = 0 ... num_units units kept, never falling, shape [num_units + 1], float64; entry 0 is what
-        is left where the module is gone
-    :param most: what all groups together may cost, in the same unit
+    :param name: name in messages
+    :param costs: cost of every group with k = 0 ... num_units units kept, never falling, shape [num_units + 1], float64; entry
+        0 is the cost that remains once the module is removed
+    :param most: maximum total cost of all groups, in the same unit
     """
 
     name: str
@@ -38,16 +39,16 @@ class Limit:
     most: float
 
     def add_up(self, kept: Sequence[int]) -> float:
-        """Return what kept counts, in the order of the groups, cost together."""
+        """Return the total cost of kept counts, given in the order of the groups."""
         return sum(float(cost[count]) for cost, count in zip(self.costs, kept, strict=True))
 
     def fits(self, kept: Sequence[int]) -> bool:
-        """Tell whether kept counts are within the budget."""
+        """Return whether kept counts are within the budget."""
         return self.add_up(kept) <= self.most + _ROUNDING * abs(self.most)
 
 
 def find_least(groups: Sequence[GroupSize], max_sparsity: float = MAX_SPARSITY) -> list[int]:
-    """Return the fewest units that every group may keep."""
+    """Return the minimum number of kept units of every group."""
     return [list_counts(group, max_sparsity)[0] for group in groups]
 
 
@@ -57,16 +58,16 @@ def allocate_under_limits(
     limits: Sequence[Limit],
     max_sparsity: float = MAX_SPARSITY,
 ) -> list[int]:
-    """Choose kept counts that minimise ``sum_g E_g(k_g)`` while ``sum_g C_bg(k_g)`` is within every budget b.
+    """Return kept counts that minimise ``sum_g E_g(k_g)`` with ``sum_g C_bg(k_g)`` within every budget b.
 
-    Everett's multipliers: every group takes the count of least ``E_g(k) + sum_b lambda_b C_bg(k)``, and each lambda_b is the least
-    that meets its budget, in turn, until none changes. Then an exact repair, from these choices and those of larger and smaller
-    multipliers: no single move and no exchange between two groups (by 1 to 8, 16, 32, … steps) that fits would lessen the error.
-    What no error tells how to spend goes to whoever has lost most.
+    Everett's multipliers: every group takes the count of least ``E_g(k) + sum_b lambda_b C_bg(k)``, and each lambda_b in turn
+    is set to the least value that meets its budget, until none changes. An exact repair follows, from these choices and from
+    those of larger and smaller multipliers, until no single move and no exchange between two groups (by 1 to 8, 16, 32, …
+    steps) that fits lowers the error. Budget that saves no error goes to the group that has lost the largest share.
 
     :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
     :return: kept units of each group, a multiple of its step
-    :raises ValueError: a budget that even the fewest units exceed
+    :raises ValueError: even the fewest units exceed a budget
     """
     choices = _Choices.of(groups, curves, limits, max_sparsity)
     multipliers = _find_multipliers(choices)
@@ -90,14 +91,14 @@ def fit_shares(
     limits: Sequence[Limit],
     max_sparsity: float = MAX_SPARSITY,
 ) -> list[int]:
-    """Return the kept counts nearest to given sparsities that meet every budget: all groups lose more, or less, in step.
+    """Return the kept counts nearest to given sparsities that meet every budget; all sparsities are shifted together.
 
-    Sparsities s become ``s + t (1 - s)`` for t > 0 and ``(1 + t) s`` below, with the least t that fits; then what is left is spent
-    on whoever has lost the largest share.
+    Sparsities s become ``s + t (1 - s)`` for t > 0 and ``(1 + t) s`` below, with the least t that fits. The remaining budget
+    goes to the group that has lost the largest share.
 
     :param shares: sparsity of every group; all 0 gives the uniform allocation
-    :return: as :func:`allocate_under_limits`
-    :raises ValueError: the same
+    :return: kept units of each group, as in :func:`allocate_under_limits`
+    :raises ValueError: even the fewest units exceed a budget
     """
     choices = _Choices.of(groups, [torch.zeros(group.num_units + 1) for group in groups], limits, max_sparsity)
     totals = torch.tensor([float(group.num_units) for group in groups], dtype=torch.float64)
@@ -120,12 +121,12 @@ def fit_shares(
 
 @dataclass(frozen=True)
 class _Choices:
-    """Every group's choices, fewest units first; rows are padded with choices of infinite error.
+    """Choices of every group, fewest units first; rows are padded with choices of infinite error.
 
     :param counts: kept units, shape [groups, choices]
-    :param errors: of them, the same shape, float64
-    :param costs: of them, as shares of each budget, shape [budgets, groups, choices], float64
-    :param names: of the budgets
+    :param errors: error of each choice, the same shape, float64
+    :param costs: cost of each choice as a share of each budget, shape [budgets, groups, choices], float64
+    :param names: names of the budgets
     """
 
     counts: Tensor
@@ -137,9 +138,9 @@ class _Choices:
     def of(
         cls, groups: Sequence[GroupSize], curves: Sequence[Tensor], limits: Sequence[Limit], max_sparsity: float
     ) -> _Choices:
-        """Lay out the choices.
+        """Return the choices that the groups, their curves and the budgets define.
 
-        :raises ValueError: a budget that even the fewest units exceed
+        :raises ValueError: even the fewest units exceed a budget
         """
         least = find_least(groups, max_sparsity)
         for limit in limits:
@@ -162,27 +163,27 @@ class _Choices:
         )
 
     def pick(self, multipliers: Tensor) -> Tensor:
-        """Return the choices of least error and weighed cost, the most units of those that tie, shape [groups]."""
+        """Return the choices of least error plus weighted cost, the one of most units on a tie, shape [groups]."""
         total = self.errors + torch.einsum("b,bgk->gk", multipliers, self.costs)
         least = total.min(1, keepdim=True).values
         ties = total <= least + _ROUNDING * least.abs()
         return (ties * torch.arange(total.shape[1])).max(1).values
 
     def use(self, at: Tensor) -> Tensor:
-        """Return what choices take of each budget, 1 for all of it, shape [budgets]."""
+        """Return the share of each budget that choices use, 1 for all of it, shape [budgets]."""
         return self.costs.gather(2, at.expand(len(self.costs), -1)[..., None]).sum((1, 2))
 
     def fit(self, at: Tensor) -> bool:
-        """Tell whether choices are within every budget."""
+        """Return whether choices are within every budget."""
         return bool((self.use(at) <= 1 + _ROUNDING).all())
 
     def compare(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what other choices change: errors [groups, choices], costs [budgets, groups, choices]."""
+        """Return the changes that all other choices make: errors [groups, choices], costs [budgets, groups, choices]."""
         costs = self.costs - self.costs.gather(2, at.expand(len(self.costs), -1)[..., None])
         return self.errors - self.errors.gather(1, at[:, None]), costs
 
     def bound(self, multipliers: Tensor) -> float:
-        """Return an error that no choices within the budgets fall below: the dual's value."""
+        """Return the dual's value, a lower bound on the error of all choices within the budgets."""
         total = self.errors + torch.einsum("b,bgk->gk", multipliers, self.costs)
         return float(total.min(1).values.sum() - multipliers.sum())
 
@@ -196,7 +197,7 @@ class _Choices:
 
 
 def _find_multipliers(choices: _Choices) -> Tensor:
-    """Return a multiplier per budget, 0 where the others meet it: the dual's ascent along one coordinate after the other."""
+    """Return one multiplier per budget, 0 where the others meet it, by coordinate ascent of the dual."""
     multipliers = torch.zeros(len(choices.costs), dtype=torch.float64)
     finite = choices.errors.masked_fill(choices.errors.isinf(), 0.0)
     start = max(float(finite.max() - finite.min()), 1e-300)
@@ -210,7 +211,7 @@ def _find_multipliers(choices: _Choices) -> Tensor:
 
 
 def _find_multiplier(choices: _Choices, multipliers: Tensor, budget: int, start: float) -> float:
-    """Return the least multiplier of one budget that meets it, the others as they are."""
+    """Return the least multiplier that meets one budget, with the other multipliers fixed."""
 
     def meets(value: float) -> bool:
         multipliers[budget] = value
@@ -233,7 +234,7 @@ def _find_multiplier(choices: _Choices, multipliers: Tensor, budget: int, start:
 
 
 def _shrink(choices: _Choices, at: Tensor) -> None:
-    """Make choices fit, in place, where multipliers of several budgets could not: the least error for what is overdrawn."""
+    """Make choices fit, in place, where the multipliers of several budgets do not: least error per excess removed first."""
     while not choices.fit(at):
         used = choices.use(at)
         errors, costs = choices.compare(at)
@@ -245,7 +246,7 @@ def _shrink(choices: _Choices, at: Tensor) -> None:
 
 
 def _improve(choices: _Choices, at: Tensor) -> None:
-    """Take single moves and exchanges of two groups that lessen the error and fit, the best first, in place."""
+    """Apply single moves and exchanges of two groups that fit and lower the error, best first, in place."""
     tiny = _ROUNDING * float(choices.errors.masked_fill(choices.errors.isinf(), 0.0).abs().sum())
     for _ in range(_EXCHANGES):
         errors, costs = choices.compare(at)
@@ -268,7 +269,7 @@ def _improve(choices: _Choices, at: Tensor) -> None:
 
 
 def _list_moves(choices: _Choices, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (groups, choices) that an exchange may take, near ones first where there are too many."""
+    """Return (groups, choices) of the moves allowed in an exchange, small steps first if there are too many."""
     width = choices.errors.shape[1]
     sizes = [*range(1, _NEAR + 1), *(2**power for power in range(4, width.bit_length()))]
     steps = torch.tensor([sign * size for size in sizes for sign in (1, -1)])[: max(2, _PAIRS // len(at))]
@@ -281,7 +282,7 @@ def _list_moves(choices: _Choices, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fill_evenly(groups: Sequence[GroupSize], choices: _Choices, at: Tensor) -> None:
-    """Spend what no error tells how to spend, in place: whoever has lost the largest share gets the next step that fits."""
+    """Spend the budget that saves no error, in place: the group that has lost the largest share gets the next step that fits."""
     totals = torch.tensor([float(group.num_units) for group in groups], dtype=torch.float64)
     last = choices.errors.isfinite().sum(1) - 1
     while True:

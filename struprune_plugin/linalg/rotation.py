@@ -1,11 +1,11 @@
-"""Rotate the values of every head so that few channels carry what matters, and say which can go.
+"""Rotation of the values of every head, so that few channels carry what matters, and the order in which channels are removed.
 
 A head's values V and the columns O of the linear that reads them may be rotated by any orthogonal R, ``(R V, O R^T)``,
-without a change of the function: attention mixes tokens, not channels. Removing a rotated channel removes a
+without changing the function: attention mixes tokens, not channels. Removing a rotated channel removes a
 *direction* of the head's value space.
 
 Legend as in ``solve.py``. Columns of the consumer are in unit order, [blocks, width, copies]: blocks are the value heads,
-width the channels of one, copies the query heads that share it (1 without grouped queries).
+width the channels per head, copies the query heads per value head (1 without grouped queries).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from struprune_plugin.linalg.ties import MARGIN
 
 @dataclass(frozen=True)
 class Rotation:
-    """An orthogonal basis of every value head, in the order of removal.
+    """Orthogonal basis of every value head, in the order of removal.
 
-    :param basis: rows are directions, the first to go first, shape [blocks, width, width], float64
+    :param basis: rows are directions, first removed first, shape [blocks, width, width], float64
     :param increase: increase of the least-squares error when every block loses its next direction, shape [width], float64;
-        infinite for directions that stay
+        infinite for kept directions
     """
 
     basis: Tensor
@@ -36,15 +36,15 @@ class Rotation:
 def eliminate_directions(
     damped: SecondMoments, num_blocks: int, copies: int, where: str, num_remove: int | None = None
 ) -> Rotation:
-    """Remove one direction of every block a round, each time the one whose removal raises the re-solved error least.
+    """Remove one direction of every block per round, each time the one whose removal raises the re-solved error least.
 
     Removing direction u of a block means ``W_b u = 0``, which raises ``min_W ||Y - W P||^2`` by
-    ``||W_b u||^2 / (u^T (H^-1)_bb u)``: least at the smallest generalised eigenvector of ``(W_b^T W_b, (H^-1)_bb)``, with W
-    the current least-squares weights; then W and H^-1 are downdated, all blocks at once. Copies share their
-    direction; it is chosen by the sums of both matrices over them, and the increase is exact all the same.
-    Source: method.md section 3, ``obs``, with directions for columns; the increase is of the sum of squares.
+    ``||W_b u||^2 / (u^T (H^-1)_bb u)``: least at the smallest generalised eigenvector of ``(W_b^T W_b, (H^-1)_bb)``, with W the
+    current least-squares weights; then W and H^-1 are downdated, all blocks at once. Copies share one direction: it is chosen
+    by the sums of both matrices over the copies, and the increase is still exact.
+    Source: method.md section 3, ``obs``, with directions in place of columns; the increase is of the sum of squares.
 
-    :param num_remove: directions of every block to remove; all where None, for curves that read off every prefix
+    :param num_remove: directions of every block to remove; None removes all, for curves over every prefix
     """
     size = damped.gram.shape[0] - 1
     pairs = num_blocks * copies
@@ -55,7 +55,7 @@ def eliminate_directions(
     weight = inverse @ by_copy.cross.T
     parts = weight[:-1].view(pairs, width, -1)
     energy = parts @ parts.mT
-    # a view: it follows
+    # a view, which follows the downdates
     spread = inverse[:-1, :-1].view(pairs, width, pairs, width).diagonal(dim1=0, dim2=2).movedim(2, 0)
     left = torch.eye(width, dtype=inverse.dtype, device=inverse.device).expand(num_blocks, width, width)
     basis, increases = [], []
@@ -66,7 +66,7 @@ def eliminate_directions(
         gone = basis[-1].repeat_interleave(copies, dim=0)
         increases.append(_remove(inverse, weight, energy, gone))
         left = left @ torch.linalg.qr(direction, mode="complete").Q[..., 1:]
-    basis += left.unbind(2)  # those that stay, in any basis
+    basis += left.unbind(2)  # kept directions, in any basis
     increases += [inverse.new_tensor(torch.inf)] * left.shape[2]
     return Rotation(torch.stack(basis, dim=1), torch.stack(increases))
 
@@ -86,10 +86,10 @@ def _find_directions(spread: Tensor, energy: Tensor, left: Tensor) -> Tensor:
 
 
 def _choose_vector(values: Tensor, vectors: Tensor) -> Tensor:
-    """Return a vector of the least eigenvalue of every matrix that does not depend on rounding, shape [blocks, rest, 1].
+    """Return a vector of every matrix's least eigenvalue, independent of rounding, shape [blocks, rest, 1].
 
-    An eigenvector has no sign, and several of one eigenvalue no direction of their own; what they span has. The vector is the
-    longest projection of an axis on it, the first of those that tie.
+    An eigenvector has no defined sign, and a repeated eigenvalue no defined eigenvectors; only their span is defined. The
+    vector is the longest projection of an axis on that span; on a tie, that of the first axis.
 
     :param values: ascending, shape [blocks, rest]
     :param vectors: in columns, shape [blocks, rest, rest]
@@ -107,7 +107,7 @@ def _remove(inverse: Tensor, weight: Tensor, energy: Tensor, gone: Tensor) -> Te
 
     :param inverse: H^-1, shape [n + 1, n + 1]
     :param weight: W^T, shape [n + 1, d]
-    :param energy: what of ``W^T W`` lies within each copy, shape [pairs, width, width]
+    :param energy: diagonal blocks of ``W^T W``, one per copy, shape [pairs, width, width]
     """
     pairs, width = gone.shape
 
@@ -127,9 +127,9 @@ def _remove(inverse: Tensor, weight: Tensor, energy: Tensor, gone: Tensor) -> Te
 
 
 def order_directions(rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Return (order, scores) of the rotated channels, as :func:`~struprune_plugin.linalg.elimination.order_units` would.
+    """Return (order, scores) of the rotated channels, as :func:`~struprune_plugin.linalg.elimination.order_units` orders units.
 
-    A round's increase is shared among the blocks.
+    The increase of a round is divided equally among the blocks.
     """
     num_blocks, width = rotation.basis.shape[:2]
     rounds = torch.arange(width, device=rotation.basis.device)
@@ -141,13 +141,13 @@ def rotate_columns(matrix: Tensor, basis: Tensor, copies: int) -> Tensor:
     """Return ``A R^T`` for a matrix over the consumer's inputs and the bias, shape [rows, n + 1], float64."""
     num_blocks, width = basis.shape[:2]
     parts = matrix[:, :-1].reshape(-1, num_blocks, width, copies).permute(1, 0, 3, 2)
-    inner = parts.reshape(num_blocks, -1, width) @ basis.mT  # one product a block, thirty times faster than one a row
+    inner = parts.reshape(num_blocks, -1, width) @ basis.mT  # one product per block: thirty times faster than per row
     inner = inner.view(num_blocks, len(matrix), copies, width).permute(1, 0, 3, 2)
     return torch.cat([inner.reshape(len(matrix), -1), matrix[:, -1:]], dim=1)
 
 
 def rotate_moments(moments: SecondMoments, basis: Tensor, copies: int) -> SecondMoments:
-    """Return the moments that rotated inputs would have given; sums of absolute values are not kept."""
+    """Return the moments of rotated inputs; sums of absolute values become NaN."""
     gram = rotate_columns(rotate_columns(moments.gram.double(), basis, copies).T, basis, copies).T
     cross = rotate_columns(moments.cross.double(), basis, copies)
     return SecondMoments(gram, cross, moments.target_energy, torch.full_like(moments.absolute_sum, torch.nan))

@@ -1,4 +1,4 @@
-"""Round sparsities to kept counts so that the budget is exact (method.md section 1)."""
+"""Rounding of sparsities to kept counts, so that the budget is exact (method.md section 1)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _Alike = tuple[str, int, int]  # kind, units, step
 class GroupSize:
     """Sizes of one group of coupled units, for the allocation.
 
-    :param name: as in messages
-    :param kind: groups of one kind (attention, FFN) are allocated together
+    :param name: name in messages
+    :param kind: module kind (attention, FFN); groups of one kind are allocated together
     :param num_units: units before pruning
     :param unit_cost: parameters that one unit frees
-    :param step: kept counts are whole multiples of this many units
-    :param members: groups that it stands for, by name, where these are several that are tied, with how many of their units go with
-        one; their costs are added up
-    :param rest: parameters that go with the last unit, beside it; None where one step stays
-    :param layer: position of the decoder layer; -1 where it stands for groups of several
+    :param step: kept counts are multiples of this number of units
+    :param members: names of the tied groups that this one represents, each with the number of its units per unit here; costs
+        are summed; empty for a single group
+    :param rest: parameters removed with the last unit, besides that unit; None where one step stays
+    :param layer: position of the decoder layer; -1 for tied groups of several layers
     """
 
     name: str
@@ -38,12 +38,12 @@ class GroupSize:
         return self.num_units * self.unit_cost
 
     def find_cost(self, kept: int) -> int:
-        """Return the parameters of kept units; of none, what goes with the last one is taken off."""
+        """Return the parameters of kept units; for 0 units, minus the parameters that are removed with the last one."""
         return kept * self.unit_cost if kept else -(self.rest or 0)
 
     @property
     def max_removable(self) -> int:
-        """Parameters freed when a single step of units is left."""
+        """Parameters freed when a single step of units remains."""
         return (self.num_units - min(self.step, self.num_units)) * self.unit_cost
 
 
@@ -57,14 +57,14 @@ def expand_counts(groups: Sequence[GroupSize], counts: Sequence[int]) -> dict[st
 
 
 def find_group_sparsity(groups: Sequence[GroupSize], num_prunable: int, sparsity: float) -> float:
-    """Return the sparsity that the groups need on average so that ``sparsity`` of all prunable parameters goes.
+    """Return the mean sparsity of the groups that removes the fraction ``sparsity`` of all prunable parameters.
 
-    Groups may hold less than all prunable parameters: value channels leave Q and K, ``none`` all of attention.
+    Groups may hold fewer parameters than are prunable: value channels leave out Q and K, ``none`` all of attention.
 
     :param num_prunable: parameters of all linears of the decoder layers
-    :param sparsity: asked fraction of those to remove, in [0, 1)
+    :param sparsity: fraction of those to remove, in [0, 1)
     :return: fraction of the groups' own parameters, in [0, 1)
-    :raises ValueError: the groups are too small for that; the message says what they can reach
+    :raises ValueError: the groups hold too few parameters; the message states the sparsity that they can reach
     """
     removable = sum(group.max_removable for group in groups)
     asked = sparsity * num_prunable
@@ -80,13 +80,12 @@ def find_group_sparsity(groups: Sequence[GroupSize], num_prunable: int, sparsity
 def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) -> list[int]:
     """Round sparsities to kept counts by largest remainder, so that the total of parameters is exact.
 
-    Kinds are rounded from the coarsest step to the finest (heads before channels), and what one kind kept too much or
-    too little is carried into the next, so that the total misses by less than one step of the finest kind, unless
-    a bound (at least one step, at most all units) forbids it. Ties keep the earlier layer larger. A group whose
-    sparsity is 0 keeps every unit, whatever the step.
+    Kinds are rounded from the coarsest step to the finest (heads before channels). The excess or shortfall of one kind is
+    carried into the next, so that the total misses by less than one step of the finest kind, unless a bound (at least one step,
+    at most all units) forbids it. Ties keep the earlier layer larger. A group of sparsity 0 keeps every unit, at any step.
 
     :param groups: in layer order
-    :param sparsity: of each group, in [0, 1)
+    :param sparsity: sparsity of each group, in [0, 1)
     :return: kept units of each group, a multiple of its step
     """
     kept = [group.num_units for group in groups]
@@ -125,14 +124,14 @@ def _round_kind(
 def round_uniform_counts(
     groups: Sequence[GroupSize], sparsity: float, allowed: Callable[[str, int], bool]
 ) -> list[int]:
-    """Round one sparsity to kept counts that are the same for all groups of one kind and size.
+    """Round one sparsity to kept counts that are equal for all groups of one kind and size.
 
-    Of the pairs of counts (of the kind with the fewest to choose from, and of that with the most) that meet the budget to within
-    :func:`measure_uniform_slack`, the one closest to equal sparsities; where none does, the one that misses it least. Other
-    kinds keep the count nearest to the sparsity.
+    Searches pairs of counts: of the kind with the fewest allowed counts and of the kind with the most. Of the pairs that meet
+    the budget to within :func:`measure_uniform_slack`, returns the one closest to equal sparsities; if none does, the pair that
+    misses it least. Other kinds keep the count nearest to the sparsity.
 
-    :param sparsity: of all groups' parameters
-    :param allowed: whether a kind may keep that many units
+    :param sparsity: fraction of all groups' parameters to remove
+    :param allowed: function that returns whether a kind may keep that many units
     :return: kept units of each group
     """
     kinds = _sort_alike(groups)
@@ -174,16 +173,16 @@ def _list_allowed(group: GroupSize, sparsity: float, allowed: Callable[[str, int
 
 
 def measure_uniform_slack(groups: Sequence[GroupSize]) -> int:
-    """Return the parameters by which counts that are equal in all layers may miss a budget: one step of the finest kind."""
+    """Return the parameters by which counts equal in all layers may miss a budget: one step of the finest kind."""
     return min(sum(group.step * group.unit_cost for group in members) for members in _sort_alike(groups).values())
 
 
 def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float, slack: int | None = None) -> None:
-    """Refuse kept counts that miss the budget by a step of the largest kind or more.
+    """Raise if kept counts miss the budget by more than a step of the largest kind.
 
     :param share: wanted sparsity over all groups' parameters, from :func:`find_group_sparsity`
     :param slack: parameters by which they may miss it, in place of that step
-    :raises ValueError: the same, with the figure; bounds or a coarse multiple are why
+    :raises ValueError: the counts miss it, because of bounds or a coarse multiple; the message states both figures
     """
     total = sum(group.num_parameters for group in groups)
     removed = total - sum(group.find_cost(count) for group, count in zip(groups, kept, strict=True))

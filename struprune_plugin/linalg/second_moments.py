@@ -1,4 +1,4 @@
-"""Stream activations into moments: everything that importance, allocation and solve need, in one pass.
+"""Second moments of streamed activations: all that importance, allocation and solves need, in one pass.
 
 Legend (per linear that consumes a group's units):
     P [n + 1, tokens]  inputs of the linear, with a last row of ones that carries the bias
@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_NUM_BLOCKS = 16  # of rows of H, at most
-_LEAST_ROWS = 256  # of one
-# On a CPU, a sum in a product has no more terms than this: a BLAS splits longer ones among threads, and float32 rounds them more.
+_NUM_BLOCKS = 16  # maximum number of row blocks of H
+_LEAST_ROWS = 256  # minimum height of a block
+# On a CPU, no product sums more terms than this: a BLAS splits longer sums among threads, and float32 rounds them more.
 _TERMS = 512
-_NARROW_ROWS = 1024  # of a product of bfloat16 numbers, made before it is added
+_NARROW_ROWS = 1024  # rows of a bfloat16 product, which is computed before it is added
 
 
 @dataclass(frozen=True)
 class SecondMoments:
-    """Sums over calibration tokens for one consuming linear. The tensors grow in place.
+    """Sums over calibration tokens for one consuming linear. The tensors are updated in place.
 
     :param gram: ``H = P P^T``, shape [n + 1, n + 1]; the last row and column belong to the bias
     :param cross: ``C = Y P^T``, shape [d, n + 1]
@@ -58,9 +58,9 @@ def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, 
 def accumulate_moments(moments: SecondMoments, inputs: Tensor, targets: Tensor) -> None:
     """Add the tokens of one micro-batch.
 
-    Sums, not means: the result does not depend on how the tokens are split into batches.
+    These are sums, not means: the result does not depend on how the tokens are split into batches.
 
-    :param moments: grown in place
+    :param moments: updated in place
     :param inputs: inputs of the consuming linear, shape [tokens, n], any float dtype
     :param targets: target outputs of that linear, shape [tokens, d], any float dtype
     """
@@ -73,17 +73,17 @@ def accumulate_moments(moments: SecondMoments, inputs: Tensor, targets: Tensor) 
 
 
 class MomentSums:
-    """SecondMoments of many tokens while they grow: of H only the upper triangle is made and held, in blocks of rows.
+    """Running sums of :class:`SecondMoments`; only the upper triangle of H is computed and stored, in blocks of rows.
 
-    A card multiplies bfloat16 inputs as they are and adds up in float32: their products are exact there, and several times
-    faster. Targets go in two parts, which hold 16 of their bits.
+    A GPU multiplies bfloat16 inputs as they are and accumulates in float32: the products are exact and several times faster.
+    Targets are split into two bfloat16 parts, which hold 16 of their bits.
 
     :param sizes: (n, d): inputs and outputs of the linear
-    :param device: where the sums live
-    :param dtype: of the sums, float32 or float64
-    :param tokens: widened to that dtype at once; on a CPU at most 512
-    :param rows: of a product that is made at once, where ``fetch`` is given
-    :param fetch: brings a product to the sums, where the activations are elsewhere
+    :param device: device of the sums
+    :param dtype: dtype of the sums, float32 or float64
+    :param tokens: number of tokens converted to that dtype at once; on a CPU at most 512
+    :param rows: rows of a product computed at once, where ``fetch`` is given
+    :param fetch: function that moves a product to the device of the sums, where the activations are on another
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class MomentSums:
     def add(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
         """Add the tokens of one sequence, as :func:`accumulate_moments` does.
 
-        :param weights: that errors of the tokens are multiplied by, shape [tokens]; one for each where None
-
-        Float32 sums depend on the order of their terms. Given sequence after sequence, they do not depend on how these are split
-        into batches. No BLAS promises the same order for another number of threads or another processor: there the last bits of a
+        Float32 sums depend on the order of their terms. Added sequence by sequence, they do not depend on the split into
+        batches. No BLAS guarantees the same order for another number of threads or another processor: there the last bits of a
         sum may differ, which :mod:`struprune_plugin.linalg.ties` keeps out of the choice of units.
+
+        :param weights: factor on the error of each token, shape [tokens]; None for ones
         """
         narrow = weights is None and _multiplies_narrow(inputs, self._dtype)
         tokens = self._tokens if inputs.is_cuda else min(self._tokens, _TERMS)
@@ -140,18 +140,18 @@ class MomentSums:
             total[rows] += product if self._fetch is None else self._fetch(product)
 
     def is_finite(self) -> bool:
-        """Return whether every token was finite; the diagonal of H and tr(Y Y^T) show it."""
+        """Return whether every token was finite, from the diagonal of H and tr(Y Y^T)."""
         diagonal = torch.cat([block.diagonal() for block in self._upper])
         return bool(diagonal.isfinite().all() and self._target_energy.isfinite())
 
     def list_parts(self) -> list[Tensor]:
-        """Return all sums, to be added to in place."""
+        """Return all sums, for in-place addition."""
         return [*self._upper, self._cross, self._target_energy, self._absolute_sum]
 
     def gather(self, fetch: Callable[[Tensor], Tensor] | None = None) -> SecondMoments:
-        """Return the moments; the sums end here, block by block.
+        """Return the moments, and release the sums block by block.
 
-        :param fetch: brings a sum to where the moments are wanted
+        :param fetch: function that moves a sum to the device of the moments
         """
         fetch = fetch or (lambda tensor: tensor)
         cross, energy, absolute = (fetch(part) for part in (self._cross, self._target_energy, self._absolute_sum))
@@ -159,9 +159,7 @@ class MomentSums:
         while self._upper:
             block = fetch(self._upper.pop())
             start, height = len(gram) - block.shape[1], len(block)
-            square = block[
-                :, :height
-            ]  # no BLAS promises that a matrix' product with itself is symmetric to the last bit
+            square = block[:, :height]  # no BLAS guarantees that ``P P^T`` is symmetric to the last bit
             gram[start : start + height, start : start + height] = square.triu() + square.triu(1).T
             gram[start : start + height, start + height :] = block[:, height:]
             gram[start + height :, start : start + height] = block[:, height:].T
@@ -179,8 +177,8 @@ def multiply_by_itself(tokens: Tensor) -> Tensor:
 
 
 def multiply_in_parts(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``A B`` in the dtype of A, shape [rows, n] and [n, d], in parts: B, in another dtype, is never widened whole."""
-    terms = _TERMS * 8 if left.is_cuda else _TERMS  # of B, so many rows are widened at once
+    """Return ``A B`` in the dtype of A, shapes [rows, n] and [n, d], in parts, so that B is never converted as a whole."""
+    terms = _TERMS * 8 if left.is_cuda else _TERMS  # rows of B converted at once
     total = left.new_zeros(len(left), right.shape[1])
     for columns, rows in zip(left.split(terms, dim=1), right.split(terms), strict=True):
         total.addmm_(columns, rows.to(left.dtype))
@@ -188,31 +186,31 @@ def multiply_in_parts(left: Tensor, right: Tensor) -> Tensor:
 
 
 def count_sums(num_inputs: int, num_outputs: int) -> int:
-    """Return how many numbers :class:`MomentSums` hold."""
+    """Return the number of elements of :class:`MomentSums`."""
     size = num_inputs + 1
     return sum(height * width for height, width in _list_blocks(size)) + (num_outputs + 1) * size
 
 
 def _list_blocks(size: int) -> list[tuple[int, int]]:
-    """Return the shapes of the blocks of rows of an upper triangle, each from its own first column on."""
+    """Return the shapes of the row blocks of an upper triangle, each from its own diagonal column on."""
     height = max(_LEAST_ROWS, -(-size // _NUM_BLOCKS))
     return [(min(height, size - start), size - start) for start in range(0, size, height)]
 
 
 def _append_ones(inputs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the inputs in another dtype with a last column that carries the bias, shape [tokens, n + 1]."""
+    """Return the inputs in another dtype with a last column of ones for the bias, shape [tokens, n + 1]."""
     widened = inputs.new_ones(len(inputs), inputs.shape[1] + 1, dtype=dtype)
     widened[:, :-1] = inputs
     return widened
 
 
 def _multiplies_narrow(inputs: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a device multiplies bfloat16 numbers into float32 sums."""
+    """Return whether the device multiplies bfloat16 inputs into float32 sums."""
     return inputs.is_cuda and inputs.dtype is torch.bfloat16 and dtype is torch.float32
 
 
 def _split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two bfloat16 tensors whose sum is within 2^-16 of float32 values, relatively."""
+    """Return two bfloat16 tensors whose sum equals float32 values to within a relative 2^-16."""
     high = values.bfloat16()
     return high, (values - high).bfloat16()
 
@@ -222,18 +220,18 @@ def _sum_absolute(widened: Tensor) -> Tensor:
     dtype = torch.float32 if widened.dtype is torch.bfloat16 else None
     if widened.is_cuda:
         return torch.linalg.vector_norm(widened[:, :-1], 1, dim=0, dtype=dtype)  # without a copy
-    return widened[:, :-1].abs().sum(0, dtype=dtype)  # four times as fast there
+    return widened[:, :-1].abs().sum(0, dtype=dtype)  # four times as fast on a CPU
 
 
 def _measure_energy(targets: Tensor) -> Tensor:
-    """Return the sum of squares, those of a token in the targets' dtype, all in float64."""
+    """Return the sum of squares: per token in the targets' dtype, over tokens in float64."""
     return torch.linalg.vector_norm(targets, dim=1).double().square().sum()
 
 
 def select_inputs(moments: SecondMoments, columns: Tensor) -> SecondMoments:
-    """Return the moments of some or all inputs, in another order, the bias last as before.
+    """Return the moments of the given inputs in the given order, the bias last.
 
-    :param columns: which input comes where, shape [k], int64
+    :param columns: input at each position, shape [k], int64
     """
     rows = with_bias_index(columns, moments.gram.shape[0] - 1)
     return replace(
@@ -251,12 +249,12 @@ def add_moments(moments: SecondMoments, others: SecondMoments) -> None:
 
 
 def move_moments(moments: SecondMoments, move: Callable[[Tensor], Tensor]) -> SecondMoments:
-    """Return moments elsewhere; ``move`` brings a tensor there."""
+    """Return the moments with every tensor moved by ``move``."""
     return SecondMoments(*map(move, vars(moments).values()))
 
 
 def subtract_moments(moments: SecondMoments, part: SecondMoments) -> SecondMoments:
-    """Return the float64 moments of the tokens that are in the first but not in the second, which are a part of them."""
+    """Return the float64 moments of the tokens of ``moments`` without those of ``part``, which are among them."""
     wide = replace(moments, gram=moments.gram.double(), cross=moments.cross.double())
     return SecondMoments(*(a - b for a, b in zip(vars(wide).values(), vars(part).values(), strict=True)))
 
@@ -285,5 +283,5 @@ def measure_error(moments: SecondMoments, weight: Tensor, columns: Tensor | None
 
 
 def with_bias_index(columns: Tensor, bias_index: int) -> Tensor:
-    """Append the bias' row to a set of input columns, shape [k] -> [k + 1]."""
+    """Return input columns with the index of the bias appended, shape [k] -> [k + 1]."""
     return torch.cat([columns, columns.new_tensor([bias_index])])

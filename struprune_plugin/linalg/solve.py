@@ -1,4 +1,4 @@
-"""Re-solve the weights that remain, from moments alone.
+"""Least-squares solves of the remaining weights, from second moments alone.
 
 Legend: H gram [n + 1, n + 1], C cross [d, n + 1], W weights [d, n + 1] with the bias last.
 Every solve works on ``damped`` moments (:func:`damp_moments`), in float64; ``where`` names the linear in errors.
@@ -17,12 +17,12 @@ from struprune_plugin.linalg.second_moments import SecondMoments, select_inputs,
 from struprune_plugin.linalg.ties import argmin_with_ties
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
-DAMPING = 0.01  # where none was chosen
-_EVEN = 1e-6  # of the target's energy: what differs by less is rounding of float32 sums, or does not matter
-_SMALL = 1024  # inputs
-_INEXACT = 0.01  # of a probe: what a factor in float32 may leave of it
-_DIRECTIONS = 64  # of the outputs, at random, that held-out errors are measured in where there are many more
-_DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # to choose among
+DAMPING = 0.01  # where none is chosen
+_EVEN = 1e-6  # share of the target's energy: smaller differences are rounding of float32 sums, or irrelevant
+_SMALL = 1024  # inputs up to which a system counts as small
+_INEXACT = 0.01  # relative residual of a probe that a float32 factor may leave
+_DIRECTIONS = 64  # random directions of the outputs for held-out errors, where there are many more outputs
+_DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # candidates
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class SolvedWeights:
 
 
 def damp_moments(moments: SecondMoments, weight: Tensor, damping: float, has_bias: bool = True) -> SecondMoments:
-    """Add ``lambda = damping * mean(diag H)`` worth of pseudo-tokens that say "the given weights are right".
+    """Return moments damped towards the given weights, with strength ``lambda = damping * mean(diag H)``.
 
-    ``H + lambda I``, ``C + lambda W``, ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped: the minimiser of the
-    damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2``, and elimination, error curves and solves all
-    follow from the damped moments alone.
-    Differs from the source: method.md section 6 damps towards zero, which shrinks every solve; damped towards the
-    dense weights, an unpruned layer with a local target stays as it is.
+    They are ``H + lambda I``, ``C + lambda W`` and ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped. The minimiser of the
+    damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2``; elimination, error curves and solves use the damped
+    moments alone.
+    Differs from the source: method.md section 6 damps towards zero, which shrinks every solve; damped towards the dense
+    weights, an unpruned layer with a local target stays unchanged.
 
     :param weight: dense weights, shape [d, n + 1], float64, bias last
     :param damping: at least 0, relative to the mean diagonal of H
-    :param has_bias: False for a linear without bias: every solve then gives it a bias of 0
+    :param has_bias: False for a linear without bias: every solve then gives a bias of 0
     :return: float64 moments
     """
     gram, cross = (part.to(torch.float64, copy=True) for part in (moments.gram, moments.cross))
@@ -62,7 +62,7 @@ def damp_moments(moments: SecondMoments, weight: Tensor, damping: float, has_bia
 
 
 def _uncouple_bias(gram: Tensor, cross: Tensor) -> None:
-    """Make every solve give a bias of 0, in place."""
+    """Change moments, in place, so that every solve gives a bias of 0."""
     gram[-1], gram[:, -1], cross[:, -1] = 0, 0, 0
     gram[-1, -1] = 1
 
@@ -70,9 +70,9 @@ def _uncouple_bias(gram: Tensor, cross: Tensor) -> None:
 def weigh_outputs(damped: SecondMoments, root: Tensor, weight: Tensor) -> SecondMoments:
     """Return moments under which an error e of the output counts as ``||R e||^2``.
 
-    The re-solved weights do not depend on R (theirs are R W); which units should go, and the error of a choice, do. The
-    energy is that of the target that the given weights reproduce exactly, ``tr(R C W^T R^T)``: the ``local`` one, of which C is
-    W H. For other targets it is off by a constant, which changes no order.
+    The re-solved weights do not depend on R (they become R W); the choice of units and its error do. The energy is that of the
+    target that the given weights reproduce exactly, ``tr(R C W^T R^T)``: the ``local`` target, where C is W H. For other
+    targets it is off by a constant, which changes no order.
 
     :param root: R, shape [d, d], float64
     :param weight: dense weights, shape [d, n + 1], float64, bias last
@@ -99,9 +99,9 @@ def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: str) -> So
 
 
 def scale_weights(moments: SecondMoments, weight: Tensor, columns: Tensor) -> tuple[Tensor, float]:
-    """Return the weights of the kept inputs times the factor that leaves the least error, and the factor, in [0.5, 2].
+    """Return the weights of the kept inputs times the factor of least error, and that factor, in [0.5, 2].
 
-    For a module that saw too few tokens to be solved.
+    Used for a module with too few tokens for a solve.
 
     :param weight: dense weights of the kept inputs, shape [d, k + 1], float64, bias last
     :param columns: kept input columns, sorted, shape [k], int64
@@ -116,10 +116,10 @@ def scale_weights(moments: SecondMoments, weight: Tensor, columns: Tensor) -> tu
 def choose_damping(
     moments: SecondMoments, held: SecondMoments, weight: Tensor, columns: Tensor, has_bias: bool, where: str
 ) -> float:
-    """Return the damping whose solve on the other tokens has the least error on the held-out ones, the lowest of those that tie.
+    """Return the damping of least error on the held-out tokens, solved on the other ones; on a tie, the lowest.
 
-    :param moments: of all tokens
-    :param held: of a part of them
+    :param moments: moments of all tokens
+    :param held: moments of the held-out part of them
     :param weight: dense weights, shape [d, n + 1], float64, bias last
     :param columns: kept input columns, sorted, shape [k]
     """
@@ -130,19 +130,19 @@ def choose_damping(
     if not has_bias:
         _uncouple_bias(rest.gram, rest.cross)
     dense = torch.nn.functional.pad(weight[:, columns], (0, 1))  # the bias is not damped
-    if len(dense) > 4 * _DIRECTIONS:  # errors are sums over outputs: a few directions tell which is less
+    if len(dense) > 4 * _DIRECTIONS:  # errors are sums over outputs: a few directions suffice to compare
         some = _draw(_DIRECTIONS, len(dense), dense.device) / _DIRECTIONS**0.5
         rest, held = (replace(part, cross=some @ part.cross) for part in (rest, held))
         dense = some @ dense
     if len(rest.gram) > _SMALL:
         single = [replace(part, gram=part.gram.float(), cross=part.cross.float()) for part in (rest, held)]
-        with suppress(ValueError):  # a damping that float32 cannot tell from none
+        with suppress(ValueError):  # float32 cannot resolve a small damping
             return _search_damping(single[0], single[1], dense.float(), scale, where)
     return _search_damping(rest, held, dense, scale, where)
 
 
 def _draw(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
-    """Return normal numbers that are the same in every run, shape [rows, columns], float64."""
+    """Return normal random numbers, the same in every run, shape [rows, columns], float64."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(num_rows, num_columns, generator=generator, dtype=torch.float64).to(device)
 
@@ -150,7 +150,7 @@ def _draw(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
 def _search_damping(rest: SecondMoments, held: SecondMoments, dense: Tensor, scale: float, where: str) -> float:
     """Return the damping of least held-out error; parameters as in :func:`_measure_damped`.
 
-    :param scale: strength of a damping of one
+    :param scale: strength of a damping of 1
     """
 
     def measure(dampings: Sequence[float]) -> list[float]:
@@ -163,16 +163,16 @@ def _search_damping(rest: SecondMoments, held: SecondMoments, dense: Tensor, sca
 
 
 def _solves_together(system: Tensor) -> bool:
-    """Return whether several systems of one size are solved in one call: where each by itself would leave a card idle."""
+    """Return whether several systems of one size are solved in one call, because one alone would leave the GPU idle."""
     return system.is_cuda and len(system) <= _SMALL
 
 
 def _measure_damped(
     rest: SecondMoments, held: SecondMoments, dense: Tensor, strengths: Sequence[float], where: str
 ) -> list[float]:
-    """Return the held-out error of every solve, damped by so much, less the target's energy, in one batch.
+    """Return the held-out error at every damping strength, minus the target's energy, solved in one batch.
 
-    :param dense: dense weights of these inputs, that of the bias zero, shape [d, k + 1]
+    :param dense: dense weights of these inputs with a bias of 0, shape [d, k + 1]
     """
     damping = dense.new_tensor(strengths)[:, None, None]
     systems = rest.gram.repeat(len(strengths), 1, 1)
@@ -183,15 +183,15 @@ def _measure_damped(
 
 
 def _descend(measure: Callable[[Sequence[float]], list[float]], margin: float) -> float:
-    """Return the damping of least error, the lowest of those that tie: the best of a few far apart, then its neighbours.
+    """Return the damping of least error, the lowest on a tie: the best of a coarse grid, then of its neighbours.
 
-    The error falls and rises once along the dampings, so that some need no measuring: from the strongest down, two far apart at a
-    time, until the best so far is not the lowest that was measured.
+    The error falls and rises once along the dampings, so that not all are measured: first two strong ones; if the weaker of
+    them is better, every second weaker one.
     """
     errors: dict[int, float] = {}
 
     def add(indices: Sequence[int]) -> int:
-        """Measure these; return the best so far."""
+        """Measure the dampings at these indices; return the index of the best so far."""
         errors.update(zip(indices, measure([_DAMPINGS[index] for index in indices]), strict=True))
         known = sorted(errors)
         return known[argmin_with_ties([errors[index] for index in known], margin)]
@@ -204,17 +204,18 @@ def _descend(measure: Callable[[Sequence[float]], list[float]], margin: float) -
 
 
 def factorize_in_place(system: Tensor, where: str) -> Tensor:
-    """Return the lower Cholesky factor of a damped system, or of several, within its own storage, or raise with its name.
+    """Return the lower Cholesky factor of one or several damped systems, within their own storage.
 
     :param system: shape [..., n, n]
+    :raises ValueError: a system is singular; the message names ``where``
     """
     size = system.shape[-1]
     alive = (system.diagonal(dim1=-2, dim2=-1) > 0).sum(-1)
-    factor = system.mT  # the same matrix, by columns, as LAPACK wants it
+    factor = system.mT  # the same matrix in column-major order, as LAPACK expects it
     info = torch.empty(system.shape[:-2], dtype=torch.int32, device=system.device)
     torch.linalg.cholesky_ex(factor, out=(factor, info))
     if not ((info == 0) & factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)).all():
-        if int(alive.min()) <= 1 < size:  # no input but the bias was ever other than zero
+        if int(alive.min()) <= 1 < size:  # only the bias is nonzero
             raise ValueError(
                 f"{where}: inputs must not all be zero on the calibration data, got {size - 1} that are: units are dead, or "
                 "nothing reaches them. Leave the module out by ignore, or calibrate with other text."
@@ -224,11 +225,11 @@ def factorize_in_place(system: Tensor, where: str) -> Tensor:
 
 
 def factorize_fast(system: Tensor, where: str) -> Tensor:
-    """Return the lower Cholesky factor of a damped system: of a large one in float32, where that solves a probe.
+    """Return the lower Cholesky factor of a damped system; that of a large one in float32, if it solves a probe.
 
-    For choices and trials, not for weights that are kept: float32 takes half the seconds on a CPU, a thirtieth on most cards.
+    Used for choices and trials, not for final weights: float32 takes half the time on a CPU, a thirtieth on most GPUs.
 
-    :param system: shape [n, n], float64; stays as it is
+    :param system: shape [n, n], float64; not modified
     :raises ValueError: it is singular
     """
     if len(system) > _SMALL:
@@ -275,9 +276,9 @@ def _estimate_condition(factor: Tensor, iterations: int = 12) -> float:
 
 
 def sqrt_psd(matrix: Tensor) -> Tensor:
-    """Return R with ``R^T R`` a positive semidefinite matrix, shape [d, d], float64.
+    """Return R such that ``R^T R`` is the given positive semidefinite matrix, shape [d, d], float64.
 
-    The Cholesky factor, a hundred times cheaper than eigenvectors; the symmetric root where the matrix has no full rank.
+    R is the Cholesky factor, a hundred times cheaper than eigenvectors, or the symmetric root if the matrix is rank-deficient.
     """
     factor, info = torch.linalg.cholesky_ex(matrix.double())
     if not int(info) and factor.isfinite().all():

@@ -1,7 +1,7 @@
-"""Choices that rounding does not sway: what differs by less than a margin is a tie, and the first of those that tie wins.
+"""Choices that do not depend on rounding: values that differ by less than a margin tie, and the first one wins.
 
-The last digits of a sum depend on the order of its terms, and that on the processor and the number of threads. Among units that
-are truly alike (copies, dead inputs) they alone would decide.
+The last digits of a sum depend on the order of its terms, and thus on the processor and the number of threads. Among identical
+units (copies, dead inputs) these digits alone would decide.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-7}  # of a sum: below it its small parts are rounding
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-7}  # relative error of a sum: smaller parts of it are rounding
 MARGIN = 1e-9  # relative; above the rounding of float64 solves, far below any difference that matters
 
 
@@ -19,7 +19,7 @@ def argmin_with_ties(values: Sequence[float], margin: float = 0.0) -> int:
     """Return the index of the first value that exceeds the least by no more than a margin.
 
     :param values: at least one
-    :param margin: absolute, at least 0; :data:`MARGIN` of the least comes on top
+    :param margin: absolute, at least 0; :data:`MARGIN` times the least value is added
     """
     least = min(values)
     most = least + margin + MARGIN * abs(least)
@@ -37,7 +37,7 @@ def argmin_tensor_with_ties(costs: Tensor, margin: Tensor | float = 0.0) -> int:
 
 
 def order_scores(scores: Tensor, descending: bool = False) -> Tensor:
-    """Order by score along the last dimension; scores that tie go by index.
+    """Return the order by score along the last dimension; ties go by index.
 
     Neighbours in the sorted row tie where they differ by no more than :data:`MARGIN` of the larger one.
 
@@ -46,12 +46,12 @@ def order_scores(scores: Tensor, descending: bool = False) -> Tensor:
     """
     values, order = torch.sort(scores, dim=-1, descending=descending, stable=True)
     low, high = values[..., :-1], values[..., 1:]
-    close = (high - low).abs() <= MARGIN * torch.maximum(high.abs(), low.abs())  # of an infinity to anything
+    close = (high - low).abs() <= MARGIN * torch.maximum(high.abs(), low.abs())  # also next to an infinity
     ties = (low == high) | (close & low.isfinite() & high.isfinite())
     rank = torch.nn.functional.pad((~ties).long().cumsum(-1), (1, 0))
     return torch.empty_like(rank).scatter_(-1, order, rank).argsort(dim=-1, stable=True)
 
 
 def round_off(value: float) -> float:
-    """Return a number to nine significant digits, as a key to sort by."""
+    """Return a number rounded to nine significant digits, as a sort key."""
     return float(f"{value:.8e}")

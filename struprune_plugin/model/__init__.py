@@ -1,1 +1,1 @@
-"""A model's structure, its kinds of units and layers, and the surgery on them."""
+"""Structure of a model, its kinds of units and layers, and the surgery on them."""

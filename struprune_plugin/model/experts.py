@@ -1,7 +1,7 @@
-"""Experts of a mixture as linears of their own, and packed again at the width that they then have.
+"""Experts of a mixture as separate linears, and packed again at their new width.
 
-Transformers holds all experts of a layer in a few tensors of three dimensions. llm-compressor takes them apart into linears; how
-their rows lie in the tensors is measured, so that experts of another width can be packed in the same way.
+Transformers stores all experts of a layer in a few tensors of three dimensions. llm-compressor splits them into linears. The
+position of their rows in the tensors is measured, so that experts of another width can be packed in the same way.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from torch import Tensor, nn
 
-_WIDTHS = ("moe_intermediate_size", "intermediate_dim", "intermediate_size")  # as llm-compressor reads them
-_PACKED = "_struprune_packed"  # attribute of experts taken apart: the module that they were, without its tensors
+_WIDTHS = ("moe_intermediate_size", "intermediate_dim", "intermediate_size")  # names that llm-compressor reads
+_PACKED = "_struprune_packed"  # attribute of split experts: the original module without its tensors
 
 
 @dataclass(frozen=True)
 class Slot:
     """Position of an expert's linear in a packed tensor.
 
-    :param tensor: name of that
+    :param tensor: name of the packed tensor
     :param transposed: whether it holds columns before rows
-    :param first: of the runs of rows that the tensor holds one after the other, or of the rows that alternate in it
-    :param runs: how many of these there are
+    :param first: index of the run among the runs of rows that the tensor holds one after the other, or of the row among the rows
+        that alternate in it
+    :param runs: number of runs, or of alternating rows
     :param alternates: whether rows alternate
     """
 
@@ -44,12 +45,12 @@ class Slot:
     alternates: bool
 
     def shape(self, linear: torch.Size) -> tuple[int, ...]:
-        """Return the packed shape of one expert whose linear's weight or bias has this shape."""
+        """Return the shape of one expert's packed tensor, given the shape of its linear's weight or bias."""
         rows, columns = linear[0] * self.runs, linear[1:]
         return (*columns, rows) if self.transposed else (rows, *columns)
 
     def view(self, packed: Tensor) -> Tensor:
-        """Return the rows of one expert's packed tensor that are the linear's."""
+        """Return the rows of one expert's packed tensor that belong to the linear."""
         rows = packed.mT if self.transposed else packed
         if self.alternates:
             return rows[self.first :: self.runs]
@@ -57,42 +58,45 @@ class Slot:
         return rows[self.first * count : (self.first + 1) * count]
 
 
-Slots = dict[str, Slot]  # by the name of a parameter in an expert
-_SLOTS: dict[tuple[type, tuple[str, ...]], Slots] = {}  # measured, by class and names of tensors: sizes do not matter
+Slots = dict[str, Slot]  # by parameter name within an expert
+_SLOTS: dict[tuple[type, tuple[str, ...]], Slots] = {}  # measured slots by class and tensor names; sizes do not matter
 
 
 def list_experts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the lists of experts of a decoder layer that have been taken apart, by name."""
+    """Yield (name, module) of every list of split experts in a decoder layer."""
     for name, module in layer.named_modules():
         if isinstance(module, LinearExperts2D):
             yield name, module
 
 
 def take_apart(model: nn.Module) -> None:
-    """Split the experts of a model into linears, where llm-compressor knows the class; the function stays."""
+    """Split the experts of a model into linears where llm-compressor supports the class; the model's function does not change."""
     for name, packed in _list_packed(model):
         kind = LinearExperts2D.get_linear_experts_cls(type(packed))
         down = packed.down_proj
         width = down.shape[1 if kind.is_transposed else 2]
         config = _SizedConfig(getattr(packed, "config", getattr(model, "config", None)), width, down.dtype)
-        if hasattr(packed, "expert_dim"):  # which llm-compressor reads of Llama 4
+        if hasattr(packed, "expert_dim"):  # llm-compressor reads it for Llama 4
             packed.expert_dim = width
         with ExitStack() as stack:
             if down.is_meta:
                 stack.enter_context(torch.device("meta"))
-            if not isinstance(packed._parameters, OffloadCache):  # llm-compressor wraps what it makes in any case
+            if not isinstance(packed._parameters, OffloadCache):  # llm-compressor always wraps the linears
                 stack.enter_context(patch_attr(linear_experts, "offload_module", lambda *_, **__: None))
             made = kind.from_experts_module(packed, config)
         _remember(made, packed)
         model.set_submodule(name, made)
     for _, made in list_experts(model):
-        if _PACKED not in vars(made) and hasattr(made, "_source_experts_cls"):  # llm-compressor has taken it apart
+        if _PACKED not in vars(made) and hasattr(made, "_source_experts_cls"):  # split by llm-compressor itself
             with torch.device("meta"):
                 _remember(made, made._source_experts_cls(made._source_config))
 
 
 def _list_packed(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return packed experts that llm-compressor knows, by name; it reads the source of a class, so that each is asked once."""
+    """Return (name, module) of packed experts that llm-compressor supports.
+
+    llm-compressor parses the source of a class, so each class is checked once.
+    """
     held = [(name, module) for name, module in model.named_modules() if "down_proj" in module._parameters]
     one_of_each = nn.ModuleList({type(module): module for _, module in held}.values())
     known = {type(module) for _, module in get_non_linearized_moes(one_of_each)}
@@ -100,29 +104,29 @@ def _list_packed(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _SizedConfig:
-    """A configuration that tells llm-compressor the width and the dtype that experts have, which pruning may have changed."""
+    """Configuration that reports the experts' present width and dtype to llm-compressor; pruning may have changed them."""
 
     def __init__(self, config: Any, width: int, dtype: torch.dtype):
         self.config, self.told = config, {**dict.fromkeys(_WIDTHS, width), "dtype": dtype}
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("config", "told"):  # while it is copied
+        if name in ("config", "told"):  # not yet set while the object is copied
             raise AttributeError(name)
-        if name == "text_config" and not hasattr(self.config, name):  # llm-compressor knows Llama 4 in a wrapper alone
+        if name == "text_config" and not hasattr(self.config, name):  # Llama 4 is supported in a wrapper only
             return self
         value: Any = self.told[name] if name in self.told else getattr(self.config, name)
-        return value.removeprefix("struprune_") if name == "model_type" else value  # of a model that was pruned before
+        return value.removeprefix("struprune_") if name == "model_type" else value  # of a previously pruned model
 
 
 def _remember(made: Any, packed: Any) -> None:
-    """Keep, beside experts taken apart, what packing them again needs."""
+    """Store on split experts the information needed to pack them again."""
     with disable_onloading():
         held = dict(packed._parameters)
         shapes = {name: p.shape[1:] for name, p in held.items() if p is not None and p.dim() > 1}
     key = (type(packed), tuple(shapes))
     slots = _SLOTS[key] = _SLOTS.get(key) or _measure_slots(made[0], packed, shapes)
     empty = copy.copy(packed)
-    for name in ("forward", "_original_forward_func"):  # of an offloaded module, which is offloaded anew
+    for name in ("forward", "_original_forward_func"):  # set by offloading, which is applied again later
         vars(empty).pop(name, None)
     empty._parameters = {
         name: None if name in {slot.tensor for slot in slots.values()} else held[name] for name in held
@@ -131,7 +135,7 @@ def _remember(made: Any, packed: Any) -> None:
 
 
 def _measure_slots(expert: Any, packed: Any, shapes: Mapping[str, torch.Size]) -> Slots:
-    """Return where an expert's parameters lie, by letting one of numbered elements be taken apart."""
+    """Return the slots of an expert's parameters, found by splitting an expert whose elements are numbered."""
     numbered = copy.copy(packed)
     numbered._parameters, first = {}, 0
     for name, shape in shapes.items():
@@ -154,9 +158,9 @@ def _measure_slots(expert: Any, packed: Any, shapes: Mapping[str, torch.Size]) -
 
 
 def _read_slot(numbers: Tensor, numbered: Any) -> Slot:
-    """Return the slot that numbers of packed elements come from: its view holds the same numbers.
+    """Return the slot whose view of the numbered packed tensor holds the same numbers as the parameter.
 
-    :raises ValueError: there is none
+    :raises ValueError: no slot matches
     """
     for name, packed in numbered._parameters.items():
         one = packed[0]
@@ -172,9 +176,9 @@ def _read_slot(numbers: Tensor, numbered: Any) -> Slot:
 
 
 def list_packed_shapes(model: nn.Module, narrower: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that experts taken apart have once they are packed, by the tensors' full names.
+    """Return the shapes of split experts' tensors after packing, by full tensor name.
 
-    :param narrower: names of lists of experts that are to have half their channels
+    :param narrower: names of lists of experts whose number of channels is halved
     """
     shapes = {}
     for name, experts in list_experts(model):
@@ -190,9 +194,9 @@ def list_packed_shapes(model: nn.Module, narrower: Collection[str] = ()) -> dict
 
 @torch.no_grad()
 def pack_experts(model: nn.Module) -> None:
-    """Pack experts that :func:`take_apart` took apart, at the width that they now have; the function stays.
+    """Pack experts that :func:`take_apart` split, at their present width; the model's function does not change.
 
-    Experts that a quantiser has touched stay linears, as llm-compressor saves them.
+    Experts with a quantisation scheme stay linears, the form in which llm-compressor saves them.
     """
     for name, experts in [found for found in list_experts(model) if _PACKED in vars(found[1])]:
         if any(hasattr(module, "quantization_scheme") for module in experts.modules()):

@@ -1,4 +1,4 @@
-"""The function of an FFN, apart from its decoder layer."""
+"""FFN computation, separate from its decoder layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from struprune_plugin.model.units.group import UnitGroup
 
 
 class FFN:
-    """``W2 phi(W1 x)``, phi with a gate where there are two W1.
+    """FFN ``W2 phi(W1 x)``, gated where there are two W1.
 
-    :param first: (weight, bias, parts) of the linears before the channels; two parts are a gate and what it gates in one
-    :param second: (weight, bias) of the one behind
-    :param activation: as transformers calls it
+    :param first: (weight, bias, parts) of the linears that produce the channels; two parts are a fused gate and up projection
+    :param second: (weight, bias) of the linear that reads the channels
+    :param activation: its name in transformers
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class FFN:
         return linear(hidden * parts[1] if len(parts) > 1 else hidden, *self.second)
 
     def copy(self, dtype: torch.dtype | None = None) -> FFN:
-        """Return a copy, in another dtype where given; one in which all weights learn."""
+        """Return a copy in which all weights require gradients, cast to ``dtype`` where given."""
 
         def hold(part: Tensor | None) -> Tensor | None:
             return None if part is None else part.detach().to(dtype or part.dtype, copy=True).requires_grad_()
@@ -48,12 +48,12 @@ class FFN:
         return FFN(first, (hold(self.second[0]), hold(self.second[1])), self.activation)  # type: ignore[arg-type]
 
     def list_parameters(self) -> list[Tensor]:
-        """Return the weights, and the biases that there are."""
+        """Return the weights and the existing biases."""
         return [p for pair in (*self.first, self.second) for p in pair[:2] if isinstance(p, Tensor)]
 
 
 def read_ffn(layer: nn.Module, group: UnitGroup) -> FFN:
-    """Return an FFN as it now is; a later change of the layer does not change it."""
+    """Return a copy of the layer's present FFN; later changes of the layer do not affect it."""
 
     def copy(name: str) -> tuple[Tensor, Tensor | None]:
         return read_weight(find_linear(layer, name), lambda part: part.detach().clone())
@@ -63,7 +63,7 @@ def read_ffn(layer: nn.Module, group: UnitGroup) -> FFN:
 
 
 def write_ffn(layer: nn.Module, group: UnitGroup, ffn: FFN) -> None:
-    """Set the weights of a layer's linears, in their dtype."""
+    """Write the FFN's weights to the layer's linears, cast to their dtype."""
     names = (*group.producers, group.consumer)
     with torch.no_grad():
         for name, (weight, bias) in zip(names, (*(p[:2] for p in ffn.first), ffn.second), strict=True):

@@ -1,4 +1,4 @@
-"""The bytes and widths that a memory budget is judged by, read off a model."""
+"""Sizes of a model, in bytes and widths, for the check of a memory budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from struprune_plugin.runtime.offload_plan import Consumer, Sizes
 
 
 def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch.Size) -> Sizes:
-    """Read sizes off a model, its groups and the shape of a calibration batch; the largest of all layers count."""
+    """Return the sizes of a model, its groups and a calibration batch's shape; each size is the largest over all layers."""
     layouts = find_layouts(model)
     layers = [layer for layer, _ in layouts]
     hidden = model.config.get_text_config(decoder=True).hidden_size
@@ -45,7 +45,7 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
 
 
 def count_bytes(*modules: nn.Module) -> int:
-    """Return the bytes of the weights of modules and all below them, shared ones once."""
+    """Return the bytes of the parameters of modules and their submodules, shared ones counted once."""
     with disable_onloading():
         parameters = {id(p): p for module in modules for p in module.parameters()}
         return sum(p.nbytes for p in parameters.values())
@@ -62,15 +62,15 @@ def _count_activations(
     item, is_plain = model.dtype.itemsize, attention is not None and attention.is_plain
     values = 0 if attention is None else (2 if is_plain else 3) * sum_outputs(attention.producers, layer)
     widest = max(values, _count_ffn_values(config, layout, layer, everyone))
-    single = (3 if is_plain else 5) * config.hidden_size  # float32: targets, and norms that widen
+    single = (3 if is_plain else 5) * config.hidden_size  # float32 values: targets, and norms computed in float32
     per_token = item * (widest + 7 * config.hidden_size + 2 * length) + 4 * single
     maps = 0 if can_fuse_attention(model) else 12 * config.num_attention_heads * length
     return batch.numel() * (per_token + maps)
 
 
 def _count_ffn_values(config: Any, layout: LayerLayout, layer: nn.Module, everyone: bool) -> int:
-    """Return the values per token that an FFN holds: of its producers and its consumer, and of the experts that a token visits,
-    whose inputs and outputs wait until the layer is through."""
+    """Return the values per token that a layer's FFNs hold: those of producers and consumers, and those of the experts that a token
+    visits, whose inputs and outputs are kept until the layer finishes."""
     own = [sum_outputs(ffn.producers, layer) + find_linear(layer, ffn.output).in_features for ffn in layout.ffns]
     if layout.ffns and layout.experts is None:
         return sum(own)

@@ -1,4 +1,4 @@
-"""The decoder layers of a model: where they are, what their linears are called, how large they are."""
+"""Decoder layers of a model: their position, the names of their linears and their sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
 from struprune_plugin.model.structure.locate import ABSENT, locate_layers
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
-SOFT_CAP = "attn_logit_softcapping"  # too far out for a random instance to reach it, so that no measurement shows it
+SOFT_CAP = "attn_logit_softcapping"  # too large for a random instance's logits to reach, so no measurement shows it
 
 
 def find_decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -29,13 +29,13 @@ def find_decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def find_layouts(model: nn.Module) -> list[tuple[nn.Module, LayerLayout]]:
-    """Return every decoder layer, first to last, with what can be cut of it."""
+    """Return (layer, layout of its prunable units) of every decoder layer, first to last."""
     structure, named = find_structure(model), find_decoder_layers(model)
     return [(layer, list_present(layer, structure[index])) for index, (_, layer) in enumerate(named)]
 
 
 def list_present(layer: nn.Module, layout: LayerLayout) -> LayerLayout:
-    """Return a layer's layout without the attention and the FFNs that are gone from it."""
+    """Return a layer's layout without its removed attention and FFNs."""
     there = [
         module.output for module in (layout.attention, *layout.ffns) if module and has_linear(layer, module.output)
     ]
@@ -47,7 +47,7 @@ def list_present(layer: nn.Module, layout: LayerLayout) -> LayerLayout:
 
 
 def has_linear(layer: nn.Module, name: str) -> bool:
-    """Return whether a layer has a linear, which goes with a whole sublayer."""
+    """Return whether a layer still has a linear; removing a whole sublayer removes its linears."""
     return any("weight" in module._parameters for own, module in layer.named_modules() if own == name)
 
 
@@ -57,7 +57,7 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
 
 
 def list_linears(layer: nn.Module, layout: LayerLayout) -> list[str]:
-    """Return the names of all linears of a layer's modules that hold units, of experts too where they have been taken apart."""
+    """Return the names of all linears of a layer's modules that hold units, including experts where they have been split."""
     names, experts = layout.list_linears(), layout.experts
     members = None if experts is None else layer.get_submodule(experts.module)
     if experts is None or not isinstance(members, nn.ModuleList):
@@ -67,11 +67,11 @@ def list_linears(layer: nn.Module, layout: LayerLayout) -> list[str]:
 
 
 def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
-    """Count the parameters, biases too, of all linears of the modules that hold units: the base of every ``sparsity``.
+    """Return the number of parameters, biases included, of all linears of the modules that hold units: the base of ``sparsity``.
 
-    What a quantiser later in the recipe has added is not counted.
+    Parameters that a quantiser later in the recipe has added are not counted.
 
-    :param experts: whether experts of a mixture are to be pruned and so count
+    :param experts: whether experts of a mixture are pruned and therefore counted
     """
     modules: list[nn.Module] = []
     for layer, layout in find_layouts(model):
@@ -83,13 +83,13 @@ def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count a model's parameters, tied ones once, without what a quantiser later in the recipe has added."""
+    """Return the number of a model's parameters, tied ones counted once, without those added by a quantiser later in the recipe."""
     named = model.named_parameters()
     return sum(p.numel() for name, p in named if name.rpartition(".")[2] not in QUANTISER_PARAMETERS)
 
 
 def describe_weights(model: nn.Module) -> str:
-    """Return a digest of the decoder layers' linears that tells one dense model from another: sums, dtypes, shapes."""
+    """Return a digest of the decoder layers' linears (names, dtypes, shapes, sums) that distinguishes dense models."""
     digest = hashlib.sha256()
     for layer, layout in find_layouts(model):
         for name in layout.list_linears():
@@ -100,13 +100,13 @@ def describe_weights(model: nn.Module) -> str:
 
 
 def can_fuse_attention(model: PreTrainedModel) -> bool:
-    """Return whether layers may attend without maps: sdpa drops a soft cap."""
+    """Return whether attention may run fused, without attention maps; sdpa ignores a soft cap."""
     config = model.config.get_text_config(decoder=True)
     return model._supports_sdpa and getattr(config, SOFT_CAP, None) is None
 
 
 def list_attention_configs(model: PreTrainedModel) -> list[tuple[nn.Module, Any]]:
-    """Return every decoder layer, and the configuration that its attention module reads."""
+    """Return (layer, configuration that its attention module reads) of every decoder layer."""
     default = model.config.get_text_config(decoder=True)
     return [
         (layer, next((m.config for m in layer.modules() if hasattr(m, "config")), default))  # type: ignore[misc]
@@ -115,23 +115,23 @@ def list_attention_configs(model: PreTrainedModel) -> list[tuple[nn.Module, Any]
 
 
 def pick_columns(linear: nn.Module, states: Tensor) -> Tensor:
-    """Return what the weights of a linear, padded or not, read of its input."""
+    """Return the part of a linear's input that its weights read; the whole input where the linear is not padded."""
     return linear.pick(states) if hasattr(linear, "gather") else states  # type: ignore[operator]
 
 
 def lay_rows_out(linear: nn.Module, states: Tensor) -> Tensor:
-    """Return the output of a linear, padded or not, of what its weights give."""
+    """Return a linear's output given the product with its weights; the product itself where the linear is not padded."""
     return linear.lay_out(states) if hasattr(linear, "spread") else states  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one decoder layer.
+    """Sizes of one decoder layer.
 
-    :param num_heads: query heads
-    :param num_key_value_heads: key and value heads
-    :param head_dim: of queries and keys
-    :param value_head_dim: of values
+    :param num_heads: number of query heads
+    :param num_key_value_heads: number of key and value heads
+    :param head_dim: width of a head's queries and keys
+    :param value_head_dim: width of a head's values
     :param width: FFN channels; 0 where there is no FFN to prune
     """
 
@@ -143,7 +143,7 @@ class LayerSizes:
 
 
 def measure_layer(layout: LayerLayout, layer: nn.Module) -> LayerSizes:
-    """Read a decoder layer's sizes off its linears; those of attention are 0 where no value channel can go."""
+    """Return a decoder layer's sizes, read from its linears; those of attention are 0 where no value channel can be removed."""
     width = find_linear(layer, layout.ffns[0].output).in_features if layout.ffns else 0
     attention = layout.attention
     if attention is None:
@@ -154,7 +154,7 @@ def measure_layer(layout: LayerLayout, layer: nn.Module) -> LayerSizes:
 
 
 def read_head_widths(attention: AttentionLayout, layer: nn.Module) -> tuple[int, int]:
-    """Return the width of a head's values in the dense model, and as it now is."""
+    """Return the width of a head's values in the dense model, and the present width."""
     module: Any = layer.get_submodule(attention.module)
     wide = getattr(module, attention.width_name)
     gather = getattr(find_linear(layer, attention.output), "gather", None)
@@ -162,7 +162,7 @@ def read_head_widths(attention: AttentionLayout, layer: nn.Module) -> tuple[int,
 
 
 def _count_blocks(attention: AttentionLayout, layer: nn.Module, num_heads: int) -> int:
-    """Return the value heads of a layer."""
+    """Return the number of value heads of a layer."""
     if not attention.is_grouped:
         return num_heads
     head_dim, value_dim = read_head_widths(attention, layer)
@@ -173,14 +173,16 @@ def _count_blocks(attention: AttentionLayout, layer: nn.Module, num_heads: int) 
 
 
 def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:
-    """Return the outputs of all linears of some names that a layer has."""
+    """Return the total number of output features of a layer's linears among ``names``."""
     found = [module for name, module in layer.named_modules() if name in names and isinstance(module, nn.Linear)]
     return sum(linear.out_features for linear in found)
 
 
 def has_uniform_layers(model: nn.Module) -> bool:
-    """Return whether all layers have the same sizes, values as wide as queries and keys; modules that the dense class does not have
-    in a layer are passed over."""
+    """Return whether all layers have the same sizes and values are as wide as queries and keys.
+
+    Layers where the dense class has no FFN or no attention are ignored for that size.
+    """
     if any(type(module).__name__ == ABSENT for module in model.modules()):
         return False
     sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
@@ -190,7 +192,7 @@ def has_uniform_layers(model: nn.Module) -> bool:
 
 
 def read_counts(attention: nn.Module) -> dict[str, int]:
-    """Return the sizes that an attention module keeps in attributes and that slicing changes, by name."""
+    """Return the sizes that an attention module stores in attributes and that slicing changes, by name."""
     names = ("num_heads", "num_key_value_heads", "value_head_dim")
     return {name: getattr(attention, name) for name in names if hasattr(attention, name)}
 

@@ -1,6 +1,6 @@
-"""Make modules smaller in place, from kept indices and re-solved weights.
+"""In-place shrinking of modules, from kept indices and re-solved weights.
 
-Every shape change is an ``nn.Parameter`` assignment: llm-compressor keeps parameters in offload caches, where an in-place
+Every shape change is an ``nn.Parameter`` assignment: llm-compressor stores parameters in offload caches, where an in-place
 change or ``.data =`` would be lost.
 """
 
@@ -29,13 +29,14 @@ from struprune_plugin.runtime.residence import release_weights
 def slice_group(
     layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Remove all units but ``keep`` from a decoder layer, and give the consumer its new weights.
+    """Remove all units but ``keep`` from a decoder layer, and set the consumer's new weights.
 
     :param layer: the decoder layer of ``group``
-    :param keep: sorted kept units, shape [kept], int64; from every block the same number
+    :param keep: sorted kept units, shape [kept], int64; the same number per block
     :param weight: new weights of the consumer, in unit order, bias last, shape [d, kept * columns_per_unit + 1], cast to
         its dtype
-    :param producers: new weights of linears that feed it, by name, kept rows only, bias last; the old rows where absent
+    :param producers: new weights of producing linears, by name, kept rows only, bias last; a linear without an entry keeps its old
+        rows
     """
     keep = keep.cpu()
     for name in group.producers:
@@ -50,9 +51,9 @@ def slice_group(
 
 
 def cut_units(model: nn.Module, groups: Sequence[UnitGroup], kept: Mapping[str, int]) -> None:
-    """Cut every group to its first units of each block, in place, the consumers' weights zeros: for shapes and times alone.
+    """Cut every group in place to the first units of each block, with zero consumer weights: only for shapes and timings.
 
-    :param kept: units by group name
+    :param kept: number of kept units by group name
     """
     for group in groups:
         layer = model.get_submodule(group.layer_name)
@@ -64,10 +65,10 @@ def cut_units(model: nn.Module, groups: Sequence[UnitGroup], kept: Mapping[str, 
 
 
 def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
-    """Undo the shapes of :func:`slice_group`: put the units that went back, as zeros; the layer's function stays.
+    """Restore the shapes from before :func:`slice_group`: add the removed units as zeros; the layer's function does not change.
 
-    :param group: as it was before the units went
-    :param keep: sorted units that are still there, shape [kept], int64
+    :param group: the group before the units were removed
+    :param keep: sorted present units, shape [kept], int64
     """
     for name in group.producers:
         producer = find_linear(layer, name)
@@ -79,9 +80,9 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
 
 
 def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
-    """Rotate the values of every head in the linear that makes them and the one that reads them; the function stays.
+    """Rotate every head's values in the producing and the consuming linear; the layer's function does not change.
 
-    :param group: of a kind that rotates
+    :param group: a group whose units may be rotated
     :param basis: orthogonal, rows are the new channels, shape [blocks, width, width], float64
     """
     (name,) = group.producers
@@ -93,11 +94,11 @@ def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
 def rotate_producer(
     layer: nn.Module, group: UnitGroup, basis: Tensor, fetch: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the weights of the linear that makes the values, these rotated, shape [rows, columns + 1], float64, bias last.
+    """Return the weights of the linear that produces the values, value rows rotated, shape [rows, columns + 1], float64, bias last.
 
     Parameters as in :func:`rotate_group`.
 
-    :param fetch: brings weights to where they are rotated
+    :param fetch: moves weights to the device of the rotation
     """
     (name,) = group.producers
     rows = append_bias(*read_weight(find_linear(layer, name), fetch))
@@ -110,9 +111,9 @@ def rotate_producer(
 def mask_group(
     layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Set columns of a dense layer to zero, so that it has the function that :func:`slice_group` gives it.
+    """Set columns of a dense layer to zero, so that it computes the same function as after :func:`slice_group`.
 
-    Parameters as in :func:`slice_group`. Shapes stay, so that masked and physical results can be compared.
+    Parameters as in :func:`slice_group`. Shapes do not change, so that masked and physical results can be compared.
     """
     for name, new in (producers or {}).items():
         rows = append_bias(*read_weight(find_linear(layer, name)))
@@ -126,7 +127,7 @@ def mask_group(
 def read_weight(linear: nn.Linear, fetch: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a linear, onloaded where they are offloaded, detached.
 
-    :param fetch: brings them to where they are wanted
+    :param fetch: applied to both, for instance to move them; detaches where None
     """
     fetch = fetch or Tensor.detach
     return fetch(linear.weight), None if linear.bias is None else fetch(linear.bias)
@@ -135,20 +136,20 @@ def read_weight(linear: nn.Linear, fetch: Callable[[Tensor], Tensor] | None = No
 def read_consumer(layer: nn.Module, group: UnitGroup, fetch: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Return the consumer's weights, columns in unit order, bias last, shape [d, n + 1], float64.
 
-    :param fetch: brings them to where they are wanted
+    :param fetch: moves them to the wanted device
     """
     weight, bias = read_weight(find_linear(layer, group.consumer), fetch)
     return append_bias(group.to_unit_order(weight), bias)
 
 
 def set_consumer(layer: nn.Module, group: UnitGroup, weight: Tensor) -> None:
-    """Set the consumer's weights, of all or of the kept units, columns in unit order, bias last."""
+    """Set the consumer's weights, for all or for the kept units, columns in unit order, bias last."""
     columns = group.to_module_order(weight[:, :-1])
     set_weight(find_linear(layer, group.consumer), torch.cat([columns, weight[:, -1:]], 1))
 
 
 def sum_rows(group: UnitGroup, producer: str, per_row: Tensor) -> Tensor:
-    """Sum a quantity of a producing linear's rows over those of every unit, shape [rows] -> [units]."""
+    """Return a per-row quantity of a producing linear summed per unit, shape [rows] -> [units]."""
     owners = group.find_row_owners(producer).to(per_row.device)
     owned = owners >= 0
     return per_row.new_zeros(group.num_units).index_add_(0, owners[owned], per_row[owned])
@@ -160,17 +161,17 @@ def set_weight(linear: nn.Linear, weight: Tensor) -> None:
 
 
 def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    release_weights(linear)  # llm-compressor would keep the old ones, of another size, beside the new
+    release_weights(linear)  # llm-compressor would otherwise keep the old ones, of another size
     with disable_onloading():
         old = linear.weight
-    device = None if isinstance(linear._parameters, OffloadCache) else old.device  # the cache places what it is given
+    device = None if isinstance(linear._parameters, OffloadCache) else old.device  # the cache itself places tensors
 
     def cast(tensor: Tensor) -> nn.Parameter:
         return nn.Parameter(tensor.detach().to(old.dtype).to(device).contiguous(), old.requires_grad)
 
     linear._parameters["weight"] = cast(
         weight
-    )  # an attribute's assignment would bring the old ones to the device, to stay
+    )  # attribute assignment would onload the old weights to the device and leave them there
     if bias is not None:
         linear._parameters["bias"] = cast(bias)
     linear.out_features, linear.in_features = weight.shape
@@ -184,8 +185,8 @@ class LayerCopy:
     """Host copy of the parts of a decoder layer that pruning changes.
 
     :param linears: (weight, bias) by name
-    :param counts: sizes that the attention module keeps in attributes, by name
-    :param padding: what padded linears know of their values, by name
+    :param counts: sizes that the attention module stores in attributes, by name
+    :param padding: padding attributes of padded linears (see :func:`read_padding`), by name
     """
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
@@ -194,9 +195,9 @@ class LayerCopy:
 
 
 def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
-    """Record the linears of a decoder layer that may change, and the sizes that its attention module keeps in attributes.
+    """Return a host copy of a decoder layer's linears that may change, and of the sizes that its attention module stores.
 
-    :param layout: without what is gone
+    :param layout: the layout without removed parts
     """
 
     def hold(tensor: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
 
 
 def restore_layer(layer: nn.Module, layout: LayerLayout, copy: LayerCopy) -> None:
-    """Restore the recorded state of a layer, bit by bit; the layout lacks the removed parts."""
+    """Restore the recorded state of a layer, bit for bit; the layout lacks the removed parts."""
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
     for name, known in copy.padding.items():
@@ -221,14 +222,14 @@ def restore_layer(layer: nn.Module, layout: LayerLayout, copy: LayerCopy) -> Non
 
 
 def read_padding(linear: nn.Module) -> dict[str, Any]:
-    """Return what a padded linear knows of the values that it makes or reads; nothing for others."""
+    """Return a padded linear's description of the values that it produces or reads; empty for other linears."""
     return {name: deepcopy(vars(linear)[name]) for name in ("spread", "gather") if name in vars(linear)}
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:
-    """Refuse linears that cannot be sliced.
+    """Raise where a group's linears cannot be sliced.
 
-    :raises ValueError: no plain linear, or already quantised
+    :raises ValueError: a module is not a plain linear, or is already quantised
     """
     for name in (*group.producers, group.consumer):
         linear = find_linear(layer, name)

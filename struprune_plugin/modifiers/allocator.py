@@ -1,4 +1,4 @@
-"""``SparsityAllocatorModifier``: an allocation pass as a stage of its own."""
+"""``SparsityAllocatorModifier``: the modifier that runs an allocation pass in a separate stage."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from struprune_plugin.runtime.device_context import StageRecord
 class Allocated:
     """Result of an allocator stage, for the pruning stage.
 
-    :param sensitivity: what was measured on the way, not to be measured again
-    :param measured: seconds and peak bytes of its calibration pass
+    :param sensitivity: sensitivity measured by the stage, which the pruning stage reuses
+    :param measured: seconds and peak bytes of the stage's calibration pass
     """
 
     plan: UnitAllocation
@@ -36,10 +36,11 @@ class Allocated:
 
 class SparsityAllocatorModifier(StructuredModifier):
     """
-    Allocates sparsity to the modules of all layers in one calibration pass over the dense model, and leaves the plan
-    for a :class:`StruPruneModifier` in a later stage. Source: paper, Algorithms 2 and 3, steps 1, 2 and 5.
+    Modifier that allocates sparsity to the modules of all layers in one calibration pass over the dense model, and
+    leaves the plan for a :class:`StruPruneModifier` in a later stage. Source: paper, Algorithms 2 and 3, steps 1, 2
+    and 5.
 
-    One decoder layer is on the device at a time; of each module only its importance and its error curve are kept.
+    One decoder layer is on the device at a time; only the importance and the error curve of each module are stored.
     Fields as in :class:`StructuredModifier`; ``sparsity`` or a ``budget`` must be given.
 
     :param allocation: by default Algorithm 2
@@ -64,7 +65,7 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     @property
     def allocated(self) -> Allocated | None:
-        """Result of this stage, after its calibration pass."""
+        """Result of this stage; None before its calibration pass."""
         return self._allocated
 
     @model_validator(mode="after")
@@ -108,9 +109,9 @@ class SparsityAllocatorModifier(StructuredModifier):
             keep_allocation(self._store, "allocator", plan, sensitivity)
 
     def _check_stages(self) -> None:
-        """Refuse a plan that nobody follows, or two plans.
+        """Raise unless the recipe has exactly one allocator stage and a pruning stage after it.
 
-        :raises ValueError: the same
+        :raises ValueError: otherwise
         """
         names = [type(modifier).__name__ for modifier in list_modifiers()]
         ours, theirs = "SparsityAllocatorModifier", "StruPruneModifier"

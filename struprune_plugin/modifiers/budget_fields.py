@@ -1,4 +1,4 @@
-"""The recipe's ``budget``: what the pruned model may take."""
+"""Recipe field ``budget``: limits on the size, cache and time of the pruned model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_SPEED = ("phase", "batch", "length", "engine")
 
 
 class BudgetConfig(Config):
-    """Limits for the pruned model: one or several, all of which are met.
+    """One or several limits on the pruned model, all of which must be met.
 
     :param parameters: share of parameters to remove, as ``sparsity``, which is the short form
     :param bytes: upper bound on the saved weights, embeddings included, counted after a quantiser that follows: a
@@ -53,14 +53,14 @@ class BudgetConfig(Config):
 
 
 def read_budgets(value: Any) -> Any:
-    """Return a list of budgets, of which a recipe may write a single one without its brackets."""
+    """Return the recipe's budgets as a list; a recipe may give a single budget without brackets."""
     return [value] if isinstance(value, (dict, BudgetConfig)) else [] if value is None else value
 
 
 def split_parameters(values: Any) -> Any:
-    """Return a modifier's fields with what a budget says of parameters in ``sparsity``, which is short for it.
+    """Return a modifier's fields with ``budget.parameters`` moved to ``sparsity``, its short form.
 
-    :raises ValueError: two different fractions
+    :raises ValueError: two different fractions are given
     """
     budgets = read_budgets(values.get("budget")) if isinstance(values, dict) else None
     if not budgets or not isinstance(budgets, list):

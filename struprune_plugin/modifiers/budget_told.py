@@ -1,4 +1,4 @@
-"""Records of a run's budgets, for the manifest."""
+"""Manifest record of a run's budgets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from struprune_plugin.storage.records import BudgetRecord
 def describe_budget(
     setup: RunSetup, recipe: StructuredModifier, model: PreTrainedModel, plan: UnitAllocation, removed: int
 ) -> BudgetRecord:
-    """Return, for the manifest, what was asked and what was met.
+    """Return the manifest's record of the requested and the achieved budget.
 
-    :param model: pruned
-    :param removed: parameters
+    :param model: the pruned model
+    :param removed: number of removed parameters
     """
     met = {"parameters": setup.num_prunable - removed, **measure_met(model, setup.targets, split_modifiers(recipe)[1])}
     return BudgetRecord(

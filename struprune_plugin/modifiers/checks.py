@@ -20,8 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.runtime.distributed import count_ranks, gather
 
-_FEW = 0.5  # share of different sequences below which a person is told
-_FINAL = {  # what works on the final weights -> its name in messages
+_FEW = 0.5  # share of distinct sequences below which a warning is logged
+_FINAL = {  # modifiers that need the final weights -> their name in messages
     QuantizationMixin: "quantiser",
     AWQModifier: "quantiser and its smoothing",
     SmoothQuantModifier: "quantiser and its smoothing",
@@ -35,16 +35,16 @@ def list_modifiers() -> list[Modifier]:
 
 
 def split_modifiers(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
-    """Return the modifiers that come before one of ours in the recipe, and those that follow."""
+    """Return the modifiers before a given one in the recipe, and those after it."""
     modifiers = list_modifiers()
     place = next(i for i, other in enumerate(modifiers) if other is modifier)
     return modifiers[:place], modifiers[place + 1 :]
 
 
 def check_order(modifier: Modifier) -> None:
-    """Refuse what works on the final weights and yet comes before a modifier of ours, which changes them.
+    """Raise if a modifier that needs the final weights precedes ``modifier``, which changes them.
 
-    :raises ValueError: a quantiser, a smoothing before one, or a sparsity modifier (its zeros would not stay) comes first
+    :raises ValueError: a quantiser, its smoothing, or a sparsity modifier (whose zeros would be lost) comes first
     """
     for other in split_modifiers(modifier)[0]:
         for kind, name in _FINAL.items():
@@ -56,16 +56,16 @@ def check_order(modifier: Modifier) -> None:
 
 
 def check_targets(model: nn.Module, modifiers: Sequence[Modifier]) -> None:
-    """Refuse targets of quantisers and sparsity modifiers that match nothing: llm-compressor would leave the model as it was.
+    """Raise if targets of quantisers or sparsity modifiers match nothing: llm-compressor would leave the model unchanged.
 
-    :raises ValueError: a target that matches no module; an ignore list that leaves none
+    :raises ValueError: a target matches no module, or the ignore list excludes all targets
     """
     for modifier in modifiers:
         if isinstance(modifier, QuantizationMixin):
             groups = [(scheme.targets, modifier.ignore) for scheme in modifier.resolved_config.config_groups.values()]
         elif isinstance(modifier, SparsityModifierBase):
             targets = modifier.targets
-            groups = [([targets] if isinstance(targets, str) else targets, [])]  # what it ignores lies inside these
+            groups = [([targets] if isinstance(targets, str) else targets, [])]  # its ignore list applies inside these
         else:
             continue
         for targets, ignore in groups:
@@ -87,13 +87,13 @@ def _check_group_targets(model: nn.Module, who: str, targets: Sequence[str], ign
 
 
 def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modifier], heads_differ: bool) -> None:
-    """Refuse quantised key-value caches where llm-compressor cannot size their scales.
+    """Raise if a key-value cache is to be quantised for which llm-compressor cannot size the scales.
 
-    It reads one head count for all layers from the model's configuration, again when the checkpoint is loaded.
+    llm-compressor reads one head count for all layers from the model's configuration, and again when the checkpoint is loaded.
 
-    :param modifiers: those that run on the pruned model
-    :param heads_differ: whether layers have, or will have, head counts of their own
-    :raises ValueError: the same
+    :param modifiers: modifiers that run on the pruned model
+    :param heads_differ: whether head counts differ between layers, now or after pruning
+    :raises ValueError: in that case
     """
     for modifier in modifiers:
         if not isinstance(modifier, QuantizationMixin) or modifier.resolved_config.kv_cache_scheme is None:
@@ -112,7 +112,7 @@ def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modif
 
 
 def check_alone(modifier: Modifier) -> None:
-    """Refuse a calibration pass that other modifiers share.
+    """Raise if other modifiers share the calibration pass.
 
     :raises ValueError: a ``sequential`` pipeline runs several modifiers at once
     """
@@ -125,9 +125,9 @@ def check_alone(modifier: Modifier) -> None:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse a quantised model, and weights that are not finite.
+    """Raise if the model is quantised, or if weights are not finite.
 
-    :raises ValueError: the same; the message names the parameter
+    :raises ValueError: in these cases; the message names the parameter
     """
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ValueError(
@@ -136,7 +136,7 @@ def check_weights(model: nn.Module) -> None:
         )
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if name in QUANTISER_PARAMETERS:  # of a quantiser later in the recipe: no values yet
+            if name in QUANTISER_PARAMETERS:  # belongs to a quantiser later in the recipe: no values yet
                 continue
             if not torch.isfinite(parameter.detach()).all():
                 raise ValueError(
@@ -145,10 +145,10 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_needed: int, where: str) -> tuple[int, int]:
-    """Return the sequences and tokens of calibration data, of all processes, padding left out; warn where they are much of the
-    same.
+    """Return (sequences, tokens) of the calibration data over all processes, without padding; warn if the data vary little.
 
-    :param num_needed: tokens that the largest solve, of ``where``, needs, in sequences that differ
+    :param num_needed: tokens in distinct sequences that the largest solve needs
+    :param where: module of that solve, for messages
     :raises ValueError: no data, too few tokens, the same data in several processes, or as :func:`check_sequences`
     """
     if loader is None:
@@ -190,9 +190,9 @@ def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_neede
 
 
 def _warn_of_sameness(num_sequences: int, num_distinct: int, num_tokens: int, num_words: int) -> None:
-    """Warn if calibration data hold few different sequences or tokens: their statistics say little about other text.
+    """Warn if calibration data hold few distinct sequences or tokens, so that their statistics do not fit other text.
 
-    The tokens of natural text that differ grow with at least the square root of its length (Heaps' law).
+    The number of distinct tokens of natural text grows with at least the square root of its length (Heaps' law).
     """
     few_words = num_words < min(math.sqrt(num_tokens), 256)
     if few_words or num_distinct < _FEW * num_sequences:
@@ -204,10 +204,11 @@ def _warn_of_sameness(num_sequences: int, num_distinct: int, num_tokens: int, nu
 
 
 def check_sequences(model: PreTrainedModel, longest: int, largest_token: int) -> None:
-    """Refuse sequences that are longer than the model has positions, and tokens that it has no embedding for.
+    """Raise if sequences exceed the model's positions, or if token indices exceed its embeddings.
 
-    :param largest_token: the largest token index, padding included
-    :raises ValueError: the same
+    :param longest: tokens of the longest sequence
+    :param largest_token: largest token index, padding included
+    :raises ValueError: in these cases
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:

@@ -1,4 +1,4 @@
-"""The recipe's ``effort``: time against quality, in one word."""
+"""Recipe field ``effort``: presets that trade time for quality."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True)
 class Effort:
-    """Values for the fields that the recipe leaves out.
+    """Preset values for the fields that the recipe leaves out.
 
-    :param sensitivity_samples: of ``sensitivity``
-    :param samples: of ``allocation: error_curve``
-    :param trial_samples: the same
-    :param rotate_values: whether they are
-    :param tuning_epochs: of ``ffn_tuning``; 0 for none
+    :param sensitivity_samples: ``samples`` of ``sensitivity``
+    :param samples: ``samples`` of ``allocation: error_curve``
+    :param trial_samples: ``trial_samples`` of the same rule
+    :param rotate_values: value of ``rotate_values``
+    :param tuning_epochs: ``epochs`` of ``ffn_tuning``; 0 for no tuning
     """
 
     sensitivity_samples: int
@@ -30,13 +30,13 @@ class Effort:
 
 EFFORTS: dict[str, Effort | None] = {
     "fast": Effort(sensitivity_samples=8, samples=8, trial_samples=0, rotate_values=False),
-    "default": None,  # the fields' own
+    "default": None,  # each field's own default
     "best": Effort(sensitivity_samples=64, samples=64, trial_samples=16, tuning_epochs=6),
 }
 
 
 def complete(given: C, **values: object) -> C:
-    """Return settings with values in the fields that were not given."""
+    """Return a copy of settings with ``values`` in the fields that were not set."""
     return given.model_copy(
         update={name: value for name, value in values.items() if name not in given.model_fields_set}
     )

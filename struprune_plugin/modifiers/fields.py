@@ -1,4 +1,4 @@
-"""Recipe fields that both structured modifiers share, and what they say to the rooms below."""
+"""Recipe fields shared by both structured modifiers, and the settings that lower-level packages receive from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
 from struprune_plugin.storage.registry import Config
 
 GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "sublayers", "width_multiple")
-PLAN_FIELDS = ("allocation", "sensitivity")  # that an allocator stage rules
+PLAN_FIELDS = ("allocation", "sensitivity")  # decided by an allocator stage, if there is one
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
 WeightUpdateField = Annotated[SerializeAsAny[WeightUpdate], BeforeValidator(WEIGHT_UPDATES.parse)]
@@ -51,7 +51,7 @@ AllocationField = Annotated[SerializeAsAny[AllocationRule], BeforeValidator(RULE
 
 
 class Fisher(Config):
-    """Fisher information of each module's output, which weighs its errors in ``obs`` and in error curves, see
+    """Settings of the Fisher information of each module's output, which weighs errors in ``obs`` and error curves, see
     :func:`~struprune_plugin.allocation.sensitivity.measure_fisher`.
 
     :param samples: calibration sequences that the sensitivity is measured on
@@ -71,7 +71,7 @@ def _refuse_per_expert(value: Any) -> Any:
 
 
 class Experts(Config):
-    """Pruning of a mixture's experts: channels, of which every expert keeps its own, and whole experts.
+    """Settings for the pruning of a mixture's experts: of channels, chosen per expert, and of whole experts.
 
     :param units: ``channels``: every expert loses channels; ``whole``: experts go with their router entries, the same
         number in every layer, and the others keep their width; ``both``: one budget over experts and channels
@@ -90,13 +90,13 @@ class Experts(Config):
     calibrate_all_experts: bool = False
 
     def place(self, group: UnitGroup) -> UnitGroup:
-        """Return a group with the tie and the tokens that are asked for; one of no expert as it is."""
+        """Return a group with the configured tie and token selection; groups outside experts are returned unchanged."""
         tie = group.output_name if group.tie and self.widths == "per_layer" else group.tie
         return replace(group, tie=tie, all_tokens=self.calibrate_all_experts) if group.experts else group
 
     @property
     def drops(self) -> bool:
-        """True if whole experts may go."""
+        """True if whole experts may be removed."""
         return self.units != "channels"
 
     @model_validator(mode="after")
@@ -114,12 +114,12 @@ _SHORT = {"fisher": {}, "channels": {}, "whole": {"units": "whole"}, "both": {"u
 
 
 def _read_short_forms(value: Any) -> Any:
-    """Return the settings that ``fisher``, ``channels``, ``whole``, ``both`` and ``none`` are short for."""
+    """Return the settings for the short forms ``fisher``, ``channels``, ``whole``, ``both`` and ``none``."""
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
 class StructuredModifier(StageModifier):
-    """Fields that choose the units, rank them and spread a budget over layers.
+    """Base of the structured modifiers: fields that choose the units, rank them and spread a budget over layers.
 
     :param sparsity: share of the parameters to remove, counted over all linears of the modules that hold units, in [0,
         1)
@@ -154,7 +154,7 @@ class StructuredModifier(StageModifier):
         the accelerator's free memory
     """
 
-    only_plans: ClassVar[bool] = False  # an allocator stage, which prunes nothing itself
+    only_plans: ClassVar[bool] = False  # True for an allocator stage, which prunes nothing itself
 
     sparsity: float | None = None
     budget: Annotated[list[BudgetConfig], BeforeValidator(read_budgets)] = Field(default_factory=list)
@@ -205,7 +205,7 @@ class StructuredModifier(StageModifier):
 
     @model_validator(mode="after")
     def _take_effort(self) -> StructuredModifier:
-        """Set the fields that the recipe leaves out to the effort's values; they do not count as given."""
+        """Set the fields that the recipe leaves out to the values of ``effort``, without marking them as set."""
         effort, given = EFFORTS[self.effort], set(self.model_fields_set)
         if effort is None:
             return self
@@ -241,11 +241,11 @@ class StructuredModifier(StageModifier):
         return self
 
     def set_cache(self, cache: MeasurementCache) -> None:
-        """Set where runs of other sparsities keep what they measure of the dense model."""
+        """Set the cache of dense-model measurements that is shared by runs at other sparsities."""
         self._cache = cache
 
     def find_groups(self, model: nn.Module) -> list[UnitGroup]:
-        """Return the groups that the recipe chooses; linears that hold their weights transposed (GPT-2) are turned first."""
+        """Return the groups that the recipe selects; linears with transposed weights (GPT-2) are converted first."""
         replace_conv1d(model)
         if self.attention_unit == "head":
             check_heads(model)  # type: ignore[arg-type]
@@ -260,7 +260,7 @@ class StructuredModifier(StageModifier):
     def make_config(
         self, model: PreTrainedModel, reconstruct: str = "local", ffn_tuning: FFNTuning | None = None
     ) -> PruningConfig:
-        """Return the choices that a layer's work depends on."""
+        """Return the configuration that the pruning of a layer depends on."""
         return PruningConfig(
             importance=self.importance,
             weight_update=self.weight_update,
@@ -273,7 +273,7 @@ class StructuredModifier(StageModifier):
         )
 
     def make_budget(self, num_prunable: int, share: float, limits: Sequence[Limit] = ()) -> Budget:
-        """Return what is to go."""
+        """Return the budget that an allocation must meet."""
         weighed = "none" if self.sensitivity is None else "fisher"
         return Budget(self.sparsity or 0.0, num_prunable, share, weighed, limits)
 
@@ -284,6 +284,6 @@ class StructuredModifier(StageModifier):
 
     @property
     def sensitivity_samples(self) -> int | None:
-        """Sequences for the Fisher information; None where nothing would be weighed by it."""
+        """Sequences for the Fisher information; None if nothing is weighed by it."""
         weighs = self.importance.eliminates or self.allocation.weighs_errors
         return self.sensitivity.samples if self.sensitivity is not None and weighs else None

@@ -1,4 +1,4 @@
-"""Arguments of ``oneshot``: what llm-compressor would pass over in silence is refused, and models that lie on the disk."""
+"""Arguments of ``oneshot``: errors for those that llm-compressor would silently ignore, and loading of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from struprune_plugin.model.structure.tiny import find_auto_class
 from struprune_plugin.storage.checkpoint import is_packed
 from struprune_plugin.storage.files import check_place
 
-_PRECISIONS = {  # that llm-compressor reads; it takes every other word for auto
+_PRECISIONS = {  # values that llm-compressor knows; it treats any other as auto
     *("auto", "None", "float32", "torch.float32", "full", "bfloat16", "torch.bfloat16"),
     *("float16", "torch.float16", "half"),
 }
@@ -34,7 +34,7 @@ _UNPACKED: dict[str, Any] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
 def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that llm-compressor would ignore, or that end in a puzzle."""
+    """Raise on arguments that llm-compressor would ignore, or would reject with an unclear error."""
     for name, remedy in _IGNORED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: must be left out, got {kwargs[name]!r}, which would be ignored. {remedy}")
@@ -59,7 +59,7 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
 
 
 def check_offload(model: object, folder: str | os.PathLike | None, memory: int | None) -> None:
-    """Refuse half of the options for weights that lie on the disk, or both for a model that is loaded."""
+    """Raise on disk offload options that are incomplete, out of range, or given for a loaded model."""
     if memory is not None and (folder is None or memory < 1):
         raise ValueError(
             f"offload_memory: must be bytes, at least 1, given with offload_folder, got {memory} and "
@@ -76,12 +76,12 @@ def check_offload(model: object, folder: str | os.PathLike | None, memory: int |
 def load_model(
     path: str, config: PretrainedConfig, kwargs: dict[str, Any], folder: Path | None = None, memory: int | None = None
 ) -> PreTrainedModel:
-    """Load a model as llm-compressor does, wrappers around a text decoder whole, packed weights unpacked.
+    """Load a model as llm-compressor does; wrappers around a text decoder are loaded whole, packed weights are unpacked.
 
-    :param config: of the checkpoint
-    :param kwargs: of ``oneshot``
-    :param folder: for the weights that the memory does not hold
-    :param memory: bytes of weights that it may hold then; all but 5 GB of what is free where None
+    :param config: configuration of the checkpoint
+    :param kwargs: arguments of ``oneshot``
+    :param folder: folder for weights that do not fit in memory
+    :param memory: bytes of weights to keep in memory if ``folder`` is given; None is all free memory but 5 GB
     """
     options = {
         "revision": kwargs.get("model_revision", "main"),
@@ -107,11 +107,11 @@ def load_model(
 
 
 def _forget_packing(model: PreTrainedModel) -> None:
-    """Let a model that was unpacked as it was loaded be run and saved as one that never was packed."""
+    """Make an unpacked model run and save as if its weights had never been packed."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.dtype == torch.bfloat16 != model.dtype:  # which MXFP4 is unpacked to, whatever was asked for
-                delattr(module, name)  # where it lies on the disk, a new value would be cast to the old one's dtype
+            if parameter.dtype == torch.bfloat16 != model.dtype:  # MXFP4 is always unpacked to bfloat16
+                delattr(module, name)  # assignment to a weight on disk would cast the new value to the old dtype
                 setattr(module, name, nn.Parameter(parameter.detach().to(model.dtype), parameter.requires_grad))
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None

@@ -1,4 +1,4 @@
-"""Log of a run from Python: llm-compressor's warnings, each once, without the steps of its life cycle; the final table."""
+"""Log of a run from Python: llm-compressor's warnings, each once, without its lifecycle steps, and the final table."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from loguru import logger
 from struprune_plugin.reporting.tables import summarize_layers, summarize_manifest
 from struprune_plugin.storage.manifest import read_manifest
 
-LOG_LEVEL = "LLM_COMPRESSOR_LOG_LEVEL"  # of llm-compressor; somebody who sets it wants to see its whole log
+LOG_LEVEL = "LLM_COMPRESSOR_LOG_LEVEL"  # variable of llm-compressor; if it is set, its whole log is shown
 _STEPS = ("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe")
-_DEVICE = "llmcompressor.utils.dev"  # says for every module that there is no accelerator
+_DEVICE = "llmcompressor.utils.dev"  # logs for every module that there is no accelerator
 
 
 class _WithoutSteps:
-    """llm-compressor's logger, whose ``info`` says nothing."""
+    """Logger of llm-compressor with ``info`` disabled."""
 
     def info(self, *args: Any, **kwargs: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def patch(self, *args: Any) -> _WithoutSteps:
         return self
@@ -35,9 +35,9 @@ class _WithoutSteps:
 
 @contextmanager
 def quieten_host() -> Iterator[None]:
-    """Hide llm-compressor's steps in the block and let it say once that there is no accelerator.
+    """Hide llm-compressor's lifecycle steps in the block, and log a missing accelerator only once.
 
-    Its modules get other loggers for that time. Handlers and levels, which are the user's, stay unchanged.
+    The loggers of its modules are replaced in the block. The user's handlers and levels stay unchanged.
     """
     with ExitStack() as stack:
         if LOG_LEVEL not in os.environ:
@@ -48,7 +48,7 @@ def quieten_host() -> Iterator[None]:
 
 
 def log_output(folder: Path, pruned: bool) -> None:
-    """Log the path of an output and, if it was pruned in this run, its table."""
+    """Log the path of an output and, if it was pruned in this run, its summary."""
     parts = [f"wrote {folder}"]
     if pruned:
         manifest = read_manifest(folder)

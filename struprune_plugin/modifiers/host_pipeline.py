@@ -1,4 +1,4 @@
-"""Setup of llm-compressor's calibration pipeline, for passes of our own loop."""
+"""Setup of llm-compressor's calibration pipeline, for the plugin's own layer loop."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from struprune_plugin.runtime.residence import hold_one_layer
 
 @contextmanager
 def calibrating(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model run as in llm-compressor's pipeline: no cache, no gradients, no head, no quantisers."""
+    """Disable cache, gradients, head and quantisers in the block, as llm-compressor's pipeline does."""
     with calibration_forward_context(model), DisableQuantization(model):
         yield
 
 
 @contextmanager
 def enter_device_context(model: PreTrainedModel, placement: OffloadPlan) -> Iterator[DeviceContext]:
-    """Hold one decoder layer on the device, and count what is there, while the block lasts."""
+    """Yield a device context that holds one decoder layer on the device at a time and measures the device's memory."""
     layers = list_attention_configs(model)
     with ExitStack() as stack:
         stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", False))  # each sees its own tokens

@@ -1,4 +1,4 @@
-"""Plans that let whole experts go: for every number that may stay, what that and the rest of the budget cost."""
+"""Plans that remove whole experts: one per number of kept experts, with the error of that and of the rest of the budget."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from struprune_plugin.storage.records import AllocationRecord
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One plan; kept units by the names of the dense model.
+    """One plan, with kept units under the group names of the dense model.
 
-    :param sizes: of the groups beside whole experts
-    :param error: of all
+    :param sizes: sizes of the groups beside whole experts
+    :param error: total error of removed experts and other units
     """
 
     split: Split
@@ -35,9 +35,9 @@ class _Candidate:
 
 
 def settle_experts(plan: UnitAllocation, mixture: Mixture, groups: Sequence[UnitGroup]) -> UnitAllocation:
-    """Return a plan by the names that groups have once experts have gone; one that keeps all has none to name.
+    """Return a plan under the group names that hold after experts are removed; ``experts`` is None if all are kept.
 
-    :param groups: of the dense model
+    :param groups: groups of the dense model
     """
     assert plan.experts is not None
     gone = any(len(keep) < mixture.counts[0] for keep in plan.experts.keep.values())
@@ -46,11 +46,11 @@ def settle_experts(plan: UnitAllocation, mixture: Mixture, groups: Sequence[Unit
 
 @dataclass(frozen=True)
 class MixturePlanner:
-    """Spreads a budget over whole experts and what else goes.
+    """Planner that spreads a budget over whole experts and other units.
 
-    :param setup: with a mixture
-    :param orders: in which experts go, by the full name of their list
-    :param measured: of every group; empty where the rule measures nothing
+    :param setup: setup of a run with a mixture
+    :param orders: order in which experts are removed, by the full name of their list
+    :param measured: statistics of every group; empty if the rule measures nothing
     """
 
     recipe: StructuredModifier
@@ -60,9 +60,9 @@ class MixturePlanner:
     measured: Mapping[str, GroupStatistics]
 
     def propose(self) -> dict[str, UnitAllocation]:
-        """Return plans to try, the one of least error first; kept units are by the names of the dense model.
+        """Return plans to try by name, the one of least error first; kept units are under the dense model's group names.
 
-        They are the best of those that keep all experts and the best of those that do not, and the same nearer to uniform.
+        These are the best plan that keeps all experts, the best that removes some, and variants of both nearer to uniform.
 
         :raises ValueError: the budget cannot be met
         """
@@ -83,7 +83,7 @@ class MixturePlanner:
         return self.mixture.counts[0]
 
     def _list_candidates(self) -> list[_Candidate]:
-        """Return the plan of every number of experts, the most first; of the nearest to even, where the rule compares no errors.
+        """Return one plan per number of kept experts, the most first; only the most even one if the rule compares no errors.
 
         :raises ValueError: the budget cannot be met
         """
@@ -99,7 +99,7 @@ class MixturePlanner:
         for split in splits:
             try:
                 found.append(self._plan(split))
-            except ValueError as error:  # more than the rule lets a module lose, for instance
+            except ValueError as error:  # for instance if a module would lose more than the rule allows
                 problem = error
         if not found:
             raise problem
@@ -120,7 +120,7 @@ class MixturePlanner:
         return _Candidate(split, self._complete(plan, experts), sizes, error + (plan.record.error or 0.0))
 
     def _complete(self, plan: UnitAllocation, experts: KeptExperts) -> UnitAllocation:
-        """Return a plan with the experts that stay, which keep all channels that it says nothing of."""
+        """Return a plan with its kept experts added; experts that the plan does not mention keep all channels."""
         whole = {
             group.name: group.num_units
             for group in self.setup.groups
@@ -129,13 +129,13 @@ class MixturePlanner:
         return replace(plan, kept={**whole, **plan.kept}, experts=experts)
 
     def _scale(self, experts: KeptExperts) -> dict[str, GroupStatistics]:
-        """Return what was measured, the errors of experts that stay as much larger as they have more to give.
+        """Return the measured statistics with the errors of kept experts scaled up for the tokens that they take over.
 
-        The tokens of the others come to them: the sum of what all of a list give stays.
+        Tokens of removed experts go to the kept ones, so the errors of a list at 0 kept units keep their sum.
         """
         scaled = dict(self.measured)
         for name, members in self.mixture.lists.items():
-            if members[0].name not in scaled:  # their channels stay
+            if members[0].name not in scaled:  # their channels are not pruned
                 continue
             given: list[Tensor] = [self.measured[group.name].curve[0] for group in members]
             factor = float(sum(given) / max(sum(given[index] for index in experts.keep[name]), 1e-300))
@@ -144,7 +144,7 @@ class MixturePlanner:
         return scaled
 
     def _vary(self, candidate: _Candidate, record: AllocationRecord) -> dict[str, UnitAllocation]:
-        """Return the rule's other allocations beside the same experts, that meet the budget."""
+        """Return the rule's other allocations for the same kept experts that meet the budget, by name."""
         found: dict[str, UnitAllocation] = {}
         rule, sizes, share = self.recipe.allocation, candidate.sizes, candidate.split.share
         if not sizes:

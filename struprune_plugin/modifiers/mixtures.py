@@ -1,4 +1,4 @@
-"""Whole experts in a budget: how many of every layer may stay, and which plan costs least beside channels, FFNs and values."""
+"""Whole experts in a budget: how many may be kept per layer, and the share of channels, FFNs and values to remove beside them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from struprune_plugin.storage.records import ExpertsRecord
 def find_mixture(
     recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], others: Sequence[Modifier] = ()
 ) -> Mixture | None:
-    """Return the whole experts that a recipe lets go; None where it lets none.
+    """Return the whole experts that a recipe may remove; None if it removes none.
 
-    :param groups: that the recipe chooses
+    :param groups: groups that the recipe selects
     :param others: modifiers in the recipe
-    :raises ValueError: none can go, or not the same number of every layer
+    :raises ValueError: no expert can be removed, or not the same number from every layer; another setting conflicts
     """
     if recipe.experts is None or not recipe.experts.drops:
         return None
@@ -75,10 +75,10 @@ def find_mixture(
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a budget between whole experts and what else goes.
+    """Split of a budget between whole experts and other units.
 
-    :param left: experts of a layer that stay
-    :param share: of the other groups' parameters that are to go
+    :param left: kept experts per layer
+    :param share: share of the other groups' parameters to remove
     """
 
     left: int
@@ -86,11 +86,11 @@ class Split:
 
 
 def list_splits(mixture: Mixture, size: Callable[[int], Sequence[GroupSize]], asked: float) -> list[Split]:
-    """Return the splits that meet a budget; where none does, the nearest, to within half an expert of every layer.
+    """Return the splits that meet a budget or, if none does, the nearest ones to within half an expert of every layer.
 
-    :param size: the other groups, by the number of experts that stay
+    :param size: returns the sizes of the other groups for a number of kept experts
     :param asked: parameters to remove
-    :raises ValueError: so much cannot go
+    :raises ValueError: that many parameters cannot be removed
     """
     found, misses = [], []
     for left in mixture.counts:
@@ -110,7 +110,7 @@ def list_splits(mixture: Mixture, size: Callable[[int], Sequence[GroupSize]], as
 
 
 def pick_even(mixture: Mixture, splits: Sequence[Split], share: float) -> Split:
-    """Return the split in which experts lose most nearly a share."""
+    """Return the split whose share of removed experts is nearest to ``share``."""
     return min(splits, key=lambda split: abs(1 - split.left / mixture.counts[0] - share))
 
 
@@ -120,9 +120,9 @@ def measure_others(
     roundings: Mapping[str, Rounding],
     kept: Mapping[str, Sequence[int]] | int,
 ) -> list[GroupSize]:
-    """Return what allocation needs to know of the groups beside whole experts: of experts that stay, where their channels may go.
+    """Return the group sizes for allocation beside whole experts; kept experts are included if their channels may be pruned.
 
-    :param kept: experts that stay, by their list; or how many
+    :param kept: kept experts by their list, or their number
     """
     assert recipe.experts is not None
     own = [group for group in groups if not group.experts]
@@ -138,11 +138,11 @@ def measure_others(
 
 @dataclass(frozen=True)
 class Dropped:
-    """A model from which experts have gone as evenly as a budget lets them.
+    """Model from which experts were removed as evenly as a budget allows.
 
-    :param sizes: of the groups that are left, for the rest of the budget
-    :param share: of their parameters that are to go for it
-    :param told: how many experts stay
+    :param sizes: sizes of the remaining groups, for the rest of the budget
+    :param share: share of their parameters to remove for it
+    :param told: text that says how many experts are kept
     """
 
     model: PreTrainedModel
@@ -159,7 +159,7 @@ def drop_evenly(
     roundings: Mapping[str, Rounding],
     asked: float,
 ) -> Dropped | None:
-    """Return a copy of a model without the last experts of every layer, for what shapes alone say; None where none may go.
+    """Return a copy of a model without the last experts of every layer, to count from shapes; None if none may be removed.
 
     :param asked: parameters to remove
     :raises ValueError: the budget cannot be met
@@ -187,7 +187,7 @@ def drop_evenly(
 
 
 def describe_experts(mixture: Mixture | None, kept: KeptExperts | None) -> list[ExpertsRecord]:
-    """Return, for the manifest, which whole experts are left."""
+    """Return the manifest's records of the kept whole experts."""
     if mixture is None or kept is None:
         return []
     each = mixture.cost // len(mixture.lists)

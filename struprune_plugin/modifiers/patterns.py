@@ -1,4 +1,4 @@
-"""Patterns of recipes: refused where they cannot be read, or where matching them may never end."""
+"""Checks of a recipe's patterns: they must be valid, and matching them must not take exponential time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable
 _PREFIX = "re:"
 _REPEAT = r"(?:[*+]|\{\d*,\d*\})"
 _NESTED = (
-    re.compile(  # a repeated group that repeats, or chooses, inside: it may match one text in exponentially many ways
+    re.compile(  # a repeated group with a repeat or alternatives inside may match one text in exponentially many ways
         rf"\((?:[^()\\]|\\.)*(?:{_REPEAT}|\|)(?:[^()\\]|\\.)*\)\)*{_REPEAT}"
     )
 )
 
 
 def check_patterns(field: str, names: Iterable[str]) -> None:
-    """Refuse patterns that no name can be compared with.
+    """Raise if a pattern is invalid, or if matching it may take exponential time.
 
-    :param field: of the recipe, for messages
+    :param field: name of the recipe's field, for messages
     :param names: plain names, and patterns as ``re:<pattern>``
-    :raises ValueError: the same
+    :raises ValueError: in these cases
     """
     for name in names:
         if not name.startswith(_PREFIX):

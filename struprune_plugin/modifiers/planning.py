@@ -1,4 +1,4 @@
-"""How many units every group keeps: uniform, an allocator stage's allocation, or that of passes inside the pruning stage."""
+"""Plan of how many units each group keeps: uniform, from an allocator stage, or from passes inside the pruning stage."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore
 
 Batches = list[dict[str, Tensor]]
-_SEQUENCES = 16  # of calibration data, to choose whole experts on, where the rule names no number
+_SEQUENCES = 16  # calibration sequences for choosing whole experts, if the rule sets no number
 
 
 def plan_early(
     recipe: StructuredModifier, setup: RunSetup, allowed: Callable[[str, int], bool] | None
 ) -> UnitAllocation | None:
-    """Return the kept counts where they need no calibration data.
+    """Return the kept counts if they need no calibration data, else None.
 
-    :param allowed: where all layers must be of one size: whether a kind of modules may keep n units
+    :param allowed: if all layers must have one size: whether a kind of modules may keep n units
     :raises ValueError: the budget cannot be met
     """
     rule = recipe.allocation
@@ -63,17 +63,17 @@ def plan_early(
         plan = allocate_uniformly(setup.sizes, setup.share, None if rule.takes_layers else allowed, setup.limits)
     else:
         plan = rule.decide(setup.sizes, {}, recipe.make_budget(setup.num_prunable, setup.share, setup.limits))
-    check_widths(setup.groups, plan.kept, setup.roundings)  # what uniform counts cannot meet, no curves mend
+    check_widths(setup.groups, plan.kept, setup.roundings)  # if uniform counts do not fit, no others do
     return None if rule.measures else plan
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Measures the dense model and makes the plan, on calibration data.
+    """Planner that measures the dense model on calibration data and makes the plan.
 
-    :param recipe: the pruning stage's fields
-    :param batches: of calibration data
-    :param cache: what runs of other sparsities have measured, and shall not measure again
+    :param recipe: fields of the pruning stage
+    :param batches: calibration batches
+    :param cache: measurements shared with runs at other sparsities, which are not repeated
     """
 
     recipe: StructuredModifier
@@ -86,10 +86,10 @@ class Planner:
     def decide(
         self, early: UnitAllocation | None, allocated: Allocated | None, store: ResumeStore | None
     ) -> tuple[UnitAllocation, Sensitivity]:
-        """Return the plan, and what was measured for it, unless an earlier process has made them.
+        """Return the plan and the measured sensitivity, from the store if an earlier process has made them.
 
-        :param early: a plan that is made already
-        :param allocated: what an allocator stage left
+        :param early: plan made before calibration
+        :param allocated: result of an allocator stage
         """
         if done := take_allocation(store, "allocation"):
             plan, sensitivity = done
@@ -107,7 +107,7 @@ class Planner:
         return plan, sensitivity
 
     def _measure_sensitivity(self, allocated: Allocated | None) -> Sensitivity:
-        """Measure what the methods ask of the dense model, unless an allocator stage has, or another run."""
+        """Measure what the methods need of the dense model, unless an allocator stage or another run has done so."""
         measure = partial(
             measure_sensitivity,
             self.model,
@@ -122,7 +122,7 @@ class Planner:
         return self.cache.share_signals({**self.recipe.dump_fields(), "samples": self.recipe.asked.samples}, measure)
 
     def _plan(self, allocated: Allocated | None, sensitivity: Sensitivity) -> UnitAllocation:
-        """Return the kept counts that an allocator stage left, or those of an allocation pass of our own."""
+        """Return the plan of an allocator stage or, without one, that of this stage's own allocation pass."""
         if allocated is not None:
             self.context.stages["allocate"] = allocated.measured
             return allocated.plan
@@ -131,7 +131,7 @@ class Planner:
             return self._allocate(sensitivity)
 
     def _allocate(self, sensitivity: Sensitivity) -> UnitAllocation:
-        """Make the allocation from what is measured on the dense model, and try it against others."""
+        """Return the allocation from measurements of the dense model, after comparing it with others."""
         recipe, setup, model, held = self.recipe, self.setup, self.model, list[dict[str, Tensor]]()
         rule, fit = recipe.allocation, self.batches
         sequences = rule.sequences or (_SEQUENCES if setup.mixture is not None else None)
@@ -143,7 +143,7 @@ class Planner:
         keeps = bool(held) and all(gather(can_keep_moments(groups, hidden_size)))
         config = recipe.make_config(model)
         measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
-        cache = None if recipe.importance.aims else self.cache  # what is measured is the same at other sparsities
+        cache = None if recipe.importance.aims else self.cache  # the same at other sparsities otherwise
         measured = None if cache is None else cache.take_curves(recipe.dump_fields())
         if measured is None:
             with calibrating(model):
@@ -177,7 +177,7 @@ class Planner:
         return taken if setup.mixture is None else settle_experts(taken, setup.mixture, setup.groups)
 
     def _list_measured(self) -> list[UnitGroup]:
-        """Return the groups whose curves the rule needs: of experts, where their channels may go."""
+        """Return the groups whose curves the rule needs; groups of experts only if their channels may be pruned."""
         experts = self.recipe.experts
         if not self.recipe.allocation.measures:
             return []
@@ -191,7 +191,7 @@ class Planner:
         sensitivity: Sensitivity,
         context: DeviceContext,
     ) -> dict[str, UnitAllocation]:
-        """Return plans that let whole experts go, the one of least error first."""
+        """Return plans that remove whole experts, by name, the one of least error first."""
         recipe = self.recipe
         assert recipe.experts is not None
         solves = recipe.weight_update.solves
@@ -201,13 +201,13 @@ class Planner:
         return MixturePlanner(recipe, self.setup, mixture, orders, measured).propose()
 
     def _decide(self, statistics: Mapping[str, GroupStatistics], budget: Budget) -> list[UnitAllocation]:
-        """Return the rule's plan and, where whole sublayers go by it, its plan with all of them."""
+        """Return the rule's plan and, if it removes whole sublayers, its plan that keeps all sublayers."""
         rule, sizes = self.recipe.allocation, self.setup.sizes
         own = rule.decide(sizes, statistics, budget)
         if all(own.kept.values()):
             return [own]
         plans = [own]
-        with suppress(ValueError):  # a budget that only fewer sublayers meet
+        with suppress(ValueError):  # the budget can only be met with fewer sublayers
             plans.append(rule.decide([replace(size, rest=None) for size in sizes], statistics, budget))
         return plans
 
@@ -217,7 +217,7 @@ class Planner:
         own: UnitAllocation,
         measure: Callable[[Sequence[UnitAllocation]], list[float]],
     ) -> dict[str, GroupStatistics]:
-        """Return the statistics as blocks of modules, tried alone, say that they are; none where there are no two blocks."""
+        """Return the statistics corrected by trials of one block of modules at a time; empty if there are not two blocks."""
         sizes, layers = self.setup.sizes, {group.name: group.layer_index for group in self.setup.groups}
         blocks = list_blocks(sizes, [layers.get(size.name, -1) for size in sizes], max(layers.values()) + 1)
         if not blocks:
@@ -233,9 +233,9 @@ class Planner:
     def _spread(
         self, proposed: Mapping[str, UnitAllocation], told: Mapping[str, GroupStatistics], budget: Budget
     ) -> dict[str, UnitAllocation]:
-        """Return plans, and a rule's others near them that meet the budget and fit the widths that were asked for.
+        """Return plans and the rule's variants of them that meet the budget and the required widths, by name.
 
-        :param told: of every size, the nearest to the truth that is known
+        :param told: most accurate statistics known, by size
         """
         setup, found = self.setup, dict[str, UnitAllocation]()
         slack, first = self.recipe.allocation.measure_slack(setup.sizes), next(iter(proposed.values()))
@@ -259,10 +259,10 @@ class Planner:
         return found
 
     def _fit(self, counts: Sequence[int], slack: int | None) -> Sequence[int]:
-        """Return kept counts moved until they meet every budget; refuse them where they miss that of parameters alone.
+        """Return kept counts moved until they meet every budget; if parameters alone are budgeted, only check them.
 
-        :param slack: parameters by which they may miss it
-        :raises ValueError: the same
+        :param slack: parameters by which they may miss that budget
+        :raises ValueError: they miss it by more
         """
         sizes, limits = self.setup.sizes, self.setup.limits
         if not limits:
@@ -273,18 +273,18 @@ class Planner:
 
 
 def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:
-    """Return (the batches without their last sequences, those): as many for blocks of modules as for plans, of every process an
-    equal share; none where a process would have none for either."""
+    """Return (batches without their last sequences, these sequences): ``samples`` to try blocks of modules and as many to try
+    plans, an equal share per process; none are held out if a process would hold fewer than two."""
     rest, held = hold_batches(batches, 2 * -(-samples // count_ranks()))
     counts = gather(sum(len(batch["input_ids"]) for batch in held))
     return (rest, held) if min(counts) >= 2 else (batches, [])
 
 
 def _take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:
-    """Return the allocation that moves the model's output least on the batches held out; the first of those that tie.
+    """Return the allocation that changes the model's output least on held-out batches; the first one among ties.
 
-    :param proposed: by what an allocation is called; the first is taken where no divergence is finite
-    :param divergences: in the same order
+    :param proposed: allocations by name; the first is returned if no divergence is finite
+    :param divergences: KL divergences in the same order
     """
     tried = {name: value for name, value in zip(proposed, divergences, strict=True) if math.isfinite(value)}
     if not tried:

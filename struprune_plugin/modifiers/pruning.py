@@ -1,4 +1,4 @@
-"""``StruPruneModifier``: prune every decoder layer physically, one layer on the device at a time."""
+"""``StruPruneModifier``: the modifier that prunes every decoder layer physically, one layer on the device at a time."""
 
 from __future__ import annotations
 
@@ -54,17 +54,18 @@ from struprune_plugin.storage.registry import list_differences
 
 class StruPruneModifier(StructuredModifier):
     """
-    Removes coupled units (FFN channels; attention heads or value channels) from every decoder layer and re-solves the
-    linears that consumed them, so that the model is physically smaller.
+    Modifier that removes coupled units (FFN channels; attention heads or value channels) from every decoder layer and
+    re-solves the linears that consumed them, so that the model is physically smaller.
 
     For a linear with inputs P (kept ones P_S), target Y and dense weights W, the new weights minimise
     ``||Y - W_S P_S||^2 + lambda ||W_S - W||^2``. Layers are pruned in order; each sees inputs from the layers pruned
-    before it, whatever ``propagate_error`` says. The dense hidden states travel beside the pruned ones, on the host.
+    before it, whatever the value of ``propagate_error``. The dense hidden states are kept beside the pruned ones, on
+    the host.
 
     Lifecycle, by llm-compressor's events:
-        - on_initialize: read recipe, model and data; refuse what cannot succeed
+        - on_initialize: read and check recipe, model and data
         - on_calibration_start: measure, allocate, prune layer by layer
-        - on_finalize: make the configuration that of the pruned model, and the manifest that is saved with it
+        - on_finalize: update the configuration for the pruned model, and make the manifest that is saved with it
 
     Fields as in :class:`StructuredModifier`, and:
 
@@ -107,7 +108,7 @@ class StruPruneModifier(StructuredModifier):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_replay(cls, values: Any) -> Any:
-        """Take all settings from the replayed manifest; the recipe's own settings must agree."""
+        """Return the fields filled from the replayed manifest, with which the recipe's own fields must agree."""
         if not isinstance(values, dict) or not values.get("replay"):
             return values
         settings = {name: v for name, v in read_manifest(values["replay"]).settings.items() if name != "replay"}
@@ -178,7 +179,7 @@ class StruPruneModifier(StructuredModifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._pruned is None:
-            return True  # an aborted run that llm-compressor winds down: nothing to export
+            return True  # llm-compressor finalises an aborted run: nothing to export
         if self._plan is not None and self._plan.experts is not None:
             self._plan.experts.tell(state.model.config.get_text_config(decoder=True))
         drop_layers(state.model)
@@ -192,7 +193,7 @@ class StruPruneModifier(StructuredModifier):
         return True
 
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
-        """Return the groups that the recipe chooses; with ``output: uniform``, of which stock classes can have fewer units."""
+        """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""
         groups = super().find_groups(model)
         if self.output != "uniform" or not are_layers_alike(model):
             return groups
@@ -204,9 +205,9 @@ class StruPruneModifier(StructuredModifier):
     # -- before the pass ------------------------------------------------------------------------------------------
 
     def _find_own_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
-        """Return the groups to prune, once an allocator stage has been agreed with.
+        """Return the groups to prune, after taking over the budget of an allocator stage, if there is one.
 
-        :raises ValueError: the stages contradict each other; no sparsity anywhere
+        :raises ValueError: the stages contradict each other, or none gives a sparsity or a budget
         """
         self._stage_before = stage = find_allocator(self)
         if stage is not None:
@@ -223,7 +224,7 @@ class StruPruneModifier(StructuredModifier):
         return groups
 
     def _find_whole(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return the shared experts that keep all their channels: they are solved anew behind the experts that they are beside."""
+        """Return the shared experts that keep all channels and are re-solved after the routed experts beside them."""
         update, lists = self.weight_update, {(g.layer_name, g.join.block) for g in groups if g.experts}
         if not lists or not update.solves or update.refines:
             return []
@@ -233,10 +234,10 @@ class StruPruneModifier(StructuredModifier):
         return [group for group in beside if group.name not in chosen and (group.layer_name, group.join.block) in lists]
 
     def _plan_early(self, model: PreTrainedModel, setup: RunSetup) -> UnitAllocation | None:
-        """Return the kept counts where they need no calibration data: replayed, or uniform."""
+        """Return the kept counts if they need no calibration data (a replay or a uniform allocation), else None."""
         if self.replay:
             self._replayed = read_replay(self.replay, setup, self._weights_digest)
-            self.replay = None  # the saved recipe needs no such file
+            self.replay = None  # the saved recipe must not depend on the file
             plan = self._replayed.plan
             check_widths(plan.list_left(setup.groups), plan.kept, setup.roundings)
             return plan

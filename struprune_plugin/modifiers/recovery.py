@@ -1,4 +1,4 @@
-"""``RecoveryModifier``: train a pruned model under one decoder layer; ``LoRARecoveryModifier``: a short form of it."""
+"""``RecoveryModifier``: the modifier that trains a pruned model; ``LoRARecoveryModifier``: the same with other defaults."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from struprune_plugin.storage.records import EvaluationRecord
 
 class RecoveryModifier(StageModifier, RecoveryConfig):
     """
-    Trains a pruned model towards the text, or towards the dense model, with one decoder layer on the device at a time.
+    Modifier that trains a pruned model on text or towards the dense model, with one decoder layer on the device at a time.
 
-    A stage between pruning and quantising. A step takes the micro-batches of a batch through the layers together: forward with
-    every layer's input kept on the host, the head and its losses in pieces of the vocabulary, then backward, each layer run
-    again, and its weights moved as soon as their gradient is there. Weights travel twice a step, whatever the batch; the
-    weights, the moments of AdamW and hidden states are at rest on the host. Source: L2L (Pudipeddi et al., 2020), LOMO
-    (Lv et al., 2023).
+    It runs between pruning and quantising. In a step, all micro-batches of a batch pass through each layer together. The forward
+    pass stores every layer's input on the host, the head and its losses are computed in pieces of the vocabulary, and the
+    backward pass runs each layer again and updates its weights as soon as their gradient is complete. Weights are transferred
+    twice per step, for any batch size; weights, moments of AdamW and hidden states are kept on the host. Source: L2L (Pudipeddi
+    et al., 2020), LOMO (Lv et al., 2023).
 
     Lifecycle:
-        - on_initialize: read the text, refuse what cannot succeed
+        - on_initialize: read the text, check recipe and model
         - on_calibration_start: train
-        - on_finalize: add the record to the manifest that is saved
+        - on_finalize: add the record to the saved manifest
 
     Example recipe::
 
@@ -79,16 +79,16 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The manifest's record of the training; empty before it."""
+        """Manifest record of the training; empty before it."""
         return self._record
 
     def list_paths(self) -> list[str]:
-        """Return what the stage reads or writes on its own: the teacher, files of text, the folder of states."""
+        """Return the paths that the stage itself reads or writes: teacher, text files and state folder."""
         named = [self.loss.teacher, self.optimizer.state_folder, *(self.data.files if self.data else [])]
         return [path for path in named if path is not None]
 
     def take_tokenizer(self, tokenizer: Any) -> None:
-        """Set the run's tokenizer, or its path. Without one, that of the model's folder is used."""
+        """Set the run's tokenizer or its path; with None, that of the model's folder is used."""
         self._tokenizer = tokenizer
 
     def watch(self, texts: Mapping[str, list[Sample]]) -> None:
@@ -109,7 +109,7 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
         self._recovery = self._prepare(state)
         if self._store is not None:
             stages = sum(isinstance(other, RecoveryModifier) for other in list_modifiers())
-            if stages > 1:  # whose parts would bear the same names
+            if stages > 1:  # their parts would have the same names
                 raise ValueError(
                     f"checkpoint_dir: must be left out for several recovery stages in one recipe, got {stages}. Leave it out, or "
                     "recover in runs of their own."
@@ -118,7 +118,7 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
         return True
 
     def _prepare(self, state: State) -> Recovery:
-        """Read what the recipe asks of the model and of its text; refuse what cannot succeed."""
+        """Return the recovery that the recipe describes, after reading its text and checking its settings."""
         samples, largest = self._read_samples(state)
         longest = max(len(sample.tokens) for sample in samples)
         check_sequences(state.model, longest, max(int(sample.tokens.max()) for sample in samples))
@@ -140,7 +140,7 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
         )
 
     def _read_samples(self, state: State) -> tuple[list[Sample], int]:
-        """Return all samples, in an order that does not depend on the number of processes, and the largest batch of them."""
+        """Return all samples, in an order independent of the number of processes, and the size of their largest batch."""
         if self.data is not None:
             tokenizer = self._tokenizer or state.model.config._name_or_path
             tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -162,24 +162,24 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if not self._record:
-            return True  # an aborted run that llm-compressor winds down
+            return True  # llm-compressor finalises an aborted run
         record, source = self._record, state.model.config._name_or_path
 
         def add_record(folder: str) -> None:
-            """Add to the manifest of this run's pruning stage or, without one, of the pruned folder that was loaded."""
+            """Add the record to the manifest of this run's pruning stage or, without one, of the loaded pruned folder."""
             manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
-            if manifest is not None:  # none where nothing was ever pruned
+            if manifest is not None:  # None if nothing was ever pruned
                 told = {
                     "evaluation": EvaluationRecord(),
                     "recovery": RecoveryRecord(**record),
-                }  # what was scored is gone
+                }  # earlier scores no longer apply
                 write_manifest(read_manifest(manifest).model_copy(update=told), folder)
 
         wrap_save(state.model, add_record)
         return True
 
     def _find_teacher(self, model: PreTrainedModel) -> str:
-        """Return where the dense model lies; refuse one that is not whole, or cannot be compared."""
+        """Return the path of the dense model; raise if it is incomplete or has another vocabulary."""
         name = self.loss.teacher or model.config._name_or_path
         try:
             config = read_config(name)
@@ -205,15 +205,15 @@ _PARTS = (
     "schedule",
     "optimizer",
     "holdout",
-)  # of which a recipe may give some fields, and leave the others as they are
+)  # mappings whose fields that a recipe leaves out come from _LORA
 
 
 class LoRARecoveryModifier(RecoveryModifier):
     """
-    Trains low-rank adapters on a pruned model, and merges them: a :class:`RecoveryModifier` with other defaults.
+    Modifier that trains low-rank adapters on a pruned model and merges them: a :class:`RecoveryModifier` with other defaults.
 
     The whole model is on the device, unless there is a ``memory_budget``; a micro-batch is a calibration batch, and the held-out
-    loss is measured at every epoch.
+    loss is measured after every epoch.
 
     Example recipe::
 

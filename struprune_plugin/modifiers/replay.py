@@ -1,4 +1,4 @@
-"""Repeat what a manifest tells: the same kept units, on the same calibration data."""
+"""Replay of a manifest: the same kept units, on the same calibration data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from struprune_plugin.storage.records import CalibrationRecord
 
 @dataclass(frozen=True)
 class Replay:
-    """The manifest that a run repeats.
+    """Manifest that a run repeats.
 
-    :param path: where it lies
-    :param plan: its kept units
+    :param path: path of the manifest
+    :param plan: plan with its kept units
     :param calibration: its record of the calibration data
     """
 
@@ -27,9 +27,9 @@ class Replay:
     calibration: CalibrationRecord
 
     def check(self, calibration: CalibrationRecord) -> None:
-        """Refuse to replay on other calibration data.
+        """Raise if the calibration data are not those of the manifest.
 
-        :raises ValueError: the same
+        :raises ValueError: in that case
         """
         if calibration != self.calibration:
             raise ValueError(
@@ -40,9 +40,9 @@ class Replay:
 
 
 def read_replay(path: str, setup: RunSetup, weights_digest: str) -> Replay:
-    """Take the kept units of a manifest.
+    """Return the replay of a manifest's kept units.
 
-    :raises ValueError: it was made from another model
+    :raises ValueError: the manifest was made from another model
     """
     manifest = read_manifest(path)
     sizes = {record.name: record.num_units for record in manifest.groups}
@@ -66,7 +66,7 @@ def read_replay(path: str, setup: RunSetup, weights_digest: str) -> Replay:
 
 
 def _warn_of_changes(path: str, manifest: Manifest) -> None:
-    """Warn of differences from the manifest's run that may change bytes."""
+    """Warn of differences from the manifest's run that may change the weights' bytes."""
     now = {**describe_versions(), "seed": torch.initial_seed()}
     then = {**manifest.versions, "seed": manifest.seed}
     changes = [f"{name} {then.get(name)} -> {now.get(name)}" for name in now if then.get(name) != now.get(name)]

@@ -44,19 +44,19 @@ from struprune_plugin.storage.resume_store import ResumeStore
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Facts of a run before it starts.
+    """Facts about a run that are known before it starts.
 
-    :param groups: to prune, in the order in which the model computes them
-    :param roundings: what kept counts are rounded to, by group name
-    :param sizes: of the groups, for the budget, beside whole experts
-    :param num_prunable: parameters that sparsity is a share of
-    :param share: the sparsity that the groups need on average
-    :param num_sequences: of calibration data
-    :param num_tokens: padding left out
-    :param placement: what goes to the host
-    :param mixture: whole experts that may go; None where none may
-    :param targets: all budgets, where others than parameters are given
-    :param whole: groups that keep all units, and are solved anew
+    :param groups: groups to prune, in the order in which the model computes them
+    :param roundings: rounding of kept counts, by group name
+    :param sizes: sizes of the groups for the budget, beside whole experts
+    :param num_prunable: parameters that ``sparsity`` is a share of
+    :param share: mean sparsity that the groups need
+    :param num_sequences: calibration sequences
+    :param num_tokens: calibration tokens, without padding
+    :param placement: parts of the run that are placed on the host
+    :param mixture: whole experts that may be removed; None if none may
+    :param targets: all budgets, if others than parameters are given
+    :param whole: groups that keep all units and are re-solved
     """
 
     groups: Sequence[UnitGroup]
@@ -73,12 +73,12 @@ class RunSetup:
 
     @property
     def limits(self) -> list[Limit]:
-        """The budgets as allocation takes them; none where parameters alone are given."""
+        """The budgets as limits of the allocation; empty if parameters alone are given."""
         return [target.limit for target in self.targets]
 
 
 def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None:
-    """Rehearse the pruning of a recipe's units; experts whose pruning fails are to stay whole from now on.
+    """Rehearse the pruning of a recipe's units; if that of experts fails, ``modifier.experts`` is set to None.
 
     :raises ValueError: as :func:`~struprune_plugin.export.rehearsal.rehearse`
     """
@@ -96,12 +96,13 @@ def prepare_run(
     loader: Iterable | None,
     whole: Sequence[UnitGroup] = (),
 ) -> RunSetup:
-    """Read what a recipe asks of a model and of calibration data, and begin, or go on with, a run that is kept; ``sparsity`` or a
-    ``budget`` must be known.
+    """Return the setup of a run after checking recipe, model and calibration data, and begin or resume its store.
 
-    :param groups: that the recipe chooses
+    ``sparsity`` or a ``budget`` must be known.
+
+    :param groups: groups that the recipe selects
     :param whole: as in :class:`RunSetup`
-    :raises ValueError: what cannot succeed
+    :raises ValueError: the run cannot succeed
     """
     check_order(modifier)
     check_weights(model)
@@ -139,16 +140,15 @@ def find_budget(
     num_prunable: int,
     mixture: Mixture | None,
 ) -> tuple[list[GroupSize], Sequence[Target], float]:
-    """Return what allocation needs to know of the groups, the budgets where others than parameters are given, and the sparsity that
-    the groups need on average.
+    """Return the group sizes, the budgets if others than parameters are given, and the mean sparsity that the groups need.
 
-    :raises ValueError: a budget that cannot be met
+    :raises ValueError: a budget cannot be met
     """
     sizes = measure_groups(groups, roundings)
     targets = find_targets(modifier, model, groups, sizes, split_modifiers(modifier)[1], model.dtype)
     if targets:
         return sizes, targets, find_mean_sparsity(sizes, targets, modifier.allocation.most)
-    if modifier.sparsity is None:  # a replay: its plan is made
+    if modifier.sparsity is None:  # a replay, whose plan is known
         return sizes, (), 0.0
     sizes, share = find_share(modifier, groups, roundings, num_prunable, mixture)
     return sizes, (), share
@@ -161,8 +161,7 @@ def find_share(
     num_prunable: int,
     mixture: Mixture | None,
 ) -> tuple[list[GroupSize], float]:
-    """Return what allocation needs to know of the groups, and the sparsity that they need on average; with whole experts, these
-    count, too.
+    """Return the group sizes and the mean sparsity that they need, whole experts included.
 
     :raises ValueError: the budget cannot be met
     """
@@ -182,9 +181,9 @@ def find_share(
 
 
 def drop_lost_experts(setup: RunSetup, modifier: StructuredModifier, model: PreTrainedModel) -> RunSetup:
-    """Return what is known of a run once a modifier before it has removed whole experts (REAP), whose groups are gone.
+    """Return the setup without the groups of experts that an earlier modifier (REAP) has removed.
 
-    :raises ValueError: the budget cannot be met by what is left
+    :raises ValueError: the remaining groups cannot meet the budget
     """
 
     def is_there(group: UnitGroup) -> bool:
@@ -200,9 +199,9 @@ def drop_lost_experts(setup: RunSetup, modifier: StructuredModifier, model: PreT
 
 
 def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier]) -> None:
-    """Refuse methods that are not defined for the model, or for each other.
+    """Raise if a method is not defined for the model or for another method.
 
-    :raises ValueError: the same
+    :raises ValueError: in that case
     """
     check_cache_quantisation(model.config, later, modifier.attention_unit == "head")
     modifier.importance.check(model, modifier.attention_unit, modifier.prune_ffn)
@@ -217,9 +216,9 @@ def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: 
 
 
 def _check_groups(model: nn.Module, groups: Sequence[UnitGroup], roundings: dict[str, Rounding]) -> None:
-    """Refuse linears that cannot be sliced, and multiples that leave nothing.
+    """Raise if a linear cannot be sliced, or if a multiple exceeds a group's width.
 
-    :raises ValueError: the same
+    :raises ValueError: in these cases
     """
     for group in groups:
         check_sliceable(model.get_submodule(group.layer_name), group)
@@ -232,9 +231,9 @@ def _check_groups(model: nn.Module, groups: Sequence[UnitGroup], roundings: dict
 
 
 def open_store(store: ResumeStore, model: PreTrainedModel, loader: Any) -> None:
-    """Begin, or go on with, the run that a recipe describes.
+    """Begin or resume the run that a recipe describes.
 
-    :raises ValueError: the store is another run's; samples come in another order every time; several processes
+    :raises ValueError: the store belongs to another run; the sampler shuffles; there are several processes
     """
     check_one_process("checkpoint_dir", "Leave it out.")
     if isinstance(getattr(loader, "sampler", None), RandomSampler):
@@ -253,11 +252,11 @@ def place_run(
     loader: Any,
     together: bool,
 ) -> OffloadPlan:
-    """Choose what goes to the host under the budget; without one, under what the accelerator has free.
+    """Return which parts of a run are placed on the host under the budget or, without one, under the accelerator's free memory.
 
-    :param together: moments of all modules of a layer are gathered in one pass; else module by module, where asked for those of
-        sequences held out, too
-    :raises ValueError: the budget is too small, or a method asked for does not keep one
+    :param together: moments of all modules of a layer are gathered in one pass; otherwise module by module, with moments of
+        held-out sequences if dampening is chosen on them
+    :raises ValueError: the budget is too small, or a method does not support one
     """
     strict = modifier.memory_budget is not None
     budget = modifier.memory_budget or find_free_bytes()

@@ -1,4 +1,4 @@
-"""Base class of all modifiers here: each works in a stage of its own."""
+"""Base class of the plugin's modifiers, each of which runs in a separate stage."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from struprune_plugin.storage.resume_store import ResumeStore
 
 
 class StageModifier(Modifier):
-    """A modifier of ours, which works once, in a stage of its own."""
+    """Base of the plugin's modifiers, which run once, in a separate stage."""
 
-    requires_calibration_data: bool = False  # our own loops take it through the layers
+    requires_calibration_data: bool = False  # the plugin's loops pass the data through the layers
 
     _store: ResumeStore | None = PrivateAttr(default=None)
 
@@ -26,12 +26,12 @@ class StageModifier(Modifier):
         return self
 
     def set_store(self, store: ResumeStore) -> None:
-        """Set where finished parts are kept, so that a killed run goes on there."""
+        """Set the store of finished parts, from which a killed run resumes."""
         self._store = store
 
     @property
     def store(self) -> ResumeStore | None:
-        """Store of finished parts. None without one."""
+        """Store of finished parts; None if the run has none."""
         return self._store
 
     def dump_fields(self) -> dict[str, Any]:

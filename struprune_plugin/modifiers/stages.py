@@ -1,4 +1,4 @@
-"""Agreement between the stages of one recipe."""
+"""Checks that the stages of one recipe agree."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from struprune_plugin.storage.registry import list_differences
 
 
 def find_allocator(modifier: StructuredModifier) -> SparsityAllocatorModifier | None:
-    """Return the allocator stage that comes before a modifier in the recipe."""
+    """Return the last allocator stage before a modifier in the recipe; None if there is none."""
     before = split_modifiers(modifier)[0]
     return next((other for other in reversed(before) if isinstance(other, SparsityAllocatorModifier)), None)
 
 
 def check_single_stage() -> None:
-    """Refuse a second pruning stage: groups are measured before any stage has run.
+    """Raise if the recipe has a second pruning stage: groups are measured before any stage has run.
 
-    :raises ValueError: the same
+    :raises ValueError: in that case
     """
     names = [type(modifier).__name__ for modifier in list_modifiers()]
     if names.count("StruPruneModifier") > 1:
@@ -36,7 +36,7 @@ def check_single_stage() -> None:
 def agree_on_budget(ours: StructuredModifier, stage: SparsityAllocatorModifier) -> dict[str, Any]:
     """Return the fields of a pruning stage that an allocator stage decides.
 
-    :raises ValueError: other units or another budget; a field of the allocation that the stage would overrule
+    :raises ValueError: the stages differ in units or budget, or in a field of the allocation that the recipe sets
     """
     for name in ("sparsity", "budget", *GROUP_FIELDS):
         if name in GROUP_FIELDS or getattr(ours, name) not in (None, []):
@@ -50,9 +50,9 @@ def agree_on_budget(ours: StructuredModifier, stage: SparsityAllocatorModifier) 
 def check_curves(
     ours: StructuredModifier, stage: SparsityAllocatorModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]
 ) -> None:
-    """Refuse units that are ranked or updated otherwise than an allocator stage's error curves say.
+    """Raise if units are ranked or updated differently than in an allocator stage's error curves.
 
-    :raises ValueError: the same
+    :raises ValueError: in that case
     """
     _check_same(ours, stage, "importance", "Give both stages the same value.")
     mine, theirs = ours.make_config(model), stage.make_config(model)

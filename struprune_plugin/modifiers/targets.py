@@ -1,4 +1,4 @@
-"""What a run's budgets ask of the model at hand: costs of every group by how many units it keeps, and how much there may be."""
+"""Budgets of a run on a given model: the cost of every group by its number of kept units, and the permitted total."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from struprune_plugin.modifiers.weight_bytes import (
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.limit_record import LimitRecord
 
-_LEAST = 1e-9  # of a budget, that a sum in float64 may lack
+_LEAST = 1e-9  # relative tolerance of a budget, for sums in float64
 
 
 @dataclass(frozen=True)
 class Target:
-    """One budget of a run, and what is known of its cost.
+    """One budget of a run, with the costs that count against it.
 
-    :param name: ``parameters``, ``bytes``, ``cache``, or a speed's phase and engine
-    :param asked: in the recipe's terms
-    :param dense: what the model takes before it is pruned
-    :param fixed: what is taken however few units stay
-    :param most: what may be taken in all
-    :param costs: of every group of a plan, in the order of its sizes, see :class:`~struprune_plugin.linalg.knapsack.Limit`
+    :param name: ``parameters``, ``bytes``, ``cache``, or ``speedup`` with its phase and engine
+    :param asked: requested value, in the recipe's terms
+    :param dense: cost of the model before it is pruned
+    :param fixed: cost that does not depend on the number of kept units
+    :param most: upper bound on the total cost
+    :param costs: costs of every group of a plan, in the order of its sizes, see :class:`~struprune_plugin.linalg.knapsack.Limit`
     """
 
     name: str
@@ -52,17 +52,17 @@ class Target:
 
     @property
     def limit(self) -> Limit:
-        """The budget as allocation takes it."""
+        """The budget as a limit of the allocation."""
         return Limit(self.name, self.costs, self.most - self.fixed)
 
     def tell(self, total: float) -> float:
-        """Return what a total cost is in the recipe's terms."""
+        """Return a total cost in the recipe's terms."""
         if self.name == "parameters":
             return 1 - total / self.dense
         return total if self.name == "bytes" else total / self.dense if self.name == "cache" else self.dense / total
 
     def show(self, value: float) -> str:
-        """Return a value in the recipe's terms, for people."""
+        """Return a value in the recipe's terms as text."""
         return format_bytes(value) if self.name == "bytes" else f"{value:.4g}"
 
 
@@ -74,11 +74,11 @@ def find_targets(
     later: Sequence[Modifier],
     dtype: torch.dtype,
 ) -> tuple[Target, ...]:
-    """Return the budgets of a recipe; none where it gives the sparsity alone, which needs no costs but parameters.
+    """Return the budgets of a recipe; empty if it gives the sparsity alone, which needs no costs but parameters.
 
-    :param later: the modifiers that follow in the recipe
-    :param dtype: of the weights as they are loaded
-    :raises ValueError: a budget that the groups cannot meet, or a rule that does not take it
+    :param later: modifiers that follow in the recipe
+    :param dtype: dtype of the loaded weights
+    :raises ValueError: the groups cannot meet a budget, or the rule does not support it
     """
     if not modifier.budget:
         return ()
@@ -102,7 +102,7 @@ def find_targets(
             )
             quantised = count_cache_bytes(model, item, later)
             targets.append(_place("cache", part.cache, quantised, part.cache * dense, costs, dense))
-        if part.speedup is not None and not getattr(modifier, "replay", None):  # whose plan needs no clock
+        if part.speedup is not None and not getattr(modifier, "replay", None):  # a replayed plan needs no timing
             targets.append(_find_speed_target(part, model, sizes, by_name, dtype))
     for target in targets:
         _check_reach(target, sizes, modifier.allocation.most or 1.0)
@@ -116,9 +116,9 @@ def _find_speed_target(
     groups: Mapping[str, UnitGroup],
     dtype: torch.dtype,
 ) -> Target:
-    """Return the budget of a phase's time.
+    """Return the budget for the time of one phase.
 
-    :raises ValueError: no table of this model and phase, or none that can be measured
+    :raises ValueError: there is no cost table of this model and phase, and none can be measured
     """
     assert part.speedup is not None
     kinds = list(dict.fromkeys(group.kind for group in groups.values()))
@@ -130,9 +130,9 @@ def _find_speed_target(
 
 
 def _check_methods(modifier: StructuredModifier) -> None:
-    """Refuse methods that know no budget but parameters.
+    """Raise if a method does not support budgets other than parameters.
 
-    :raises ValueError: the same
+    :raises ValueError: in that case
     """
     named = {
         name for part in modifier.budget for name in ("bytes", "cache", "speedup") if getattr(part, name) is not None
@@ -158,10 +158,10 @@ def _check_methods(modifier: StructuredModifier) -> None:
 def _place(
     name: str, asked: float, whole: float, most: float, costs: Sequence[Tensor], dense: float | None = None
 ) -> Target:
-    """Return a target; what the groups do not account for stays.
+    """Return a target; costs that the groups do not account for are fixed.
 
-    :param whole: what the model takes with all units kept
-    :param dense: what it takes now, where that is another number: no quantiser has run yet
+    :param whole: cost of the model with all units kept
+    :param dense: cost of the model as it is, if that differs because no quantiser has run yet
     """
     fixed = whole - sum(float(cost[-1]) for cost in costs)
     return Target(name, asked, whole if dense is None else dense, fixed, most * (1 + _LEAST), costs)
@@ -170,7 +170,7 @@ def _place(
 def _add_up(
     sizes: Sequence[GroupSize], groups: Mapping[str, UnitGroup], measure: Callable[[UnitGroup], Tensor]
 ) -> list[Tensor]:
-    """Return the costs of every size, those of its members added up."""
+    """Return the costs of every size, summed over its members."""
     found = []
     for size in sizes:
         members = size.members or ((size.name, 1),)
@@ -179,9 +179,9 @@ def _add_up(
 
 
 def _check_reach(target: Target, sizes: Sequence[GroupSize], most: float) -> None:
-    """Refuse a budget that the fewest units exceed.
+    """Raise if even the fewest units exceed a budget.
 
-    :raises ValueError: the same, with what can be reached
+    :raises ValueError: in that case; the message says what can be reached
     """
     least = find_least(sizes, most)
     if not target.limit.fits(least):
@@ -194,9 +194,9 @@ def _check_reach(target: Target, sizes: Sequence[GroupSize], most: float) -> Non
 
 
 def find_mean_sparsity(sizes: Sequence[GroupSize], targets: Sequence[Target], most: float | None) -> float:
-    """Return the mean sparsity that the groups need, all of one, to meet every budget.
+    """Return the mean sparsity at which a uniform allocation meets every budget.
 
-    :param most: sparsity of a module; None for no bound
+    :param most: upper bound on a module's sparsity; None for no bound
     """
     kept = fit_shares(sizes, [0.0] * len(sizes), [target.limit for target in targets], most or 1.0)
     left = sum(count * size.unit_cost for count, size in zip(kept, sizes, strict=True))
@@ -206,10 +206,10 @@ def find_mean_sparsity(sizes: Sequence[GroupSize], targets: Sequence[Target], mo
 def describe_targets(
     targets: Sequence[Target], sizes: Sequence[GroupSize], kept: Mapping[str, int], met: Mapping[str, float]
 ) -> list[LimitRecord]:
-    """Return, for the manifest, what was asked, planned and met of every budget.
+    """Return the manifest's records of the requested, planned and achieved value of every budget.
 
-    :param kept: units by group name
-    :param met: total costs of the pruned model itself, by the name of a target; of others nothing is known yet
+    :param kept: kept units by group name
+    :param met: total costs of the pruned model, by target name; a target without an entry is not known yet
     """
     counts = [kept[size.name] for size in sizes]
     records = []
@@ -232,7 +232,7 @@ def describe_targets(
 
 
 def measure_met(model: PreTrainedModel, targets: Sequence[Target], later: Sequence[Modifier]) -> dict[str, float]:
-    """Return what the pruned model itself takes of the budgets that can be counted, by their names."""
+    """Return the costs of the pruned model for the budgets that can be counted, by target name."""
     item, names = model.dtype.itemsize, {target.name for target in targets}
     found: dict[str, float] = {}
     if "bytes" in names:

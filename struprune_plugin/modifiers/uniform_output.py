@@ -15,11 +15,11 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 def check_uniform(
     recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], has_allocator: bool
 ) -> None:
-    """Refuse, with ``output: uniform``, what no stock class could load.
+    """Raise if a recipe with ``output: uniform`` would give a model that no stock class can load.
 
-    :param groups: that the recipe chooses
+    :param groups: groups that the recipe selects
     :param has_allocator: whether an allocator stage comes before
-    :raises ValueError: the same
+    :raises ValueError: in that case
     """
     problem, layers = "", recipe.allocation.takes_layers
     if (recipe.allocation.measures and not layers) or has_allocator:

@@ -1,4 +1,4 @@
-"""Bytes of a model's saved weights and of its cache, by what the modifiers that follow in a recipe make of them."""
+"""Bytes of a model's saved weights and of its key-value cache, after the modifiers that follow in a recipe."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from struprune_plugin.model.layers import (
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import HEAD, VALUE
 
-_ENTRY = 75  # bytes that a file's header says of a tensor, beside its name
-_SHAPE = 16  # of the two numbers that are kept beside packed weights
+_ENTRY = 75  # bytes of a tensor's entry in a file's header, beside its name
+_SHAPE = 16  # bytes of the two numbers that are stored beside packed weights
 _WORD = 32  # bits that weights are packed into
 
 
 def count_weight_bytes(model: PreTrainedModel, item: int, later: Sequence[Modifier]) -> int:
-    """Return the bytes of a model's files, tied weights once, quantised by the modifiers that follow.
+    """Return the bytes of a model's weight files, quantised by later modifiers; tied weights count once.
 
-    :param item: bytes of a weight that no quantiser touches
+    :param item: bytes per unquantised weight
+    :param later: modifiers that follow in the recipe
     """
     schemes = {
         f"{name}.weight": scheme
@@ -65,19 +66,19 @@ def measure_group_bytes(model: PreTrainedModel, group: UnitGroup, item: int, lat
         total += _count_bytes(f"{full}.weight", rows, columns, item, scheme)
         if linear.bias is not None and name != group.consumer:
             total += rows * item
-    if group.sublayer is not None:  # with the last unit goes more than the units
+    if group.sublayer is not None:  # the last unit takes more with it than the units
         total[0] = total[-1] - _count_module_bytes(model, [*_list_gone(group)], item, later)
     return total.double()
 
 
 def _list_gone(group: UnitGroup) -> Iterator[str]:
-    """Yield the full names of the modules that go with a group's last unit."""
+    """Yield the full names of the modules that are removed with a group's last unit."""
     for name in () if group.sublayer is None else group.sublayer.absent:
         yield f"{group.layer_name}.{name}"
 
 
 def _count_module_bytes(model: PreTrainedModel, names: Sequence[str], item: int, later: Sequence[Modifier]) -> int:
-    """Return the bytes of all weights of modules, by their full names."""
+    """Return the bytes of all weights of modules, given by their full names."""
     total = 0
     for outer in names:
         for inner, module in model.get_submodule(outer).named_modules():
@@ -92,7 +93,7 @@ def _count_module_bytes(model: PreTrainedModel, names: Sequence[str], item: int,
 
 
 def find_weight_scheme(name: str, linear: nn.Linear, later: Sequence[Modifier]) -> QuantizationArgs | None:
-    """Return how the quantisers of a recipe write a linear's weights; None where they leave it alone."""
+    """Return the quantisation arguments of a linear's weights under later modifiers; None if they are not quantised."""
     for modifier in later:
         if isinstance(modifier, QuantizationMixin):
             for scheme in modifier.resolved_config.config_groups.values():
@@ -102,7 +103,7 @@ def find_weight_scheme(name: str, linear: nn.Linear, later: Sequence[Modifier]) 
 
 
 def _count_bytes(name: str, rows: Any, columns: Any, item: int, scheme: QuantizationArgs | None) -> Any:
-    """Return the bytes of one weight, its scales and its entries in the file's header; rows and columns are numbers or tensors."""
+    """Return the bytes of one weight, its scales and its header entries; rows and columns are numbers or tensors."""
     entry = len(name) + _ENTRY
     if scheme is None:
         return rows * columns * item + entry
@@ -118,11 +119,11 @@ def _count_bytes(name: str, rows: Any, columns: Any, item: int, scheme: Quantiza
 
 
 def count_cache_bytes(model: PreTrainedModel, item: int, later: Sequence[Modifier]) -> int:
-    """Return the bytes of keys and values a token, of all layers.
+    """Return the bytes of keys and values per token, over all layers.
 
     Parameters as in :func:`count_weight_bytes`.
     """
-    padded, channels = not can_narrow(model), 0  # narrowed values reach the cache padded
+    padded, channels = not can_narrow(model), 0  # narrowed values are padded in the cache
     for layer, layout in find_layouts(model):
         if layout.attention is None:
             names = [name for name, _ in layer.named_modules() if name.endswith(("k_proj", "v_proj"))]
@@ -135,7 +136,7 @@ def count_cache_bytes(model: PreTrainedModel, item: int, later: Sequence[Modifie
 
 
 def measure_group_cache(model: PreTrainedModel, group: UnitGroup, item: int, later: Sequence[Modifier]) -> Tensor:
-    """Return the bytes a token of what one group keeps in the cache with k = 0 ... num_units units kept, 0 for an FFN.
+    """Return the bytes per token of one group's part of the cache with k = 0 ... num_units units kept, 0 for an FFN.
 
     Parameters and return value as in :func:`measure_group_bytes`.
     """
@@ -153,7 +154,7 @@ def measure_group_cache(model: PreTrainedModel, group: UnitGroup, item: int, lat
 
 
 def _count_cache_bits(item: int, later: Sequence[Modifier]) -> int:
-    """Return the bits of a number in the cache, quantised by the modifiers that follow."""
+    """Return the bits per value in the cache, quantised by later modifiers."""
     bits = 8 * item
     for modifier in later:
         scheme = getattr(modifier, "kv_cache_scheme", None) if isinstance(modifier, QuantizationMixin) else None

@@ -17,7 +17,7 @@ from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.storage.records import RoundingRecord
 
-_GROUPED_STEP = 8  # channels of an expert, whose rows kernels for all experts at once want to be multiples of 16 bytes
+_GROUPED_STEP = 8  # channels of an expert: grouped kernels need rows that are multiples of 16 bytes
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
@@ -25,9 +25,9 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 class Rounding:
     """Rounding step of the kept units of one group.
 
-    :param step: kept units are whole multiples of this; 1 where nothing is asked
-    :param width: the same, in input columns of the consuming linear
-    :param because: who asks, in the order of the recipe
+    :param step: kept units are whole multiples of this; 1 if nothing requires more
+    :param width: the same step, in input columns of the consuming linear
+    :param because: requirements that set the step, in the order of the recipe
     """
 
     step: int = 1
@@ -38,19 +38,19 @@ class Rounding:
 def find_roundings(
     model: nn.Module, groups: Sequence[UnitGroup], later: Sequence[Modifier], width_multiple: int
 ) -> dict[str, Rounding]:
-    """Return, by group name, the multiple that suits every modifier that follows, and the recipe's own.
+    """Return, by group name, the multiple that suits every later modifier and the recipe's ``width_multiple``.
 
-    A quantiser's groups and blocks must divide the inputs of the linears that consume pruned units, N:M sparsity too; the
-    host sees only the unpruned shapes before it starts, and fails late on the pruned ones.
+    A quantiser's groups and blocks, and the groups of N:M sparsity, must divide the inputs of the linears that consume pruned
+    units. llm-compressor sees only the unpruned shapes before it starts, and fails late on the pruned ones.
 
-    :param later: the modifiers that follow in the recipe
-    :param width_multiple: asked by the recipe for FFN widths
+    :param later: modifiers that follow in the recipe
+    :param width_multiple: multiple of FFN widths that the recipe sets
     """
     return {group.name: _round_group(model, group, later, width_multiple) for group in groups}
 
 
 def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[GroupSize]:
-    """Return what allocation needs to know of the groups, those that are tied as one."""
+    """Return the sizes of the groups for the allocation; tied groups form one size."""
     tied: dict[str, list[UnitGroup]] = {}
     for group in groups:
         tied.setdefault(group.tie or group.name, []).append(group)
@@ -58,7 +58,7 @@ def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding
 
 
 def _measure_tied(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> GroupSize:
-    """Return the size of groups that keep the same number of units, or whole multiples of that of the narrowest."""
+    """Return the joint size of groups that keep the same number of units, or whole multiples of the narrowest group's."""
     first = min(groups, key=lambda group: group.num_units)
     factors = [group.num_units // first.num_units for group in groups]
     steps = [roundings[group.name].step for group in groups]
@@ -75,12 +75,12 @@ def _measure_tied(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]
 
 
 def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings: Mapping[str, Rounding]) -> None:
-    """Refuse kept widths that a modifier later in the recipe cannot cut into its groups.
+    """Raise if a later modifier cannot divide a kept width into its groups.
 
-    Plans are rounded, so this finds widths that were not the plan's to choose: all units kept, or a replay.
+    Plans are rounded, so this finds widths that the plan did not choose: all units kept, or a replay.
 
     :param kept: units to keep, by group name
-    :raises ValueError: a width that is no multiple of what is asked
+    :raises ValueError: a width is not a multiple of the required step
     """
     for group in groups:
         rounding = roundings[group.name]
@@ -94,8 +94,8 @@ def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings
 
 
 def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[RoundingRecord]:
-    """Return, for the manifest, the multiples that widths were rounded to, and why; alike modules in one entry, a layer's experts
-    as one module."""
+    """Return the manifest's records of the multiples that widths were rounded to, and why: one record for equal modules, in
+    which a layer's experts count as one module."""
     names: dict[tuple[str, Rounding], dict[str, None]] = {}
     for group in groups:
         if roundings[group.name].because:
@@ -107,7 +107,7 @@ def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Roun
 def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], width_multiple: int) -> Rounding:
     wanted = [
         (group.num_blocks, 1, "")
-    ]  # multiple of a width, width of a unit, who asks, for messages and the manifest
+    ]  # (required multiple of the width, width of one unit, reason for messages and the manifest)
     if group.unit.is_ffn and width_multiple > 1:
         wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
     if group.experts:
@@ -125,8 +125,8 @@ def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], 
 
 
 def _list_demands(modifier: Modifier, model: nn.Module, name: str) -> Iterator[tuple[int, int, str]]:
-    """Yield what a modifier of llm-compressor asks of the shape of one linear, by its full name: what its input columns and its
-    output rows must be multiples of, and why."""
+    """Yield (multiple of the input columns, multiple of the output rows, reason) that a modifier of llm-compressor requires of
+    the linear with the full name ``name``."""
     linear = model.get_submodule(name)
     who = type(modifier).__name__
     if isinstance(modifier, QuantizationMixin):
@@ -158,9 +158,9 @@ def _read_group_size(args: QuantizationArgs | None) -> int | None:
 
 
 def _is_sparsified(modifier: SparsityModifierBase, model: nn.Module, name: str) -> bool:
-    """Return whether the host's sparsity modifiers touch a linear: it, or a module that holds it, is a target.
+    """Return whether a sparsity modifier prunes a linear: the linear, or a module that holds it, is a target.
 
-    They compare ``ignore`` with the target's name, a dot and the rest, as here.
+    llm-compressor compares ``ignore`` with the target's name, a dot and the rest, as here.
     """
     parts = name.split(".")
     targets = [modifier.targets] if isinstance(modifier.targets, str) else modifier.targets

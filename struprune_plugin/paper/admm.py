@@ -1,7 +1,7 @@
 """Algorithm 4 on the kept units of one module, and Algorithm 1's inner loop on all of them.
 
-Variables of every token lie on the host; steps move those of a micro-batch or a sequence on the device at a time (R12). Weights go
-in lists: those of the producers, then the consumer's, bias last.
+The variables of every token are on the host; each step updates those of one micro-batch or sequence on the device (R12).
+Weights are passed in lists: those of the producers, then the consumer's, bias last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ADMMRun(ABC, Generic[_Sample]):
 
     :param module: not yet sliced
     :param damping: pull of every weight step towards the current weights
-    :param parts: producers, each with the number of weights that it makes
+    :param parts: producers, each with the number of weights that it holds
     """
 
     def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float, parts: Mapping[str, int]):
@@ -66,12 +66,12 @@ class ADMMRun(ABC, Generic[_Sample]):
     def score(self, scores: Tensor, num_keep: int) -> Tensor:
         """Return Lemma 1's score of every unit after ``steps`` outer steps of Algorithm 1.
 
-        In each step the best ``num_keep`` units by the scores so far give the mask, the masked dense weights move the
-        per-token variables, and regressing those on the inputs gives the current weights that Lemma 1 compares with the
-        dense ones. Source: paper, Algorithm 1, the inner loop; Differs from the source: the first mask comes from
-        ``scores`` (R4), and dense and current inputs of the module are the same, as its layer sees them now.
+        In each step, the ``num_keep`` units of highest score so far form the mask, the masked dense weights update the
+        per-token variables, and a regression of those on the inputs gives the current weights that Lemma 1 compares with the
+        dense ones. Source: paper, Algorithm 1, the inner loop. Differs from the source: the first mask comes from ``scores``
+        (R4), and dense and current inputs of the module are the same, as its layer receives them now.
 
-        :param scores: that make the first mask, shape [units]
+        :param scores: scores that form the first mask, shape [units]
         :param num_keep: units of the mask, a multiple of the group's blocks
         :return: shape [units], float64
         """
@@ -95,7 +95,7 @@ class ADMMRun(ABC, Generic[_Sample]):
         return scores if self.settings.steps > 1 else torch.ones_like(scores)
 
     def _read_producers(self, keep: Tensor) -> list[Tensor]:
-        """Return the producers' kept rows, all where the group does not cut them, bias last, float32; a fused gate and up apart."""
+        """Return the producers' kept rows, or all if the group does not cut them, bias last, float32; a fused gate and up split."""
         weights: list[Tensor] = []
         for name, count in self.parts.items():
             weight = append_bias(*read_weight(find_linear(self.module.layer, name))).float()
@@ -105,16 +105,16 @@ class ADMMRun(ABC, Generic[_Sample]):
         return weights
 
     def _start(self, visit: Visit, weights: Weights) -> None:
-        """Add a batch, at the variables that the weights give."""
+        """Add a batch, with variables computed from the weights."""
         for sample in self.split(visit):
             self.samples.append(_move(sample, None, self.context))
             variables = self.initialize(_move(sample, weights[-1].device, self.context), weights)
             self.variables.append(_move(variables, None, self.context))
 
     def _step(self, weights: Weights, pull: Weights, move: bool = True) -> tuple[list[Tensor], float]:
-        """Move all variables, then regress the weights on them, pulled towards ``pull``; return these and the objective.
+        """Update all variables, then regress the weights on them, pulled towards ``pull``; return weights and objective.
 
-        :param move: False to leave all as it is, and only measure
+        :param move: False only measures the objective
         """
         device, total = weights[-1].device, 0.0
         moments = make_ridge_moments(self.list_regressed(weights))
@@ -128,15 +128,15 @@ class ADMMRun(ABC, Generic[_Sample]):
         return solved, self.measure(moments, solved, total)
 
     def solve(self, moments: list[SecondMoments], pull: Weights) -> Weights:
-        """Return the weights that the variables ask for."""
+        """Return the weights of the regressions on the variables."""
         return solve_ridge(moments, pull, self.damping, self.module.has_bias, [self.group.name] * len(pull))
 
     def list_regressed(self, weights: Weights) -> Weights:
-        """Return one weight for every regression."""
+        """Return one weight per regression."""
         return weights
 
     def measure(self, moments: list[SecondMoments], weights: Weights, total: float) -> float:
-        """Return the objective from the samples' parts of it."""
+        """Return the objective from the sum of the samples' parts."""
         return total
 
     @abstractmethod
@@ -145,17 +145,17 @@ class ADMMRun(ABC, Generic[_Sample]):
 
     @abstractmethod
     def initialize(self, sample: _Sample, weights: Weights) -> Variables:
-        """Return the variables that the weights themselves give."""
+        """Return the variables computed from the weights."""
 
     @abstractmethod
     def visit(
         self, sample: _Sample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
     ) -> tuple[Variables, float]:
-        """Move one sample's variables and add it to the moments; return them and its part of the objective."""
+        """Update one sample's variables and add them to the moments; return them and the sample's part of the objective."""
 
 
 def pick_tokens(visit: Visit, context: DeviceContext) -> Sample:
-    """Return the tokens that are no padding, inputs in float32."""
+    """Return the tokens without padding, inputs in float32."""
     tokens = slice(None) if visit.call.tokens is None else context.to_device(visit.call.tokens, visit.source.device)
     return Sample(visit.source[tokens].float(), visit.target[tokens])
 
@@ -184,7 +184,7 @@ def _mask_columns(weight: Tensor, keep: Tensor, group: UnitGroup) -> Tensor:
 
 
 def _stack_units(weights: list[Tensor], num_units: int) -> Tensor:
-    """Put the rows that several producers give one unit together, unit after unit."""
+    """Return the rows of several producers, unit after unit."""
     parts = [weight.view(num_units, -1, weight.shape[1]) for weight in weights]
     return torch.cat(parts, 1).reshape(-1, weights[0].shape[1])
 

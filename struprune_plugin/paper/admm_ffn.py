@@ -28,7 +28,7 @@ def activate(preactivations: Sequence[Tensor]) -> Tensor:
 
 
 def initialize_ffn_variables(inputs: Tensor, first: Sequence[Tensor]) -> Variables:
-    """Start at the weights' own pre-activations and activations, where both couplings hold exactly.
+    """Return the pre-activations and activations of the weights themselves, where both couplings hold exactly.
 
     :param inputs: X, shape [tokens, d]
     :param first: W1 (one, or gate and up), shape [k, d + 1]
@@ -45,7 +45,7 @@ def apply_linear(inputs: Tensor, weight: Tensor) -> Tensor:
 def update_ffn_variables(
     variables: Variables, sample: Sample, weights: Sequence[Tensor], alpha: float, beta: float
 ) -> Variables:
-    """Take the p-step and then the z-step on one micro-batch; neither increases the objective.
+    """Return the variables of one micro-batch after the p-step and the z-step; neither increases the objective.
 
     :param weights: W1 (one, or gate and up), then W2
     """
@@ -61,7 +61,7 @@ def update_ffn_variables(
 def update_preactivations_relu(activations: Tensor, means: Tensor, alpha: float, beta: float) -> Tensor:
     """Return the elementwise minimiser of ``beta (p - relu(z))^2 + alpha (z - m)^2``.
 
-    The better of ``max(0, (beta p + alpha m) / (alpha + beta))`` and ``min(0, m)``.
+    It is the better of ``max(0, (beta p + alpha m) / (alpha + beta))`` and ``min(0, m)``.
     Differs from the source: the printed step picks the branch by the old sign of z (R11).
     """
     positive = ((beta * activations + alpha * means) / (alpha + beta)).clamp(min=0)
@@ -76,7 +76,8 @@ def update_preactivations_gated(
 ) -> tuple[Tensor, Tensor]:
     """Lower ``beta (p - silu(z_g) z_u)^2 + alpha (z_g - m_g)^2 + alpha (z_u - m_u)^2``, elementwise.
 
-    Exact in z_u; safeguarded Newton steps in z_g, each halved until it does not increase the cost, else not taken (R11).
+    The update is exact in z_u. In z_g it takes safeguarded Newton steps, each halved until it does not increase the cost, and
+    skipped if it still does (R11).
 
     :param preactivations: (z_g, z_u), each of shape [tokens, k]
     :param means: (m_g, m_u), the same
@@ -121,7 +122,7 @@ def measure_ffn_objective(
 ) -> float:
     """Return the objective over all micro-batches.
 
-    :param coupling: sum of what :func:`accumulate_ffn_moments` has returned
+    :param coupling: sum of the values that :func:`accumulate_ffn_moments` has returned
     """
     fits = sum(measure_error(part, weight.double()) for part, weight in zip(moments, weights, strict=True))
     return alpha * fits + beta * coupling

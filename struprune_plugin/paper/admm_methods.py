@@ -55,7 +55,7 @@ class ClosedForm(ADMMSettings, Importance):
     """Score of Lemma 1 after ``steps`` steps of Algorithm 1.
 
     :param max_sparsity: upper bound on a module's sparsity in the masks
-    :param as_printed: keep the first step, at which all scores are 1 (R4): units go by index
+    :param as_printed: keep the first step, where all scores are 1 (R4): units are removed by index
     """
 
     keeps_budget: ClassVar[bool] = False
@@ -88,10 +88,10 @@ class ClosedForm(ADMMSettings, Importance):
 
 
 def _check_ffn(model: PreTrainedModel, what: str, prune_ffn: bool) -> None:
-    """Refuse FFNs that the sub-steps are not derived for, and several processes.
+    """Raise for an FFN without derived sub-steps, and for several processes.
 
     :param what: the setting that asks for ADMM
-    :raises ValueError: another FFN than ReLU's or SiLU's gated one; several processes
+    :raises ValueError: the FFN is neither ReLU nor SiLU-gated; several processes
     """
     check_one_process(what, "Its variables are per token. Use least_squares and obs.")
     ffns = [ffn for kind in find_structure(model).kinds for ffn in kind.ffns] if prune_ffn else []
@@ -104,6 +104,6 @@ def _check_ffn(model: PreTrainedModel, what: str, prune_ffn: bool) -> None:
 
 
 def _has_plain_attention(model: PreTrainedModel) -> bool:
-    """Return whether no positions stand between queries and keys, in all layers."""
+    """Return whether no layer encodes positions between queries and keys."""
     kinds = find_structure(model).kinds
     return all(kind.attention.is_plain for kind in kinds if kind.attention)

@@ -27,7 +27,7 @@ from struprune_plugin.paper.attention_terms import AttentionSample, AttentionWei
 
 
 def make_run(module: ModuleView, settings: ADMMSettings, damping: float) -> FFNRun | AttentionRun:
-    """Return ADMM on a module of either kind; parameters as in :class:`~struprune_plugin.paper.admm.ADMMRun`."""
+    """Return the ADMM run of an FFN or attention module; parameters as in :class:`~struprune_plugin.paper.admm.ADMMRun`."""
     return (FFNRun if module.group.unit.is_ffn else AttentionRun)(module, settings, damping)
 
 
@@ -55,7 +55,7 @@ class FFNRun(ADMMRun[Sample]):
 
 
 class AttentionRun(ADMMRun[AttentionSample]):
-    """ADMM on one attention module; the objective is that before the weights are solved."""
+    """ADMM on one attention module; its objective is measured before the weights are solved."""
 
     def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float):
         names = (*module.group.query_key, list(module.group.producers)[-1])

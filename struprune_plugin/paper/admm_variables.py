@@ -23,7 +23,7 @@ class ADMMSettings(Config):
     :param steps: outer steps K
     :param inner_steps: Adam steps per attention sub-step
     :param learning_rate: learning rate of these steps, relative to the size of the updated tensor
-    :param attention_method: 2: z_Q and z_K apart; 1: one z for the logits (R13)
+    :param attention_method: 2: separate z_Q and z_K; 1: one z for the logits (R13)
     """
 
     alpha: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -36,7 +36,7 @@ class ADMMSettings(Config):
 
 @dataclass(frozen=True)
 class Sample:
-    """The tokens of one micro-batch or sequence.
+    """Tokens of one micro-batch or sequence.
 
     :param inputs: X, shape [tokens, d]
     :param targets: Y, shape [tokens, d_out]
@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Variables:
-    """The per-token variables of one sample; they live on the host between visits (R12).
+    """Per-token variables of one sample, on the host between visits (R12).
 
     :param activations: inputs of the consumer: p, shape [tokens, k], or mixed, shape [T, H * dv]
     :param preactivations: FFN: z, one tensor of shape [tokens, k], or two (gate, up). Attention, method 2: (z_Q, z_K), shape
@@ -61,7 +61,7 @@ class Variables:
 
 
 def make_ridge_moments(weights: Sequence[Tensor]) -> list[SecondMoments]:
-    """Return empty moments for the regression of every weight, bias last, on its device and in its dtype."""
+    """Return empty moments for every weight's regression, bias last, on its device and in its dtype."""
     return [make_moments(w.shape[1] - 1, len(w), w.device, w.dtype) for w in weights]
 
 
@@ -76,13 +76,13 @@ def solve_ridge(
 
     ``argmin_W ||targets - W P||^2 + damping * mean(diag P P^T) * ||W - W_current||^2``, the bias not pulled.
     Source: paper, Algorithm 4, reverse recovery; struprune.tex, "Recovering weight matrices"; method.md section 7, step 4.
-    Differs from the source: ridge solves on streamed moments for its pseudo-inverses and its SGD (R12).
+    Differs from the source: ridge solves on streamed moments replace its pseudo-inverses and its SGD (R12).
 
-    :param weights: current ones, bias last
+    :param weights: current weights, bias last
     :param damping: at least 0, relative to the mean diagonal of each Gram matrix
-    :param has_bias: False for linears without bias: all biases then come back as 0
-    :param names: of the regressions, for errors
-    :return: float64
+    :param has_bias: False for linears without bias: all returned biases are then 0
+    :param names: names of the regressions, for errors
+    :return: solved weights, float64
     :raises ValueError: a system is singular or its condition number exceeds 1e12
     """
     solved = []
@@ -101,7 +101,7 @@ def update_activations(pull: Tensor, targets: Tensor, weight: Tensor, alpha: flo
 
     :param pull: q: phi(z), shape [tokens, k], or concat_i(a_i V_i), shape [T, H * dv]
     :param targets: Y, shape [tokens, d_out]
-    :param weight: of the consumer, bias last
+    :param weight: weight of the consumer, bias last
     """
     weight, bias = weight[:, :-1], weight[:, -1]
     system = alpha * weight.T @ weight

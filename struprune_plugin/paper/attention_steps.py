@@ -1,8 +1,8 @@
-"""ADMM on attention: the steps that move variables and weights. Legend: see attention_terms.
+"""ADMM steps that update the variables and weights of attention. Legend: see attention_terms.
 
 One outer step: for every sequence :func:`update_attention_variables` and :func:`accumulate_attention_moments`, then once
-:func:`solve_attention_weights`. The maps of all sequences would not fit, so none
-outlives its sequence's visit.
+:func:`solve_attention_weights`. The maps of all sequences would not fit in memory, so
+those of a sequence are dropped after its visit.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _ADAM_EPSILON = 1e-12  # gradients scale with alpha and beta; torch's 1e-8 would
 
 @torch.no_grad()
 def initialize_attention_variables(sample: AttentionSample, weights: AttentionWeights, method: int = 2) -> Variables:
-    """Return the variables that the weights themselves give: every term but the output's is then 0.
+    """Return the variables computed from the weights: every term but the output's is then 0.
 
     Source: Algorithm `alg:sparse_llm`, SparseLLM2, first line.
-    Differs from the source: its variables start at the dense module's; here at those of the weights given, which may
+    Differs from the source: its variables start at those of the dense module; here at those of the given weights, which may
     already be cut and re-solved (the FFN's reading, method.md section 7, step 1).
 
-    :param method: 1 or 2: which variables stand for the logits (R13)
+    :param method: 1 or 2: which variables represent the logits (R13)
     :return: variables in the dtype and on the device of ``sample.inputs``
     """
     query, key = project_query_key(sample, weights)
@@ -56,14 +56,14 @@ def update_attention_variables(
     """Update a, then mixed, then z_Q and z_K (method 1: z) of one sequence; no sub-step raises the objective.
 
     Source: struprune.tex, Eq. `85`, `86`, `87` (labels; method 2) and their counterparts of method 1.
-    Differs from the source: the branch on the sign of z after Eq. 87 belongs to the FFN's ReLU and is left out (as
-    R11); the mixed-step is exact; an Adam step that would raise its objective is not taken; the maps start anew from
-    softmax of the logits at every visit (R12). From variables as initialised, the first visit moves only ``mixed``
-    and the second the rest: a and z are already optimal until ``mixed`` asks for something else.
+    Differs from the source: the branch on the sign of z after Eq. 87 belongs to the FFN's ReLU and is left out (as R11); the
+    mixed-step is exact; an Adam step that would raise its objective is not taken; the maps start anew from softmax of the
+    logits at every visit (R12). From the initial variables, the first visit changes only ``mixed`` and the second the rest: a
+    and z are already optimal until ``mixed`` changes.
 
     :param variables: as the last visit returned them, any float dtype
-    :return: variables in the dtype of ``sample.inputs``; and the maps a, shape [H, T, T], 0 where hidden, wanted by
-        :func:`accumulate_attention_moments` and :func:`measure_attention_objective` and then to be dropped
+    :return: variables in the dtype of ``sample.inputs``; and the maps a, shape [H, T, T], 0 where hidden, which
+        :func:`accumulate_attention_moments` and :func:`measure_attention_objective` need, to be dropped afterwards
     """
     inputs = sample.inputs
     values = split_heads(project(inputs, weights.value), weights)
@@ -80,14 +80,14 @@ def update_attention_variables(
 def _descend(
     start: Tensor, unit: Tensor, measure: Callable[[Tensor], Tensor], inner_steps: int, learning_rate: float
 ) -> Tensor:
-    """Lower every independent part of an objective with safeguarded Adam steps; none of them rises.
+    """Return a start point after safeguarded Adam steps, which lower the independent parts of an objective; none rises.
 
-    A step that does not lower its part is not taken, and that part's rate is divided by 4; otherwise it doubles. The
-    start is thus an iterate, the last iterate is the best one, and the learning rate is a first guess: maps, logits
-    and queries want rates that differ by orders of magnitude with alpha / beta and the sequence length.
+    A step that does not lower its part is not taken, and that part's rate is divided by 4; otherwise the rate doubles. The last
+    iterate is thus the best one, never worse than the start, and the learning rate is a first guess: maps, logits and queries
+    need rates that differ by orders of magnitude with alpha / beta and the sequence length.
 
-    :param start: where to begin
-    :param unit: what a step of 1 means, broadcastable to ``start``: makes the learning rate relative
+    :param start: initial point
+    :param unit: size of a step of 1, broadcastable to ``start``: makes the learning rate relative
     :param measure: the objective of every independent part; its shape is that of the leading dimensions of ``start``
     """
     best, lowest = start, measure(start)
@@ -112,14 +112,14 @@ def _descend(
 
 
 def _measure_unit(variable: Tensor, counts: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the root mean square over ``dims``, of the entries that count only; 0 where none does."""
+    """Return the root mean square over ``dims`` of the entries that count; 0 if none does."""
     counts = counts.expand_as(variable)
     energy = torch.where(counts, variable, 0).square().sum(dims, keepdim=True)
     return (energy / counts.sum(dims, keepdim=True).clamp(min=1)).sqrt()
 
 
 def _solve_maps(soft: Tensor, mixed: Tensor, values: Tensor, pairs: Tensor, settings: ADMMSettings) -> Tensor:
-    """Return the minimiser of ``alpha ||mixed - a V||^2 + beta ||a - s||^2`` over the pairs in sight, row by row.
+    """Return the minimiser of ``alpha ||mixed - a V||^2 + beta ||a - s||^2`` over the visible pairs, row by row.
 
     With V_t the values that query t sees, ``a_t = s_t + V_t (V_t^T V_t + (beta / alpha) I)^-1 (mixed_t - V_t^T s_t)``:
     a system of dv, not T, unknowns per row. The objective then never rises from one outer step to the next (method 2).
@@ -127,7 +127,7 @@ def _solve_maps(soft: Tensor, mixed: Tensor, values: Tensor, pairs: Tensor, sett
     :param soft: s, shape [H, T, T]
     :param mixed: shape [H, T, dv]
     :param values: V, shape [H, T, dv]
-    :param pairs: in sight, shape [T, T]
+    :param pairs: visible pairs, shape [T, T]
     :return: a, shape [H, T, T], 0 where hidden
     """
     seen = pairs.to(values)
@@ -144,7 +144,7 @@ def _solve_maps(soft: Tensor, mixed: Tensor, values: Tensor, pairs: Tensor, sett
 def _descend_logits(
     sample: AttentionSample, logits: Tensor, maps: Tensor, weights: AttentionWeights, settings: ADMMSettings
 ) -> Tensor:
-    """Lower ``beta ||a - softmax(z + mask)||^2 + alpha ||z - product||^2`` over the pairs in sight, row by row.
+    """Lower ``beta ||a - softmax(z + mask)||^2 + alpha ||z - product||^2`` over the visible pairs, row by row.
 
     Source: struprune.tex, method 1, "Updating outputs".
 
@@ -193,15 +193,15 @@ def accumulate_attention_moments(
     weights: AttentionWeights,
     damping: float = 0.01,
 ) -> None:
-    """Add one sequence. Sums, not means: the order and the grouping of sequences change nothing.
+    """Add one sequence to the moments. These are sums, not means: order and grouping of sequences do not matter.
 
-    Differs from the source: for method 1 the paper recovers ``W_Q = z a^+`` from a product of two weights; here the
-    queries that fit z best given the keys, then the keys given those queries, are what W_Q and W_K are regressed on.
+    Differs from the source: for method 1 the paper recovers ``W_Q = z a^+`` from a product of two weights; here W_Q is
+    regressed on the queries that fit z best given the keys, and W_K on the keys that fit best given those queries.
 
-    :param moments: grown in place: X -> queries, X -> keys, per head i ``a_i [X, 1] -> mixed_i``, mixed -> Y. The last column
+    :param moments: updated in place: X -> queries, X -> keys, per head i ``a_i [X, 1] -> mixed_i``, mixed -> Y. The last column
         of ``a_i [X, 1]`` is a_i 1, which is 1 only while the rows of a_i sum to 1, so ``num_tokens`` has no meaning there
-    :param variables: as updated
-    :param maps: the same update's maps, shape [H, T, T]
+    :param variables: updated variables
+    :param maps: maps of the same update, shape [H, T, T]
     :param damping: method 1: pull of the recovered queries and keys towards W_Q [X, 1] and W_K [X, 1], relative to
         the mean diagonal of their system, above 0
     """
@@ -234,11 +234,11 @@ def solve_attention_weights(
 ) -> AttentionWeights:
     """Solve the regressions of all weights, see :func:`~struprune_plugin.paper.admm_variables.solve_ridge`.
 
-    With method 1 what cannot rise is the error towards the recovered queries and keys; the term of z itself, a product
-    of both weights, is expected to fall with them but may rise: compare objectives.
+    With method 1, the error towards the recovered queries and keys cannot rise. The term of z itself, a product of both
+    weights, is expected to fall with it but may rise: compare objectives.
 
     :param weights: current weights
-    :param where: name of the module, for the error
+    :param where: name of the module, for errors
     :return: float64 weights
     """
     names = ["queries", "keys", *(f"values of kept head {i}" for i in range(weights.num_heads)), "output"]
@@ -250,12 +250,12 @@ def solve_attention_weights(
 def _recover_query_key(
     sample: AttentionSample, logits: Tensor, weights: AttentionWeights, damping: float
 ) -> tuple[Tensor, Tensor]:
-    """Return queries, then keys given those, that fit the logits of method 1 per head.
+    """Return queries, and keys given those queries, that fit the logits of method 1 per head.
 
     With c = 1 / sqrt(dh): ``Q* = argmin ||z - c Q* K^T||^2 + lambda ||Q* - Q||^2``, which is
-    ``Q + c R K (c^2 K^T K + lambda I)^-1`` with the residual R set to 0 at hidden pairs (they count as fitted, so
-    they only hold Q* back); then K* the same way, given Q*. Recovered side by side instead, each would remove the
-    whole residual and the two together would overshoot.
+    ``Q + c R K (c^2 K^T K + lambda I)^-1`` with the residual R set to 0 at hidden pairs (they count as fitted, so they only
+    hold Q* back); then K* the same way, given Q*. Recovered independently, each would remove the whole residual, and both
+    together would overshoot.
 
     :param logits: z, shape [H, T, T]
     :return: queries and keys, shape [T, H * dh] each

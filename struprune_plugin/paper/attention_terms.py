@@ -1,4 +1,4 @@
-"""ADMM on the kept heads of one attention module: the terms of its objective, sequence by sequence.
+"""Terms of the ADMM objective on the kept heads of one attention module, sequence by sequence.
 
 Legend (one sequence of T tokens, H kept heads of width dh for queries and keys and dv for values):
     X [T, d]        inputs of W_Q, W_K, W_V             Y [T, d_out]       target output of W_O
@@ -12,7 +12,7 @@ Objective, summed over sequences, with V = W_V [X, 1] and s = softmax(logits + m
     method 1: + alpha ||z - (W_Q [X, 1]) (W_K [X, 1])^T / sqrt(dh)||^2,           logits = z
 Source: struprune.tex, appendix "Computation on Multi-Head Attention layers"; method.md section 7 (R12, R13).
 
-:mod:`~struprune_plugin.paper.attention_steps` moves the variables and solves the weights.
+:mod:`~struprune_plugin.paper.attention_steps` updates the variables and solves the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from struprune_plugin.paper.admm_variables import Sample, Variables
 
-_MASKED_BELOW = -1e4  # an additive mask hides what lies below: -inf and the minimum of every float dtype
+_MASKED_BELOW = -1e4  # an additive mask hides lower values: -inf and the minimum of every float dtype
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class AttentionWeights:
     num_heads: int
 
     def list_regressed(self) -> list[Tensor]:
-        """Return one weight for every regression: W_Q, W_K, W_V of every head, W_O."""
+        """Return one weight per regression: W_Q, W_K, W_V of every head, W_O."""
         return [self.query, self.key, *self.value.chunk(self.num_heads), self.output]
 
 
 @dataclass(frozen=True)
 class AttentionSample(Sample):
-    """One sequence.
+    """One sequence and its attention mask.
 
     :param mask: additive, shape [T, T] (queries, keys), any float dtype; below -1e4 a pair is hidden
-    :param query_rows: the tokens whose outputs count, shape [valid], int64; all T where None. Padding tokens are left
-        out here; as keys they count only where the mask shows them to a valid query
+    :param query_rows: tokens whose outputs count, shape [valid], int64; all T where None. Padding tokens are left out; as keys
+        they count only where the mask shows them to a valid query
     """
 
     mask: Tensor
@@ -96,7 +96,7 @@ def measure_attention_objective(
     They are ``output``, ``mixed`` and ``maps``, then ``query`` and ``key`` (method 2) or ``logits`` (method 1), in the order of
     the module's docstring.
 
-    :param maps: shape [H, T, T]; softmax of the logits, where the next visit would start, if None
+    :param maps: shape [H, T, T]; if None, softmax of the logits, where the next visit would start
     """
     inputs = sample.inputs
     soft = soften(read_logits(sample, variables, weights), sample)
@@ -143,13 +143,13 @@ def multiply_heads(query: Tensor, key: Tensor) -> Tensor:
 
 
 def soften(logits: Tensor, sample: AttentionSample) -> Tensor:
-    """Return softmax(logits + mask) over keys, exactly 0 where hidden, also in rows that see nothing."""
-    lowest = torch.finfo(logits.dtype).min  # not -inf: a row that sees nothing must stay finite
+    """Return softmax(logits + mask) over keys, exactly 0 at hidden pairs, also in rows without a visible key."""
+    lowest = torch.finfo(logits.dtype).min  # not -inf: a row without a visible key must stay finite
     return torch.where(sample.pairs, logits + sample.mask.to(logits), lowest).softmax(-1) * sample.pairs
 
 
 def read_logits(sample: AttentionSample, variables: Variables, weights: AttentionWeights) -> Tensor:
-    """Return the logits that the variables stand for, shape [H, T, T]."""
+    """Return the logits that the variables represent, shape [H, T, T]."""
     preactivations = [z.to(sample.inputs) for z in variables.preactivations]
     if len(preactivations) == 1:
         return preactivations[0]
@@ -157,5 +157,5 @@ def read_logits(sample: AttentionSample, variables: Variables, weights: Attentio
 
 
 def project_query_key(sample: AttentionSample, weights: AttentionWeights) -> list[Tensor]:
-    """Return the queries and keys that the weights give, shape [H, T, dh] each."""
+    """Return the queries and keys computed from the weights, shape [H, T, dh] each."""
     return [split_heads(project(sample.inputs, weight), weights) for weight in (weights.query, weights.key)]

@@ -29,21 +29,21 @@ class L0Gates(Importance):
 def score_l0(
     damped: SecondMoments, weight: Tensor, unit_columns: Tensor, retention: float, steps: int = 200, seed: int = 0
 ) -> Tensor:
-    """Learn one hard-concrete gate a unit on the reconstruction error, and return the gates' log-odds.
+    """Return the log-odds of hard-concrete gates, one per unit, learned on the reconstruction error.
 
-    Minimises ``E_g ||Y - W diag(g) P||^2 / tr(Y Y^T) + 10 (E(share open) - retention)^2`` by Adam, eight draws of the gates
-    a step. The error of any gates is a quadratic form in them, read off the moments: no pass over data.
+    Minimises ``E_g ||Y - W diag(g) P||^2 / tr(Y Y^T) + 10 (E(share open) - retention)^2`` by Adam, with eight draws of the
+    gates per step. The error of any gates is a quadratic form in them, computed from the moments without a pass over data.
     Source: paper, table "Other structured methods" (Louizos et al. 2018, Eq. 10 to 12).
 
     :param damped: from :func:`~struprune_plugin.linalg.solve.damp_moments`
     :param weight: shape [d, n + 1], float64, bias last
     :param unit_columns: shape [units, columns_per_unit], int64
-    :param retention: share of units wanted open
+    :param retention: wanted share of open gates
     :return: shape [units], float64
     """
     quadratic, linear = _gate_quadratic(damped, weight, unit_columns)
     energy = damped.target_energy.clamp(min=1e-300)
-    generator = torch.Generator().manual_seed(seed)  # the host's, so that every device draws the same
+    generator = torch.Generator().manual_seed(seed)  # on the host, so that every device draws the same
     log_odds = torch.full((len(unit_columns),), 2.0, dtype=torch.float64, device=weight.device, requires_grad=True)
     optimizer = torch.optim.Adam([log_odds], lr=0.1)
     shift = _CONCRETE_TEMPERATURE * torch.log(torch.tensor(-_CONCRETE_LOW / _CONCRETE_HIGH, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""``snip``: what the loss would feel of a unit that goes, from gradients of the whole dense model."""
+"""``snip``: first-order change of the loss by the removal of a unit, from gradients of the whole dense model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from struprune_plugin.pruning.importance.gradients import GradientImportance, Li
 class SNIP(GradientImportance):
     """Absolute sum of weights times gradients: ``|sum w * dloss/dw|`` over all rows and columns of a unit.
 
-    A column's weights give ``sum_o W_oi dloss/dW_oi = sum_t x_it dloss/dx_it``, a row's the same of its output without bias:
-    activations and their gradients suffice. Source: paper, table "Other structured methods" (Lee et al. 2018).
+    A column's weights give ``sum_o W_oi dloss/dW_oi = sum_t x_it dloss/dx_it``; a row's weights give the same for its output
+    without bias. Activations and their gradients are thus sufficient. Source: paper, table "Other structured methods" (Lee et
+    al. 2018).
     """
 
     at_consumer_inputs: ClassVar[bool] = True
     method: Literal["snip"] = "snip"
 
     def find_terms(self, part: LinearGradient) -> Iterable[Tensor]:
-        """Return activations times gradients, sequence by sequence, however these are batched."""
+        """Return activations times gradients per sequence, which does not depend on the batching."""
         is_consumer = part.name == part.group.consumer
         value = part.inputs if is_consumer else part.outputs
         if not is_consumer and part.linear.bias is not None:
-            value = value - part.linear.bias.detach()  # a producer's bias is no weight
+            value = value - part.linear.bias.detach()  # a producer's bias does not count as a weight
         products = (value.double() * part.gradient.double()).view(len(part.inputs), -1, value.shape[-1])
         return products.sum(1)
 

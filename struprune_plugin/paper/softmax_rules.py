@@ -28,9 +28,9 @@ from struprune_plugin.storage.records import AllocationRecord
 
 @dataclass(frozen=True)
 class Candidate:
-    """One temperature of a search.
+    """Allocation at one temperature of a search.
 
-    :param kept: units, in the order of the groups
+    :param kept: kept units, in the order of the groups
     :param loss: reconstruction error summed over all groups, read off their error curves
     """
 
@@ -40,9 +40,10 @@ class Candidate:
 
 
 class SoftmaxRule(AllocationRule):
-    """Weigh groups by importance, at the temperature of least error.
+    """Softmax over the groups' importance, at the temperature of least error.
 
-    :param temperature: relative to std(I) (R8); a list is searched by error, read off every module's error curve (R9)
+    :param temperature: relative to std(I) (R8); a list is searched for the least error, read off every module's error curve
+        (R9)
     :param max_sparsity: the clip of Algorithms 2 and 3
     :param as_printed: allocate exactly as the paper prints, and miss the budget where it does (R6, R7)
     """
@@ -142,13 +143,14 @@ class BlockInfluence(SoftmaxRule):
 def allocate_softmax(
     importance: Tensor, sizes: Tensor, sparsity: float, temperature: float, max_sparsity: float = MAX_SPARSITY
 ) -> Tensor:
-    """Allocate by ``w = softmax(-I / T)``, ``r_l`` proportional to w_l, clipped to [0, max_sparsity], mean r.
+    """Return sparsities ``r_l`` proportional to ``w = softmax(-I / T)``, clipped to [0, max_sparsity], of mean r.
 
     Source: paper, Algorithms 2 and 3, step 2; T relative to std(I) (R8), under which a common factor of I (rho) cancels.
-    Differs from the source: what the clip takes is spread over the unclipped layers until the budget holds (R6), layers count
-    by their parameters, and in Algorithm 3, too, layers of low (decayed) importance lose more, as the paper's text says (R7).
+    Differs from the source: the sparsity cut off by the clip is spread over the unclipped layers until the budget holds (R6),
+    layers count by their parameters, and in Algorithm 3, too, layers of low (decayed) importance lose more, as the paper's text
+    says (R7).
 
-    :param importance: of one module kind, shape [layers]
+    :param importance: importance of the modules of one kind, shape [layers]
     :param sizes: parameters of each module, shape [layers]
     :param sparsity: mean sparsity, in [0, 1)
     :param temperature: relative, above 0
@@ -160,7 +162,7 @@ def allocate_softmax(
 def allocate_softmax_as_printed(
     importance: Tensor, sparsity: float, temperature: float, max_sparsity: float = MAX_SPARSITY
 ) -> Tensor:
-    """Allocate exactly as Algorithm 2, step 2, is printed: ``r_l = r L w_l``; it misses the budget once a layer is clipped (R6)."""
+    """Return sparsities exactly as Algorithm 2, step 2, prints: ``r_l = r L w_l``; misses the budget if a layer is clipped (R6)."""
     weights = _softmin(importance, temperature)
     shares = (sparsity * len(weights) * weights).clamp(0, max_sparsity)
     if (shares < max_sparsity).all():
@@ -171,7 +173,7 @@ def allocate_softmax_as_printed(
 def allocate_softmax_inverse_as_printed(
     importance: Tensor, sparsity: float, temperature: float, max_sparsity: float = MAX_SPARSITY
 ) -> Tensor:
-    """Allocate exactly as Algorithm 3, step 2, is printed: by ``1 - w_l``, with the clip (R6, R7)."""
+    """Return sparsities exactly as Algorithm 3, step 2, prints: by ``1 - w_l``, with the clip (R6, R7)."""
     weights = _softmin(importance, temperature)
     complement = 1 - weights if len(weights) > 1 else weights
     return (sparsity * len(weights) * complement / complement.sum()).clamp(0, max_sparsity)
@@ -192,12 +194,12 @@ def search_temperature(
     temperatures: Sequence[float],
     spread: Callable[[float, Tensor, Tensor], Tensor],
 ) -> list[Candidate]:
-    """Allocate at every temperature, each module kind apart; return the candidates.
+    """Return one candidate per temperature, each module kind allocated separately.
 
-    Source: paper, Algorithms 2 and 3, the outer loop and step 5, the losses read off the moments (R9).
+    Source: paper, Algorithms 2 and 3, the outer loop and step 5, with losses read off the moments (R9).
 
     :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
-    :param spread: sparsities of one kind's modules from (temperature, importances, parameters)
+    :param spread: function that returns the sparsities of one kind's modules from (temperature, importances, parameters)
     """
     candidates = []
     for temperature in temperatures:
@@ -212,7 +214,7 @@ def measure_attention_importance(head_weights: Sequence[Tensor]) -> float:
 
     Source: paper, Algorithm 3, step 1, without its factors gamma^l and rho.
 
-    :param head_weights: all weights of one head (rows of Q, K, V and columns of O), flattened, one tensor a head
+    :param head_weights: all weights of one head (rows of Q, K, V and columns of O), flattened, one tensor per head
     """
     return sum(_weigh(w.double(), variance=0.1) + 0.01 * w.double().norm().item() for w in head_weights)
 

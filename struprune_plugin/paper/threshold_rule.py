@@ -18,7 +18,7 @@ from struprune_plugin.storage.records import AllocationRecord
 
 @RULES.register
 class GlobalThreshold(AllocationRule):
-    """Keep the units of highest score over all groups (paper, Algorithm 1); with ``importance: closed_form``."""
+    """Threshold on the scores of the units of all groups (paper, Algorithm 1); requires ``importance: closed_form``."""
 
     rule: Literal["global_threshold"] = "global_threshold"
 
@@ -37,20 +37,19 @@ class GlobalThreshold(AllocationRule):
 
 
 def allocate_global_threshold(groups: Sequence[GroupSize], scores: Sequence[Tensor], sparsity: float) -> list[float]:
-    """Keep the units of highest score over all groups until the retained parameters are used up.
+    """Return every group's sparsity when units of highest score are kept until the retained parameters are used up.
 
     Source: paper, Lemma 1 and Algorithm 1 (the threshold tau), K counting retained units weighted by their cost (R5).
 
-    :param scores: of every unit, one tensor of shape [units] a group; ties go to the earlier group and unit
-    :param sparsity: of the groups' own parameters, from :func:`find_group_sparsity`
+    :param scores: score of every unit, one tensor of shape [units] per group; ties go to the earlier group and unit
+    :param sparsity: sparsity of the groups' own parameters, from :func:`find_group_sparsity`
     :return: sparsity of every group
     """
     costs = torch.cat([torch.full((len(s),), g.unit_cost) for g, s in zip(groups, scores, strict=True)])
     owner = torch.cat([torch.full((len(s),), i) for i, s in enumerate(scores)])
     order = order_scores(torch.cat([s.double().cpu() for s in scores]), descending=True)
     most = (1 - sparsity) * float(costs.sum())
-    kept = owner[
-        order[costs[order].cumsum(0).double() <= most]
-    ]  # float64: a comparison of int64 with a number is float32's
+    # float64: int64 is compared with a Python float in float32
+    kept = owner[order[costs[order].cumsum(0).double() <= most]]
     counts = torch.bincount(kept, minlength=len(groups)).tolist()
     return [1 - count / group.num_units for count, group in zip(counts, groups, strict=True)]

@@ -1,1 +1,1 @@
-"""Prune a decoder layer, and all of them in turn."""
+"""Pruning of one decoder layer, and of all layers in turn."""

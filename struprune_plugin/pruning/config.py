@@ -1,4 +1,4 @@
-"""Decisions before the pruning: methods, and the number of units that each group keeps."""
+"""Settings of a pruning pass: its methods, and the number of units that each group keeps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class PruningConfig:
-    """The recipe's choices, without llm-compressor's bookkeeping.
+    """Methods and numbers of a recipe, without llm-compressor's bookkeeping.
 
-    :param reconstruct: what a solve should reproduce
-    :param dampening_frac: of all but the closing least-squares solve
-    :param chooses_dampening: whether that takes the dampening that does best on sequences held out
-    :param rotate_values: whether heads' units are rotated first, where the importance allows it
-    :param ffn_tuning: None for none
-    :param sparsity: asked of the whole model, for importances that aim at one
+    :param reconstruct: target that a solve reproduces
+    :param dampening_frac: dampening of every solve but the closing least-squares solve
+    :param chooses_dampening: whether the closing solve uses the dampening of least error on held-out sequences
+    :param rotate_values: whether the units of heads are rotated first, where the importance allows it
+    :param ffn_tuning: settings of the FFN tuning; None for none
+    :param sparsity: sparsity asked of the whole model, for importances that depend on it
     """
 
     importance: Importance
@@ -39,16 +39,16 @@ class PruningConfig:
     sparsity: float
 
     def rotates(self, group: UnitGroup) -> bool:
-        """Return whether the units of a group are rotated into each other before some go."""
+        """Return whether the units of a group are rotated into each other before some are removed."""
         return self.rotate_values and group.rotates and self.importance.eliminates and self.weight_update.solves
 
 
 @dataclass(frozen=True)
 class KeptExperts:
-    """The whole experts that stay.
+    """Whole experts that each list keeps.
 
-    :param routing: what goes with the others
-    :param keep: those that stay, sorted, by the full name of their list
+    :param routing: parts that are removed with the other experts
+    :param keep: kept experts, sorted, by the full name of their list
     """
 
     routing: Routing
@@ -56,24 +56,24 @@ class KeptExperts:
 
     @property
     def count(self) -> int:
-        """Count per layer."""
+        """Number of kept experts per layer."""
         return len(next(iter(self.keep.values())))
 
     def tell(self, config: Any) -> None:
-        """Let a text model's configuration say how many experts there are."""
+        """Set the number of experts in a text model's configuration."""
         setattr(config, self.routing.key, self.count)
 
     def list_left(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return the groups that are left: experts that stay are numbered anew."""
+        """Return the remaining groups; kept experts are renumbered."""
         return [
             group for group in groups if not group.experts or group.expert_index < len(self.keep[group.output_name])
         ]
 
     def rename(self, groups: Sequence[UnitGroup], values: Mapping[str, Value]) -> dict[str, Value]:
-        """Return values by the names that groups have once the other experts have gone.
+        """Return values by the names that groups have after the other experts are removed.
 
-        :param groups: of the dense model
-        :param values: by their names there; some may be missing
+        :param groups: groups of the dense model
+        :param values: values by the names in the dense model; some may be missing
         """
         names = {(group.output_name, group.expert_index): group.name for group in groups if group.experts}
         found = {group.name: values[group.name] for group in groups if not group.experts and group.name in values}
@@ -87,10 +87,10 @@ class KeptExperts:
 class UnitAllocation:
     """Number of units that each group keeps.
 
-    :param kept: units by group name; of experts that stay, by their new names
-    :param record: how they were allocated, for the manifest
-    :param units: which units, by group name, where a replay says so
-    :param experts: the whole experts that stay; None where all do
+    :param kept: number of units by group name; kept experts under their new names
+    :param record: record of the allocation, for the manifest
+    :param units: indices of the kept units by group name, where a replay gives them
+    :param experts: kept whole experts; None if all stay
     """
 
     kept: Mapping[str, int]
@@ -99,5 +99,5 @@ class UnitAllocation:
     experts: KeptExperts | None = None
 
     def list_left(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return the groups that are left once whole experts have gone."""
+        """Return the groups that remain after whole experts are removed."""
         return list(groups) if self.experts is None else self.experts.list_left(groups)

@@ -1,8 +1,8 @@
-"""Tune an FFN that has lost channels towards what the dense one gives on the same inputs, by gradient descent on that FFN alone.
+"""Gradient-descent tuning of an FFN that has lost channels, towards the dense FFN's output on the same inputs.
 
-A least-squares solve moves the weights behind the channels that stay. Here those before them learn, too. What an FFN gives depends
-on one token alone, and the dense FFN answers for any input: inputs drawn like those seen teach as well, and guard against
-learning a few thousand tokens by heart.
+A least-squares solve updates the weights behind the kept channels; tuning also updates those before them. The output of an FFN
+depends on one token alone, and the dense FFN gives a target for any input: inputs drawn from the distribution of those seen
+serve as training data, too, and guard against overfitting to a few thousand tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.storage.records import TuningRecord
 from struprune_plugin.storage.registry import Config
 
-_BATCH = 512  # tokens seen in one step; as many are drawn
-_HOLD_EVERY = 8  # sequences
+_BATCH = 512  # calibration tokens per step; as many inputs are drawn
+_HOLD_EVERY = 8  # one of this many sequences is held out
 _WARM_UP = 5  # steps
-_FLOOR = 1e-3  # of a parameter's root mean square, so that a bias of zeros learns too
-_FAINTEST = 1e-3  # of the median energy of a stream: below, a token counts no more
-_JITTER = 1e-4  # of the inputs' mean variance, added to each: some may never vary
+_FLOOR = 1e-3  # least root mean square of a parameter, so that a bias of zeros is trained, too
+_FAINTEST = 1e-3  # share of the median energy of the residual stream: below it, the weight of a token rises no further
+_JITTER = 1e-4  # share of the inputs' mean variance added to each variance: some inputs may be constant
 
 
 class FFNTuning(Config):
@@ -51,9 +51,9 @@ class FFNData:
     """Inputs and targets of an FFN on the calibration data, on the host, without padding.
 
     :param inputs: shape [tokens, d]
-    :param weights: what an error counts at each token: the inverse energy of the residual stream that it lands on, as the norms
-        that follow count it, mean 1, shape [tokens], float32
-    :param held: which tokens are of sequences held out, shape [tokens], bool
+    :param weights: weight of the error at each token: the inverse energy of the residual stream that it is added to, as the
+        following norms scale it; mean 1, shape [tokens], float32
+    :param held: mask of the tokens of held-out sequences, shape [tokens], bool
     """
 
     inputs: Tensor
@@ -63,7 +63,7 @@ class FFNData:
 
 @torch.no_grad()
 def gather_inputs(group: UnitGroup, dense: FFN, visits: Iterable[Visit], context: DeviceContext) -> FFNData:
-    """Record what the FFN sees, every eighth sequence as held out.
+    """Return the inputs of an FFN, every eighth sequence held out.
 
     :param visits: all batches
     """
@@ -90,7 +90,7 @@ def gather_inputs(group: UnitGroup, dense: FFN, visits: Iterable[Visit], context
 def prepare_tuning(
     module: ModuleView, root: Tensor | None, settings: FFNTuning
 ) -> Callable[[ModuleView], TuningRecord]:
-    """Record an FFN that is about to lose channels, and what it sees; return what tunes it once it has lost them.
+    """Record an FFN and its inputs before it loses channels; return the function that tunes it afterwards.
 
     :param root: R, as in :class:`Teacher`
     """
@@ -101,14 +101,14 @@ def prepare_tuning(
 
 
 def tune_ffn(layer: nn.Module, group: UnitGroup, teacher: Teacher, settings: FFNTuning) -> TuningRecord:
-    """Train a sliced FFN on the dense one's answers, in place, unless that helps nowhere on tokens held out.
+    """Train a sliced FFN on the dense FFN's outputs, in place, unless no epoch lowers the held-out error.
 
-    Minimises ``sum_t w_t ||R (f(x_t) - f_dense(x_t))||^2`` over the tokens seen and as many inputs drawn from a normal
-    distribution of their mean and covariance; w_t as in :class:`FFNData`, R the root of the output's Fisher information. Adam
-    with a rate that is relative to each parameter's root mean square and falls along a half cosine. Weights are float32; products
-    are of the layer's own dtype. The best epoch's weights stay; epoch 0 is the FFN as it was.
+    Minimises ``sum_t w_t ||R (f(x_t) - f_dense(x_t))||^2`` over the calibration tokens and as many inputs drawn from a normal
+    distribution of their mean and covariance; w_t as in :class:`FFNData`, R the root of the output's Fisher information. The
+    rate of Adam is relative to each parameter's root mean square and falls along a half cosine. Weights are float32; products
+    are bfloat16 if the layer's dtype has 16 bits. The best epoch's weights are kept; epoch 0 is the FFN before tuning.
 
-    :param group: as it now is
+    :param group: the sliced group
     :param teacher: the FFN before it lost channels
     """
     now = read_ffn(layer, group)
@@ -117,7 +117,7 @@ def tune_ffn(layer: nn.Module, group: UnitGroup, teacher: Teacher, settings: FFN
     scales = [max(float(p.detach().square().mean().sqrt()), _FLOOR) for p in parameters]
     adam = torch.optim.Adam([{"params": [p]} for p in parameters], betas=(0.9, 0.99))
     curve, best, best_epoch = [teacher.measure(student)], now, 0
-    batches = math.ceil(len(teacher.train) / _BATCH)  # an epoch
+    batches = math.ceil(len(teacher.train) / _BATCH)  # per epoch
     generator, step = torch.Generator().manual_seed(0), 0
     for epoch in tqdm(range(1, settings.epochs + 1), desc=f"tuning {group.name}"):
         for tokens in teacher.shuffle(generator, batches):
@@ -140,9 +140,9 @@ def tune_ffn(layer: nn.Module, group: UnitGroup, teacher: Teacher, settings: FFN
 
 
 class Teacher:
-    """The dense FFN's answers, and how far another's are off.
+    """Dense FFN on the calibration data, from which the error of another FFN is measured.
 
-    :param root: R, shape [d, d]; None counts all outputs alike
+    :param root: R, shape [d, d]; None weights all outputs alike
     :ivar train: tokens that are not held out, on the host
     """
 
@@ -154,10 +154,10 @@ class Teacher:
             self.train = (~data.held).nonzero().flatten()
             self._apart = data.held.nonzero().flatten() if data.held.any() else self.train
         self._mean, self._root_of_spread = self._describe_inputs()
-        self._energy = self._sum(lambda seen: self._dense(seen.to(self._like.dtype)).float())  # of what is held out
+        self._energy = self._sum(lambda seen: self._dense(seen.to(self._like.dtype)).float())  # of the held-out tokens
 
     def _describe_inputs(self) -> tuple[Tensor, Tensor]:
-        """Return the inputs' weighed mean, shape [d], and a root of their covariance, shape [d, d], float32."""
+        """Return the inputs' weighted mean, shape [d], and a root of their covariance, shape [d, d], float32."""
         size, device = self._data.inputs.shape[1], self._like.device
         total, products = torch.zeros(size, device=device), torch.zeros(size, size, device=device)
         with self._context.on_host():
@@ -179,7 +179,7 @@ class Teacher:
         return self._context.to_device(inputs, device).float(), self._context.to_device(weights, device)
 
     def shuffle(self, generator: torch.Generator, parts: int) -> Sequence[Tensor]:
-        """Return the tokens that are not held out, in another order, in so many parts."""
+        """Return the tokens that are not held out, in random order, in ``parts`` parts."""
         with self._context.on_host():
             return self.train[torch.randperm(len(self.train), generator=generator)].chunk(parts)
 
@@ -188,7 +188,7 @@ class Teacher:
             return tokens.split(_BATCH)
 
     def find_loss(self, student: FFN, tokens: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the mean error at tokens seen and at as many drawn inputs, relative to the dense output's mean energy."""
+        """Return the mean error at given tokens and at as many drawn inputs, relative to the dense output's mean energy."""
         seen, weights = self._take(tokens)
         with self._context.on_host():
             noise = torch.randn(seen.shape, generator=generator)  # the same for every device
@@ -199,12 +199,12 @@ class Teacher:
         return error * len(self._apart) / self._energy
 
     def measure(self, student: FFN) -> float:
-        """Return the error at the tokens held out, relative to the energy of the dense FFN's output."""
+        """Return the error at the held-out tokens, relative to the energy of the dense FFN's output."""
         return self._sum(lambda seen: torch.sub(*self._answer(student, seen))) / self._energy
 
     @torch.no_grad()
     def _sum(self, find: Callable[[Tensor], Tensor]) -> float:
-        """Return what the outputs found for the tokens held out count, above 0."""
+        """Return the weighted energy of the outputs that ``find`` gives at the held-out tokens, above 0."""
         total = 0.0
         for tokens in self._split(self._apart):
             seen, weights = self._take(tokens)
@@ -213,7 +213,7 @@ class Teacher:
         return max(total, 1e-300)
 
     def _narrow(self) -> AbstractContextManager[Any]:
-        """Let products be of bfloat16 where the layer is of 16 bits."""
+        """Return a context in which products are bfloat16 if the layer's dtype has 16 bits."""
         device, is_narrow = self._like.device.type, self._like.dtype in (torch.bfloat16, torch.float16)
         can = is_narrow and torch.amp.is_autocast_available(device)
         return torch.autocast(device, torch.bfloat16) if can else nullcontext()
@@ -225,7 +225,7 @@ class Teacher:
         return student(inputs).float(), wanted
 
     def _weigh(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum over tokens of what outputs, or errors, count."""
+        """Return the weighted sum over tokens of the energies of outputs or errors."""
         if self._root is not None:
             outputs = (outputs @ self._root.mT).float()
         return (outputs.square().sum(-1) * weights).sum()

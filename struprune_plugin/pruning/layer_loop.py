@@ -1,4 +1,4 @@
-"""Prune every decoder layer in order, each on inputs from the pruned layers before it."""
+"""Loop that prunes every decoder layer in order, each on inputs from the pruned layers before it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from struprune_plugin.storage.records import GroupRecord, TuningRecord
 
 @dataclass
 class PrunedLayers:
-    """Outcome for all layers.
+    """Records of all pruned layers.
 
     :param records: one per group, in order
-    :param tuning: by layer
+    :param tuning: tuning records by layer name
     """
 
     records: list[GroupRecord] = field(default_factory=list)
@@ -42,8 +42,8 @@ def prune_layers(
 ) -> PrunedLayers:
     """Prune a model, layer by layer.
 
-    :param groups: of all layers
-    :param log: of the layers that are done, by an earlier process too; these are taken as they are
+    :param groups: groups of all layers
+    :param log: log of the finished layers; layers that an earlier process finished are restored from it
     """
     config, context, structure = pruner.config, pruner.context, find_structure(model)
     before = count_before(sum(len(batch["input_ids"]) for batch in batches))
@@ -53,7 +53,7 @@ def prune_layers(
     pruned, changed = PrunedLayers(), False
     for step in stream_layers(model, batches, context, "pruning", propagates=True):
         own, done = select_groups(groups, step.name), None if log is None else log.take(step.index)
-        for _ in step.observe(statistics, [] if done else own):  # of a layer that is done only the dense path is wanted
+        for _ in step.observe(statistics, [] if done else own):  # a finished layer needs only the dense path
             pass
         if done is None:
             outcome = pruner.prune(step.layer, own, statistics, changed, step.progress)

@@ -1,4 +1,4 @@
-"""Prune one decoder layer. Read this file first: everything else in this package serves it."""
+"""Pruning of one decoder layer. Read this file first: everything else in this package serves it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0
 from struprune_plugin.storage.records import GroupRecord, TuningRecord
 
-_SOLVED_AGAIN = ("target_energy", "error_after", "damping", "condition_number")  # told of a tuned FFN's last solve
+_SOLVED_AGAIN = ("target_energy", "error_after", "damping", "condition_number")  # from a tuned FFN's last solve
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class SelectionResult:
 
     :param keep: sorted kept units, shape [kept], int64
     :param weight: the consumer's weights on them, in unit order, bias last, shape [d, kept columns + 1], float64
-    :param basis: what the heads' units are rotated by first, shape [blocks, width, width]; None where they are not
-    :param rows: the producer's kept rows after the rotation, bias last; None where there is none
-    :param record: for the manifest
+    :param basis: rotation of the heads' units before selection, shape [blocks, width, width]; None without one
+    :param rows: the producer's kept rows after the rotation, bias last; None without one
+    :param record: record for the manifest
     """
 
     keep: Tensor
@@ -45,11 +45,11 @@ class SelectionResult:
 
 @dataclass(frozen=True)
 class LayerOutcome:
-    """Outcome for one decoder layer.
+    """Outcome of the pruning of one decoder layer.
 
-    :param groups: a record per group, in order
-    :param tuning: None where the layer was not tuned
-    :param changed: whether anything has gone from this layer or from one before it
+    :param groups: one record per group, in order
+    :param tuning: None if the layer was not tuned
+    :param changed: whether anything was removed from this layer or from one before it
     """
 
     groups: list[GroupRecord]
@@ -59,7 +59,7 @@ class LayerOutcome:
 
 @dataclass(frozen=True)
 class LayerPruner:
-    """Prunes decoder layers after an allocation."""
+    """Pruner of decoder layers according to an allocation."""
 
     config: PruningConfig
     allocation: UnitAllocation
@@ -74,16 +74,17 @@ class LayerPruner:
         changed: bool = False,
         progress: str = "",
     ) -> LayerOutcome:
-        """Remove units from every group of a decoder layer, in place, and update what remains.
+        """Remove units from every group of a decoder layer, in place, and update the remaining weights.
 
-        Whole experts go first. Each group in turn: statistics of its consumer's inputs, as the groups before it left them; which
-        units stay and what the weights on them are; surgery; where asked for, an FFN is tuned, and its consumer solved once more. A
-        layer is left alone as long as nothing has gone: its inputs are the dense ones.
+        Whole experts are removed first. Each group then goes through the same steps: statistics of its consumer's inputs, as
+        the groups before it left them; selection of the kept units and of the weights on them; surgery; and, where configured,
+        tuning of an FFN and another solve of its consumer. A layer stays unchanged as long as nothing was removed: its inputs
+        are the dense ones.
 
         :param groups: of this layer, in the order in which the model computes them
-        :param statistics: what the layer has shown on the calibration data, and can show again
-        :param changed: whether anything has gone from a layer before
-        :param progress: where the run is, for progress bars
+        :param statistics: statistics of the layer on the calibration data, which can be gathered again
+        :param changed: whether anything was removed from a layer before this one
+        :param progress: position of the run, for progress bars
         """
         records, tuning, gone = [], None, ""
         left = self.drop_experts(layer, groups)
@@ -112,7 +113,7 @@ class LayerPruner:
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Remove whole experts from a layer; return the remaining groups.
 
-        :param groups: of the dense layer
+        :param groups: groups of the dense layer
         """
         experts = self.allocation.experts
         if experts is not None:
@@ -123,10 +124,10 @@ class LayerPruner:
         return self.allocation.list_left(groups)
 
     def decide(self, module: ModuleView, moments: GroupMoments, updates: bool = True) -> SelectionResult:
-        """Rank, select and re-solve one group; the first of several processes decides for all. The layer stays as it is.
+        """Return the kept units and new weights of one group; rank 0 decides for all processes. The layer is not changed.
 
-        :param moments: of the group's consumer
-        :param updates: whether the weights that remain are re-solved
+        :param moments: moments of the group's consumer
+        :param updates: whether the remaining weights are re-solved
         """
         group, config = module.group, self.config
 
@@ -148,7 +149,7 @@ class LayerPruner:
             return compute_on_rank0(decide, SelectionResult, moments.all.gram.device)
 
     def _slice(self, module: ModuleView, result: SelectionResult) -> GroupRecord:
-        """Remove units from the layer, with the weight update if it refines; return the group's record."""
+        """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
         layer, group, record = module.layer, module.group, result.record
         if not record.kept:
             remove_sublayer(layer, group)
@@ -175,7 +176,7 @@ class LayerPruner:
     def _tune(
         self, module: ModuleView, tune: Callable[[ModuleView], TuningRecord], record: GroupRecord
     ) -> tuple[TuningRecord, GroupRecord]:
-        """Tune a sliced FFN, and solve its consumer once more on what it now reads."""
+        """Tune a sliced FFN, and solve its consumer once more on the new inputs."""
         tuning = tune(module)
         if tuning.best_epoch and self.config.weight_update.solves:
             solve = vars(solve_again(module, self.config))
@@ -185,7 +186,7 @@ class LayerPruner:
 
 
 def _rotate_kept_rows(module: ModuleView, keep: Tensor, basis: Tensor) -> Tensor:
-    """Return the kept rows of the linear that makes the values, these rotated, bias last."""
+    """Return the kept rows of the linear that produces the values, after rotation, bias last."""
     rows = module.group.find_kept_rows(next(iter(module.group.producers)), keep.cpu())
     producer = rotate_producer(module.layer, module.group, basis, module.context.fetch)
     return producer[rows.to(producer.device)]

@@ -1,4 +1,4 @@
-"""Update the weights that remain: a least-squares solve of the consumer, and what a weight update adds to it."""
+"""Updates of the remaining weights: a least-squares solve of the consumer, and a weight update's own refinement."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from struprune_plugin.storage.records import ADMMRecord, SolveRecord
 class LeastSquaresProblem:
     """Least-squares problem for the weights of one consumer.
 
-    :param group: as it now is
-    :param gathered: its moments
-    :param damped: those of all sequences, damped
-    :param dense: its dense weights, bias last, shape [d, n + 1], float64
-    :param has_bias: whether it has a bias
+    :param group: group in its current state
+    :param gathered: moments of the group's consumer
+    :param damped: damped moments of all sequences
+    :param dense: the consumer's dense weights, bias last, shape [d, n + 1], float64
+    :param has_bias: whether the consumer has a bias
     """
 
     group: UnitGroup
@@ -38,7 +38,7 @@ class LeastSquaresProblem:
 
     @classmethod
     def pose(cls, module: ModuleView, gathered: GroupMoments, dampening_frac: float) -> LeastSquaresProblem:
-        """Return the problem of a module as it now is, damped towards its present weights."""
+        """Return the problem of a module in its current state, damped towards its current weights."""
         dense, has_bias = module.read_dense(), module.has_bias
         damped = damp_moments(gathered.all, dense, dampening_frac, has_bias)
         return cls(module.group, gathered, damped, dense, has_bias)
@@ -58,17 +58,17 @@ class LeastSquaresProblem:
 def solve_group(
     problem: LeastSquaresProblem, keep: Tensor, config: PruningConfig, updates: bool = True
 ) -> tuple[Tensor, SolveRecord]:
-    """Return the consumer's weights on the kept units, re-solved where that is asked for, and how that went.
+    """Return the consumer's weights on the kept units, re-solved where configured, and the record of the solve.
 
     :param keep: sorted kept units
-    :param updates: whether the weights that remain are re-solved at all
+    :param updates: whether the remaining weights are re-solved at all
     """
     moments, held, dense = problem.gathered.all, problem.gathered.held, problem.dense
     group = problem.group
     columns = unit_columns(keep, group.columns_per_unit)
     deleted = dense[:, with_bias_index(columns, group.num_columns)]
     weight, condition, damping, damped, scale = deleted, None, config.dampening_frac, problem.damped, None
-    if not len(keep):  # the bias goes, too
+    if not len(keep):  # the bias is removed, too
         weight = deleted = torch.zeros_like(deleted)
     elif config.weight_update.solves and updates and not problem.gathered.determines:
         weight, scale = scale_weights(moments, deleted, columns)
@@ -97,9 +97,9 @@ def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: Pruni
 
 
 def solve_again(module: ModuleView, config: PruningConfig) -> SolveRecord:
-    """Re-solve a sliced group's consumer, in place, on what it now reads, damped towards its present weights.
+    """Re-solve a sliced group's consumer, in place, on its new inputs, damped towards its current weights.
 
-    :param module: as it now is
+    :param module: the sliced module
     """
     gathered = module.collect_moments(f"{module.group.name} closing")
     with module.context.solving():

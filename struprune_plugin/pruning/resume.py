@@ -1,4 +1,4 @@
-"""Finished decoder layers of a pruning pass, and what an allocation measured, kept in a store and taken out of it again."""
+"""Storage of a pruning pass' finished decoder layers and of an allocation's measurements, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from struprune_plugin.storage.resume_store import ResumeStore, digest_package
 
 @dataclass(frozen=True)
 class DoneLayer:
-    """A layer that an earlier process has pruned.
+    """Layer that an earlier process has pruned.
 
     :param outcome: its records
-    :param copy: what it is now; None where nothing has gone yet
+    :param copy: copy of the pruned layer; None if nothing was removed up to this layer
     """
 
     outcome: LayerOutcome
@@ -33,23 +33,23 @@ class DoneLayer:
 
 
 class LayerLog:
-    """The layers that are done, first to last without a gap.
+    """Log of the finished layers, first to last without a gap.
 
-    :param store: where they are kept
+    :param store: store of the layers
     """
 
     def __init__(self, store: ResumeStore):
         self._store = store
-        self._is_whole = True  # so far every layer asked for was there
+        self._is_whole = True  # whether every layer read so far was present
 
     def take(self, index: int) -> DoneLayer | None:
-        """Return a layer that is done; None from the first on that is not."""
+        """Return a finished layer; None from the first missing layer on."""
         held = self._store.read(_name(index)) if self._is_whole else None
         self._is_whole = held is not None
         return None if held is None else load(DoneLayer, *held)
 
     def keep(self, index: int, outcome: LayerOutcome, copy: LayerCopy | None) -> None:
-        """Make a layer that is done durable.
+        """Write a finished layer to the store.
 
         :param copy: as in :class:`DoneLayer`
         :raises OSError: the disk refuses
@@ -62,12 +62,12 @@ def _name(index: int) -> str:
 
 
 def keep_allocation(store: ResumeStore, stage: str, plan: UnitAllocation | None, signals: Sensitivity) -> None:
-    """Make what was measured of the dense model, and the plan that followed, durable."""
+    """Write the measurements of the dense model and the plan made from them to the store."""
     store.write(stage, *dump((plan, signals)))
 
 
 def take_allocation(store: ResumeStore | None, stage: str) -> tuple[UnitAllocation | None, Sensitivity] | None:
-    """Return what :func:`keep_allocation` kept; None where there is nothing."""
+    """Return what :func:`keep_allocation` wrote; None if nothing was written."""
     held = None if store is None else store.read(stage)
     return None if held is None else load(tuple[UnitAllocation | None, Sensitivity], *held)
 
@@ -75,10 +75,10 @@ def take_allocation(store: ResumeStore | None, stage: str) -> tuple[UnitAllocati
 def describe_run(
     recipe: list[dict[str, Any]], versions: dict[str, str], model: PreTrainedModel, loader: Iterable[dict[str, Tensor]]
 ) -> dict[str, Any]:
-    """Return what must be the same for a run to go on, by topic.
+    """Return the properties that must be unchanged for a run to resume, by topic.
 
     :param recipe: fields of every modifier, in order
-    :param versions: of the packages
+    :param versions: versions of the packages
     """
     parts = (batch[name] for batch in loader for name in ("input_ids", "attention_mask") if name in batch)
     return {

@@ -1,4 +1,4 @@
-"""Selection of the units that stay in a group. It does not change the layer."""
+"""Selection of the units that a group keeps. The layer is not changed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from struprune_plugin.storage.records import GroupRecord, SolveRecord
 
 @dataclass(frozen=True)
 class SelectedUnits:
-    """The units of one group that stay.
+    """Units that one group keeps.
 
-    :param keep: sorted, shape [kept], int64
-    :param scores: of every unit; None where nothing had to be ranked
-    :param basis: that heads' units are rotated to first, shape [blocks, width, width]; None where nothing is rotated
+    :param keep: kept units, sorted, shape [kept], int64
+    :param scores: score of every unit; None if no ranking was needed
+    :param basis: basis to which the heads' units are rotated first, shape [blocks, width, width]; None without rotation
     """
 
     keep: Tensor
@@ -34,15 +34,15 @@ class SelectedUnits:
 
 
 def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sensitivity: Sensitivity) -> SecondMoments:
-    """Return the moments that count errors by the sensitivity, or the same ones where none was measured."""
+    """Return the moments with errors weighted by the sensitivity, or unchanged if none was measured."""
     root = sensitivity.fisher_sqrt.get(module.group.output_name)
     return damped if root is None else weigh_outputs(damped, module.context.place(root, damped.gram), dense)
 
 
 def rank_units(ranking: Ranking, config: PruningConfig, num_remove: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the units, first removed first, every unit's score, and the basis that they are of; None where nothing is rotated.
+    """Return the removal order of the units, every unit's score, and the basis of the units; None without rotation.
 
-    :param num_remove: so many at least are in the order
+    :param num_remove: minimum number of units in the order
     """
     group = ranking.group
     if not config.rotates(group):
@@ -53,7 +53,7 @@ def rank_units(ranking: Ranking, config: PruningConfig, num_remove: int) -> tupl
 
 
 def select_units(ranking: Ranking, allocation: UnitAllocation, config: PruningConfig) -> SelectedUnits:
-    """Return the units that an allocation leaves, by the importance that the recipe names."""
+    """Return the units that an allocation keeps, chosen by the recipe's importance."""
     group, device = ranking.group, ranking.damped.gram.device
     num_keep = allocation.kept[group.name]
     if num_keep in (0, group.num_units):
@@ -68,7 +68,7 @@ def select_units(ranking: Ranking, allocation: UnitAllocation, config: PruningCo
 
 
 def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve: SolveRecord) -> GroupRecord:
-    """Return what the manifest tells of a group."""
+    """Return the manifest's record of a group."""
     return GroupRecord(
         name=group.name,
         layer=group.layer_index,
@@ -86,7 +86,7 @@ def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve:
 
 
 def summarize_scores(scores: Tensor | None, keep: Tensor) -> dict[str, float | None] | None:
-    """Return the extremes of a group's scores and where the cut lies; ``obs`` scores only what it removed."""
+    """Return the minimum, mean and maximum score of kept and of removed units; ``obs`` scores only removed ones."""
     if scores is None:
         return None
     kept = torch.zeros_like(scores, dtype=torch.bool)

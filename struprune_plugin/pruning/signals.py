@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Measurements, on the host; empty where they were not asked for.
+    """Measurements of the dense model, on the host; empty where not requested.
 
     :param fisher_sqrt: R with ``R^T R`` the Fisher information of a module's output, by :attr:`UnitGroup.output_name`, shape
         [d, d], float64
-    :param saliency: by group name: score of every unit from gradients, for importances that ask for one, shape [units], float64
+    :param saliency: score of every unit from gradients, by group name, for importances that need one, shape [units], float64
     """
 
     fisher_sqrt: Mapping[str, Tensor] = field(default_factory=dict)

@@ -19,7 +19,7 @@ class Refined:
 
     :param producers: by linear, kept rows only, shape [rows, d + 1], bias last
     :param consumer: shape [d_out, kept columns + 1], bias last
-    :param objective: at the start, then after every step
+    :param objective: value at the start, then after every step
     """
 
     producers: dict[str, Tensor]
@@ -30,8 +30,8 @@ class Refined:
 class WeightUpdate(Config):
     """Base class of an update of the remaining weights.
 
-    :cvar solves: re-solve the consumers by least squares
-    :cvar refines: then move the producers, too, by :meth:`refine`
+    :cvar solves: whether the consumers are re-solved by least squares
+    :cvar refines: whether :meth:`refine` then updates the producers, too
     """
 
     solves: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class WeightUpdate(Config):
         return False
 
     def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
-        """Return better weights on the kept units than the least-squares solution.
+        """Return refined weights on the kept units, from the least-squares solution.
 
         :param module: not yet sliced
         :param keep: sorted kept units
@@ -52,9 +52,9 @@ class WeightUpdate(Config):
         raise NotImplementedError
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        """Refuse a model that the method is not defined for.
+        """Raise if the method is not defined for a model.
 
-        :raises ValueError: the same
+        :raises ValueError: the method is not defined for it
         """
 
 

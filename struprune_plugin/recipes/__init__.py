@@ -1,1 +1,1 @@
-"""Recipes: found, read, changed, outlined."""
+"""Recipes: lookup, reading and changes."""

@@ -1,4 +1,4 @@
-"""The recipe: read, by path or by name, changed, and refused wherever llm-compressor would pass over a part of it in silence."""
+"""Reading of recipes, by path or name, with changes, and with errors for parts that llm-compressor would silently ignore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OURS: dict[str, type[Modifier]] = {
     "LoRARecoveryModifier": LoRARecoveryModifier,
     "RecoveryModifier": RecoveryModifier,
 }
-# what an allocation stage and the pruning stage after it must agree on, so that one change sets it in both
+# fields on which an allocator stage and the pruning stage after it must agree: one change sets them in both
 _AGREED = {
     "sparsity",
     "budget",
@@ -45,12 +45,12 @@ _AGREED = {
 def load_recipe(
     recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe, changes: dict[str, Any] | None = None
 ) -> Recipe:
-    """Read a recipe, and refuse every part of it that llm-compressor would pass over in silence.
+    """Read a recipe, and raise on every part of it that llm-compressor would silently ignore.
 
-    :param recipe: a YAML file, the name of one that ships with the package, a YAML text, or modifiers
+    :param recipe: a YAML file, the name of a shipped recipe, a YAML text, or modifiers
     :param changes: fields to set, for recipes given as a file, a name or a text: ``Modifier.field`` in that modifier, a bare
-        ``field`` in the modifier of StruPrune's that has it; ``allocation.temperature`` sets one field of a method
-    :raises ValueError: the file is missing or is no YAML mapping; a stage, a group or a modifier is not of the form
+        ``field`` in the StruPrune modifier that has it; ``allocation.temperature`` sets one field of a method
+    :raises ValueError: the file is missing or is not a YAML mapping; a stage, a group or a modifier is not of the form
         ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields; a
         bare field that several modifiers have
     """
@@ -94,16 +94,16 @@ def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
         RecursionError,
         AttributeError,
         TypeError,
-    ) as error:  # dates and numbers that are none
+    ) as error:  # also for invalid dates and numbers
         raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())[:500]}") from None
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """Refuses the same key twice, of which YAML would keep the last, more levels than any recipe has, and what holds itself."""
+    """YAML loader that raises on repeated keys (of which YAML keeps the last), on too many levels and on self-references."""
 
     def __init__(self, text: str):
         super().__init__(text)
-        self._anchors: list[str | None] = []  # of the collections that are open
+        self._anchors: list[str | None] = []  # anchors of the open collections
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
@@ -156,7 +156,7 @@ def _check_recipe_form(where: str, content: Any) -> None:
 
 
 def _check_modifiers(where: str, content: dict[str, Any]) -> None:
-    """Refuse modifiers that neither we nor the host know."""
+    """Raise on modifiers that neither StruPrune nor llm-compressor knows."""
     if not ModifierFactory._loaded:
         ModifierFactory.refresh()
     known = {*ModifierFactory._main_registry, *ModifierFactory._experimental_registry, *_OURS}
@@ -172,8 +172,8 @@ def _check_modifiers(where: str, content: dict[str, Any]) -> None:
 
 
 def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Set fields: ``Modifier.field`` in that modifier, a bare ``field`` in the one modifier of ours that has it; behind either, a
-    dot and a field of the method that the field names."""
+    """Set fields in place: ``Modifier.field`` in that modifier, a bare ``field`` in the StruPrune modifier that has it; both may
+    continue with a dot and a field of the method that the field names."""
     present: dict[str, list[dict[str, Any]]] = {}
     for groups in content.values():
         for modifiers in groups.values():
@@ -182,7 +182,7 @@ def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any])
     split = {change: _split_change(change, list(present)) for change in changes}
 
     def order(item: tuple[str, tuple[str, str, list[str]]]) -> tuple[int, bool, bool]:
-        """Put what is more precise last: it has the last word."""
+        """Return a sort key that puts more specific changes last, so that they take precedence."""
         name, _, inner = item[1]
         return len(inner), bool(inner) and inner[0] not in _METHOD_KEYS, name != ""
 
@@ -194,11 +194,11 @@ def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any])
                 fields[field] = value
                 other = {"budget": "sparsity", "sparsity": "budget"}.get(field)
                 if other and other not in {told[1] for told in split.values()}:
-                    fields.pop(other, None)  # what a recipe says of the size is replaced as a whole
+                    fields.pop(other, None)  # sparsity and budget replace each other
 
 
 def _split_change(change: str, present: list[str]) -> tuple[str, str, list[str]]:
-    """Return (modifier or empty, field, fields inside it) of what is to be set."""
+    """Return (modifier or empty, field, nested fields) of a change."""
     first, *rest = change.split(".")
     if rest and (first in present or first in _OURS or first.endswith("Modifier")):
         return first, rest[0], rest[1:]
@@ -206,12 +206,12 @@ def _split_change(change: str, present: list[str]) -> tuple[str, str, list[str]]
 
 
 def _set_inner(at: tuple[str, str, str], fields: dict[str, Any], inner: list[str], value: Any) -> dict[str, Any]:
-    """Return a field's mapping with one of its own fields set; what the recipe leaves out is the default.
+    """Return a field's mapping with one nested field set; a field that the recipe leaves out starts from its default.
 
     :param at: recipe, modifier and field
     """
     where, holder, field = at
-    if inner[0] in _METHOD_KEYS:  # another method has fields of its own
+    if inner[0] in _METHOD_KEYS:  # another method has other fields
         return {inner[0]: value}
     known = _OURS[holder].model_fields.get(field) if holder in _OURS else None
     if known is None:
@@ -233,15 +233,15 @@ def _set_inner(at: tuple[str, str, str], fields: dict[str, Any], inner: list[str
 
 
 def _dump_given(given: BaseModel) -> dict[str, Any]:
-    """Return the fields that were given, and the name of a method: a short form of a modifier has defaults of its own."""
+    """Return the fields that were set, and the method's name; defaults are left out, as a modifier's short form has its own."""
     keys: dict[str, Any] = {name: getattr(given, name) for name in _METHOD_KEYS if name in type(given).model_fields}
     return {**keys, **given.model_dump(exclude_unset=True)}
 
 
 def _find_holders(where: str, name: str, field: str, present: list[str]) -> list[str]:
-    """Return the modifier of a ``Modifier.field``, by either of its names.
+    """Return the recipe's modifiers that a ``Modifier.field`` names, under either name of the class.
 
-    :raises ValueError: it is not in the recipe, or has no such field
+    :raises ValueError: the modifier is not in the recipe, or has no such field
     """
     names = [other for other in present if other == name or (name in _OURS and _OURS.get(other) is _OURS[name])]
     if not names:
@@ -253,9 +253,9 @@ def _find_holders(where: str, name: str, field: str, present: list[str]) -> list
 
 
 def _find_owners(where: str, field: str, present: list[str]) -> list[str]:
-    """Return the modifiers of ours in which a bare field is to be set.
+    """Return the StruPrune modifiers in which a bare field is to be set.
 
-    :raises ValueError: none has it, or several that need not agree on it do
+    :raises ValueError: no modifier has it, or several have it that need not agree on it
     """
     owners = [name for name in present if name in _OURS and field in _OURS[name].model_fields]
     if not owners:

@@ -1,4 +1,4 @@
-"""Recipes that ship with the package, by name. Nothing heavy is imported here."""
+"""Recipes that ship with the package, by name. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
-_PLACES = (_PACKAGE / "recipe_files", _PACKAGE.parent / "recipes")  # of the installed package; of a checkout
+_PLACES = (_PACKAGE / "recipe_files", _PACKAGE.parent / "recipes")  # in the installed package; in a checkout
 
 
 def list_recipes() -> dict[str, Path]:
@@ -19,12 +19,12 @@ def list_recipes() -> dict[str, Path]:
 
 
 def find_default(model_type: str) -> str:
-    """Return the name of the recipe that is the default for a type of models."""
+    """Return the name of the default recipe for a model type."""
     return "struprune_opt" if model_type == "opt" else "struprune"
 
 
 def describe_recipe(file: Path) -> str:
-    """Return the first sentence of the comment that a recipe begins with."""
+    """Return the first sentence of a recipe's leading comment."""
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     text = " ".join(line.lstrip("# ") for line in comment)
@@ -33,9 +33,9 @@ def describe_recipe(file: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe: the path itself, or that of a name that ships with the package.
+    """Return the file of a recipe, given by its path or by the name of a shipped recipe.
 
-    :raises ValueError: neither
+    :raises ValueError: the name is neither
     """
     if os.path.isfile(name):
         return Path(name)

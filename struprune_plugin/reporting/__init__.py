@@ -1,1 +1,1 @@
-"""Model card, tables, HTML report and pictures, from the manifest."""
+"""Model card, tables, HTML report and plots, from the manifest."""

@@ -1,4 +1,4 @@
-"""Outputs side by side: where they differ in kept units, size, time and quality. Nothing heavy is imported here."""
+"""Comparison of outputs by kept units, size, time and quality. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from struprune_plugin.storage.manifest import Manifest, read_manifest
 
 
 def compare_outputs(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what several outputs are, and how the first one's kept units differ from each other one's, as JSON has it.
+    """Return facts about several outputs, and how their kept units differ from those of the first, as JSON values.
 
-    :raises ValueError: no manifest in one of them, or one that is named twice
+    :raises ValueError: an output has no manifest, or is named twice
     """
     names = [str(folder) for folder in folders]
     if len(set(names)) < len(names):
@@ -46,7 +46,7 @@ def _summarize(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _compare_units(manifests: Mapping[str, Manifest]) -> dict[str, dict[str, Any]]:
-    """Return by module what each output keeps, and the share of the first one's units that each other one keeps, too."""
+    """Return, by module, how many units each output keeps, and their overlap with the first one's (intersection over union)."""
     groups = {name: {group.name: group for group in m.groups} for name, m in manifests.items()}
     found = {}
     for module in dict.fromkeys(module for part in groups.values() for module in part):
@@ -61,7 +61,7 @@ def _compare_units(manifests: Mapping[str, Manifest]) -> dict[str, dict[str, Any
 
 
 def _compare_settings(manifests: Mapping[str, Manifest]) -> dict[str, dict[str, Any]]:
-    """Return the fields of the recipe that are not the same in all."""
+    """Return the fields of the recipe that differ between outputs."""
     settings = {name: dict(_flatten(manifest.settings)) for name, manifest in manifests.items()}
     fields = dict.fromkeys(field for part in settings.values() for field in part)
     told = {field: {name: part.get(field) for name, part in settings.items()} for field in fields}
@@ -69,7 +69,7 @@ def _compare_settings(manifests: Mapping[str, Manifest]) -> dict[str, dict[str, 
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) of every field, those of methods behind a dot."""
+    """Yield (name, value) of every field; the name of a nested field is dotted."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
@@ -78,9 +78,9 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def format_comparison(found: Mapping[str, Any], every: bool = False) -> list[Any]:
-    """Return what differs, as tables and lines.
+    """Return the differences as tables and lines.
 
-    :param every: modules that are alike, too
+    :param every: list modules that are the same in all, too
     """
     outputs = found["outputs"]
     rows = [

@@ -1,4 +1,4 @@
-"""Costs of modules: in an engine by kept units, and in a pruned model by its budgets."""
+"""Cost tables of modules: in an engine by kept units, and in a pruned model by its budgets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from struprune_plugin.storage.manifest import Manifest
 
 
 def format_costs(table: Any) -> list[Any]:
-    """Return a heading and a table per phase: every kind of modules at the widths that were measured, in microseconds.
+    """Return a heading and a table per phase: the microseconds of every kind of module at the measured widths.
 
-    :param table: a :class:`~struprune_plugin.allocation.costs.cost_table.CostTable`, whose room is above this one
+    :param table: a :class:`~struprune_plugin.allocation.costs.cost_table.CostTable`, whose package is not imported here
     """
     parts: list[Any] = []
     for phase in table.phases:
@@ -40,8 +40,8 @@ def format_costs(table: Any) -> list[Any]:
 
 
 def list_module_costs(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: what modules of a pruned model take of every budget, and their errors; all that no budget could
-    change first. No rows where parameters alone were budgeted."""
+    """Return (header, rows) of the costs of a pruned model's modules under every budget and of their errors, the fixed costs
+    first; there are no rows if parameters alone were budgeted."""
     limits, errors = manifest.budget.limits, {group.name: group.error_after for group in manifest.groups}
     kinds = {group.name: "FFN" if group.kind == "ffn" else group.kind.replace("_", " ") for group in manifest.groups}
     header = ["module", *(limit.name for limit in limits), "error, re-solved"]
@@ -58,7 +58,7 @@ def list_module_costs(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
 
 
 def _show_share(limit: LimitRecord, cost: float) -> str:
-    """Return a cost in its own unit, and its share of the whole pruned model's."""
+    """Return a cost as text in its own unit, with its share of the pruned model's total."""
     total = limit.fixed + sum(limit.modules.values())
     if limit.name.startswith("speedup"):
         told = f"{1e3 * cost:.3g} ms"

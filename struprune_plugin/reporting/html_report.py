@@ -1,4 +1,4 @@
-"""The report of an output: one HTML page that needs nothing but itself."""
+"""HTML report of an output: one self-contained page."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PROMPTS = ("The captain looked at the sea and", "The most important thing in sci
 
 @dataclass(frozen=True)
 class Sample:
-    """Text of a model after a prompt.
+    """Text that the models write after a prompt.
 
-    :param dense: None where the dense model is not here
+    :param dense: text of the dense model; None if that model is not available
     """
 
     prompt: str
@@ -56,7 +56,7 @@ def make_page(folder: Path, manifest: Manifest, samples: Sequence[Sample] = ()) 
 
 
 def _draw_allocation(manifest: Manifest) -> str:
-    """Return the picture of what modules lost against what was measured of them; nothing where nothing was."""
+    """Return a plot of each module's sparsity against its measured sensitivity or importance; empty if none was measured."""
     measured = manifest.sensitivity or manifest.allocation.importance or {}
     what = "sensitivity (Fisher information)" if manifest.sensitivity else "importance"
     series: dict[str, list[tuple[float, float, str]]] = {}

@@ -1,4 +1,4 @@
-"""The model card of an output folder: README.md with the Hub's metadata, and what was measured of the model."""
+"""Model card of an output folder: README.md with the Hub's metadata and the measured results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, writ
 from struprune_plugin.storage.records import EvaluationRecord
 
 CARD_NAME = "README.md"
-_CARRIED = ("license", "license_name", "license_link", "language")  # of the dense model's card
+_CARRIED = ("license", "license_name", "license_link", "language")  # copied from the dense model's card
 _LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")
@@ -27,9 +27,9 @@ _TAGS = ["struprune", "structured-pruning", "llm-compressor"]
 
 
 def write_card(folder: Path, base: str = "") -> None:
-    """Write the card of an output folder, and carry the dense model's licence over.
+    """Write the model card of an output folder, and copy the dense model's licence.
 
-    :param base: folder or hub name of the dense model; the manifest's where there is one
+    :param base: folder or hub name of the dense model; that of the manifest takes precedence
     """
     manifest = read_manifest(folder) if (folder / MANIFEST_NAME).is_file() else None
     base = manifest.model.base if manifest else base
@@ -65,7 +65,7 @@ def write_card(folder: Path, base: str = "") -> None:
 
 
 def try_write_card(folder: Path, base: str = "") -> None:
-    """Write the card; where that fails, say so: no run is lost for its card."""
+    """Write the model card; log a warning if that fails, so that no run is lost."""
     try:
         write_card(folder, base)
     except Exception as error:
@@ -73,9 +73,9 @@ def try_write_card(folder: Path, base: str = "") -> None:
 
 
 def keep_results(folder: Path, found: EvaluationRecord) -> str:
-    """Add results to an output's manifest and card; the same measurement takes the place of an earlier one.
+    """Add results to an output's manifest and card; a repeated measurement replaces the earlier one.
 
-    :return: why they were not kept; empty where they were
+    :return: why they were not stored; empty if they were
     """
     entries = {entry.name: entry.state for entry in list_entries(folder, whole=False)}
     if any(state in ("changed", "missing") for name, state in entries.items() if name != CARD_NAME):
@@ -87,7 +87,7 @@ def keep_results(folder: Path, found: EvaluationRecord) -> str:
     try:
         write_manifest(manifest.model_copy(update={"evaluation": EvaluationRecord(**held)}), folder)
         written = [MANIFEST_NAME]
-        if entries.get(CARD_NAME, "missing") in ("as written", "missing"):  # one that somebody has edited stays
+        if entries.get(CARD_NAME, "missing") in ("as written", "missing"):  # a card that was edited stays
             try_write_card(folder)
             written += [CARD_NAME] * (folder / CARD_NAME).is_file()
         write_listing(folder, written)
@@ -97,7 +97,7 @@ def keep_results(folder: Path, found: EvaluationRecord) -> str:
 
 
 def find_hub_name(base: str, folder: Path | None) -> str | None:
-    """Return the Hub's name of a model; None for a folder of one's own, which nobody else could find."""
+    """Return the Hub name of a model; None for a local folder, which nobody else could find."""
     if not Path(base).is_dir():
         return base if _HUB_NAME.fullmatch(base) else None
     for part in () if folder is None else folder.resolve().parts:
@@ -107,12 +107,12 @@ def find_hub_name(base: str, folder: Path | None) -> str | None:
 
 
 def _read_card(folder: Path | None) -> dict[str, Any]:
-    """Return the metadata of a model's own card; nothing where it has none that can be read."""
+    """Return the metadata of a model's own card; empty if it has no readable card."""
     if folder is None or not (folder / CARD_NAME).is_file():
         return {}
     try:
         return ModelCard.load(folder / CARD_NAME, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # whatever its many readers met: a card that is broken has no say
+    except Exception:  # a broken card raises errors of many classes and is ignored
         return {}
 
 
@@ -124,7 +124,7 @@ def _carry_legal(source: Path, folder: Path) -> None:
 
 
 def _list_results(evaluation: EvaluationRecord) -> list[EvalResult]:
-    """Return what was measured as the Hub's model index has it."""
+    """Return the measured results in the form of the Hub's model index."""
     measured = [
         (entry.text, "perplexity", f"perplexity (windows of {entry.window} tokens)", entry.value)
         for entry in evaluation.perplexity

@@ -11,11 +11,11 @@ from struprune_plugin.storage.records import EvaluationRecord, PerplexityRecord,
 
 
 def list_results(score: Mapping[str, Any], dense: Mapping[str, Any], settings: Mapping[str, Any]) -> EvaluationRecord:
-    """Return what one model scored, beside what the dense one did in the same command, as the manifest has it.
+    """Return the manifest's record of one model's scores, beside those of the dense model from the same command.
 
-    :param score: by the names of ``struprune eval``'s columns
-    :param dense: the same of the dense model; empty where it was not scored
-    :param settings: of the command
+    :param score: scores by the names of ``struprune eval``'s columns
+    :param dense: scores of the dense model; empty if it was not scored
+    :param settings: settings of the command
     """
     perplexity, tasks = [], []
     if "perplexity" in score:
@@ -37,7 +37,7 @@ def _read_error(score: Mapping[str, Any], column: str) -> float | None:
 
 
 def list_result_rows(evaluation: EvaluationRecord) -> list[list[str]]:
-    """Return (what, dense, pruned) of everything that was measured; standard errors where they are known."""
+    """Return (measure, dense, pruned) of all results, with standard errors if they are known."""
     rows = []
     for entry in evaluation.perplexity:
         told = [f"{value:.2f}" if value is not None else "" for value in (entry.dense, entry.value)]

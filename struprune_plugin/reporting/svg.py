@@ -1,4 +1,4 @@
-"""Pictures as SVG that stands alone: a pruned model layer by layer, allocation against sensitivity, a sweep's curve."""
+"""Standalone SVG plots: a pruned model layer by layer, allocation against sensitivity, a sweep's curve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_TICKS = 5
 
 
 def draw_layers(manifest: Manifest) -> str:
-    """Draw every decoder layer: attention's heads on the left, FFN channels on the right, what is kept filled, to scale."""
+    """Return an SVG of every decoder layer, to scale: attention heads on the left, FFN channels on the right, kept parts filled."""
     layers = sorted({group.layer for group in manifest.groups})
     pitch = 18 if len(layers) <= 16 else 12
     shapes = [
@@ -36,7 +36,7 @@ def draw_layers(manifest: Manifest) -> str:
 
 
 def _draw_group(group: GroupRecord, top: float, height: float) -> str:
-    """Draw one module: a bar for the FFN, a box a head for attention."""
+    """Return the shapes of one module: a bar for the FFN, one box per head for attention."""
     errors = f"error {group.error_before:.3g} deleted, {group.error_after:.3g} re-solved"
     told = f"layer {group.layer}: {' '.join(describe_units(group))}; {errors}"
     title = f"<title>{escape(told)}</title>"
@@ -66,11 +66,12 @@ def draw_points(
     lines: bool = False,
     marked: Sequence[str] = (),
 ) -> str:
-    """Draw named series of (x, y, what it is) as points, or as lines through them.
+    """Return an SVG of named series of (x, y, description) as points, or as lines through them.
 
-    :param labels: of the axes
+    :param labels: labels of the axes
     :param log_x: whether x is on a logarithmic scale; values must be above 0 then
-    :param marked: points, by what they are, that get a ring
+    :param lines: whether lines are drawn through the points of a series
+    :param marked: descriptions of the points that get a ring
     """
     points = [point for part in series.values() for point in part]
     place = math.log10 if log_x else float
@@ -123,7 +124,7 @@ def _widen(low: float, high: float) -> tuple[float, float]:
 
 
 def _find_ticks(low: float, high: float) -> list[float]:
-    """Return a few round numbers of a range."""
+    """Return a few round numbers within a range."""
     raw = (high - low) / _MAX_TICKS
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)

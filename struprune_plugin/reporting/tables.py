@@ -1,4 +1,4 @@
-"""Tables for people, and what they say of an output: its sizes, its layers, how it was made."""
+"""Text tables and summaries of an output: its sizes, its layers and how it was made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header, the first column to the left, the others to the right; a row stays a line on narrow terminals."""
+    """Table with a header; the first column is left-aligned, the others right-aligned, and narrow terminals do not wrap rows."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -39,20 +39,20 @@ class Table:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return rows under a header as text, a line each."""
+    """Return rows under a header as text, one line per row."""
     return str(Table(header, rows))
 
 
 def format_facts(facts: Sequence[tuple[str, str]]) -> str:
-    """Return a line per (name, text), the texts below each other."""
+    """Return one line per (name, text), with the texts aligned."""
     width = max((len(name) for name, _ in facts), default=0)
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in facts)
 
 
 def measure_weight_bytes(folder: str | Path) -> int:
-    """Return the bytes of a folder's weight files; 0 where it is none.
+    """Return the bytes of a folder's weight files; 0 if there are none.
 
-    A checkpoint that holds its weights in several forms counts once, in the form that is loaded.
+    A checkpoint that holds its weights in several formats counts once, in the format that is loaded.
     """
     for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.gguf"):
         files = list(Path(folder).glob(pattern))
@@ -62,7 +62,7 @@ def measure_weight_bytes(folder: str | Path) -> int:
 
 
 def read_saved_config(folder: str | Path) -> dict[str, Any]:
-    """Return what a folder's config.json holds; nothing where it holds none."""
+    """Return the content of a folder's config.json; empty if it cannot be read."""
     try:
         return dict(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -70,9 +70,9 @@ def read_saved_config(folder: str | Path) -> dict[str, Any]:
 
 
 def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, int] | None:
-    """Return the bytes that keys and values of one token take, in the dense model and in the pruned one.
+    """Return the bytes of keys and values per token, in the dense and in the pruned model.
 
-    :return: None where the folder's configuration does not tell
+    :return: (dense, pruned); None if the folder's configuration lacks the sizes
     """
     try:
         config = read_saved_config(folder)
@@ -81,7 +81,7 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
         width = width or config["hidden_size"] // config["num_attention_heads"]
         own = {int(index): sizes for index, sizes in (config.get("per_layer_config") or {}).items()}
         layout = config.get("layout") or {}
-        padded = "linears" in layout  # narrowed values reach the cache padded
+        padded = "linears" in layout  # narrowed values are padded in the cache
         kinds = ("head",) if padded else ("head", "value_channels")
         whole = {(g.layer, g.kind): g.num_units // g.num_blocks for g in manifest.groups if g.kind in kinds}
         dense = pruned = 0
@@ -104,7 +104,7 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
 
 
 def _list_layers(manifest: Manifest, left: int) -> list[int]:
-    """Return the positions that layers had before those of which nothing is left went."""
+    """Return the positions that the remaining layers had before empty layers were removed."""
     kept: dict[int, int] = {}
     for group in manifest.groups:
         kept[group.layer] = kept.get(group.layer, 0) + group.kept
@@ -114,19 +114,19 @@ def _list_layers(manifest: Manifest, left: int) -> list[int]:
 
 
 def describe_units(group: GroupRecord) -> tuple[str, str]:
-    """Return how many units of a module are kept, and what they are."""
+    """Return how many units of a module are kept, and their kind, as text."""
     blocks = group.num_blocks
     words = {"ffn": "FFN channels", "head": "heads", "value_channels": f"value channels × {blocks} heads"}
     return f"{group.kept // blocks} / {group.num_units // blocks}", words.get(group.kind, group.kind)
 
 
 def describe_rounding(rounding: RoundingRecord) -> str:
-    """Return what kept widths were rounded to, and who asked for it."""
+    """Return the multiple that kept widths were rounded to, and the reasons, as text."""
     return f"{rounding.kind} in multiples of {rounding.width_multiple} ({', '.join(rounding.because)})"
 
 
 def summarize_layers(manifest: Manifest) -> Table:
-    """Return one row per pruned module: kept of present, a bar of what is left, reconstruction error before and after."""
+    """Return one row per pruned module: kept and total units, a bar of the kept share, errors before and after the solve."""
     rows = []
     for group in manifest.groups:
         filled = round(_BAR * group.kept / group.num_units)
@@ -137,14 +137,14 @@ def summarize_layers(manifest: Manifest) -> Table:
 
 
 def show_budget(record: LimitRecord, value: float) -> str:
-    """Return a budget's value, in the recipe's terms, for people."""
+    """Return a budget's value in the recipe's terms as text."""
     if record.name == "bytes":
         return format_bytes(value)
     return f"{value:.3f} ×" if record.name.startswith("speedup") else f"{value:.3%}"
 
 
 def list_budgets(budget: BudgetRecord) -> list[tuple[str, str]]:
-    """Return (budget, what was asked, planned and met); none where parameters alone were given."""
+    """Return (budget, text with its requested, planned and achieved value); empty if parameters alone were given."""
     found = []
     for record in budget.limits:
         met = "" if record.met is None else f", met {show_budget(record, record.met)}"
@@ -154,7 +154,7 @@ def list_budgets(budget: BudgetRecord) -> list[tuple[str, str]]:
 
 
 def tell_budget(budget: BudgetRecord) -> str:
-    """Return what went, and what was asked, in a sentence."""
+    """Return one sentence on the removed and the requested parameters, and on other budgets."""
     removed = (
         f"removed {budget.removed_parameters:,} of {budget.prunable_parameters:,} parameters of the decoder layers"
     )
@@ -166,7 +166,7 @@ def tell_budget(budget: BudgetRecord) -> str:
 
 
 def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
-    """Return (what, how much) of a pruned folder, as its summary, its card and its report tell it."""
+    """Return (name, text) of the facts about a pruned folder, for its summary, its card and its report."""
     budget, model, calibration = manifest.budget, manifest.model, manifest.calibration
     before, after, allocation = model.parameters_before, model.parameters_after, manifest.allocation
     removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
@@ -186,7 +186,7 @@ def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
 
 
 def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:
-    """Return (stage, seconds, peak of memory) of a run."""
+    """Return (stage, seconds, peak memory) of a run as text."""
     return [
         (entry.name, f"{entry.seconds:.2f} s", format_bytes(entry.peak_bytes) if entry.peak_bytes else "")
         for entry in manifest.stages
@@ -194,7 +194,7 @@ def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:
 
 
 def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
-    """Return what a pruned folder is: its model, budget, allocation and stages."""
+    """Return a text summary of a pruned folder: its model, budget, allocation and stages."""
     settings = manifest.settings
     chosen = [settings.get(name) for name in ("importance", "weight_update")]
     methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)

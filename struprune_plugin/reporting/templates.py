@@ -1,4 +1,4 @@
-"""The templates beside this file, filled in."""
+"""Rendering of the templates beside this file."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def _open_environment() -> Environment:
 
 
 def fill_template(name: str, /, **values: Any) -> str:
-    """Return a template's text; whatever goes into HTML is escaped, but for :class:`markupsafe.Markup`."""
+    """Return a rendered template; in HTML, all values but :class:`markupsafe.Markup` are escaped."""
     return _open_environment().get_template(f"{name}.jinja").render(**values)

@@ -1,4 +1,4 @@
-"""One object that says where the tensors of a run live, how long its stages take and what the device holds meanwhile."""
+"""Placement of a run's tensors, and the time and peak device memory of its stages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from struprune_plugin.runtime.offload_plan import WHOLE, OffloadPlan
 from struprune_plugin.runtime.residence import WeightsAhead, release_weights
 
-_UNPINNED = 0.25  # of the host's memory stays free when copies are pinned
+_UNPINNED = 0.25  # fraction of the host's memory that stays free when copies are pinned
 
 
 @dataclass
 class StageRecord:
     """Time and memory of one stage of a run, over all its spans.
 
-    :param seconds: of wall time
-    :param peak_bytes: most bytes that the device held; None where nothing counts them
+    :param seconds: wall time
+    :param peak_bytes: peak bytes on the device; None where they are not measured
     """
 
     seconds: float = 0.0
@@ -35,7 +35,7 @@ class StageRecord:
 
 
 class DevicePeaks:
-    """The most bytes that the accelerator's allocator held, over any span."""
+    """Peak bytes that the accelerator's allocator held, over any span."""
 
     measure = "accelerator bytes allocated"
 
@@ -50,7 +50,7 @@ class DevicePeaks:
 
     @contextmanager
     def watch(self) -> Iterator[list[int]]:
-        """Yield a list that holds the peak once the block is over; blocks may be nested."""
+        """Yield a list that holds the peak after the block; blocks may be nested."""
         outer, self._before = max(self._before, self._read()), 0
         self._reset()
         peak: list[int] = []
@@ -64,8 +64,8 @@ class DevicePeaks:
 class DeviceContext:
     """Placement of a run's tensors, moves between device and host, and a record of the stages.
 
-    :ivar placement: what goes to the host, and in what pieces
-    :ivar stages: by name, in the order of their first spans
+    :ivar placement: which parts are on the host, and the sizes of pieces
+    :ivar stages: records by name, in the order of their first spans
     """
 
     def __init__(self, placement: OffloadPlan = WHOLE):
@@ -77,11 +77,11 @@ class DeviceContext:
     @classmethod
     @contextmanager
     def open(cls, placement: OffloadPlan = WHOLE) -> Iterator[DeviceContext]:
-        """Yield the context of a run, which ends with the block; eval.account puts one here that counts on a CPU."""
+        """Yield the context of a run, which ends with the block; eval.account replaces this method to count bytes on a CPU."""
         yield cls(placement)
 
     def replace(self, placement: OffloadPlan) -> DeviceContext:
-        """Return the context of a pass inside this one's: the same device, stages of its own."""
+        """Return the context of a nested pass: the same device, separate stages."""
         inner = copy.copy(self)
         inner.placement, inner.stages = placement, {}
         return inner
@@ -98,10 +98,10 @@ class DeviceContext:
         return tensor.detach().cpu()
 
     def park(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the host, without its graph, where only :meth:`to_device` and whoever is past the stage read it.
+        """Return a tensor on the host, without its graph, to be read by :meth:`to_device` or after the end of the stage.
 
-        On a card the copy is made in the order of the card's work, and nothing waits for it: a stage ends with all copies made.
-        It lies in pinned memory, as long as enough of the host's is left: copies are several times faster then.
+        On CUDA the copy is asynchronous on the current stream; the end of a stage synchronises. The copy is in pinned memory, which
+        is several times faster, as long as enough of the host's memory is free.
         """
         if not tensor.is_cuda or not _may_pin(tensor.nbytes):
             return self.to_host(tensor)
@@ -114,12 +114,12 @@ class DeviceContext:
 
     @contextmanager
     def on_host(self, active: bool = True) -> Iterator[torch.device]:
-        """Yield the device on which what the block makes lies: the host's; a block with False inside is as any other again."""
+        """Yield the host device, for a block that creates its tensors there; a nested block with False is a normal one again."""
         yield torch.device("cpu")
 
     @contextmanager
     def wait_on_host(self) -> Iterator[None]:
-        """Let what a backward pass needs wait on the host, where weights leave the device after every call."""
+        """Store tensors saved for a backward pass on the host, where weights leave the device after every call."""
         if not self.placement.release_weights:
             yield
             return
@@ -132,7 +132,7 @@ class DeviceContext:
 
     @contextmanager
     def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
-        """Look input embeddings up where their weights are, and let the output ones be applied there."""
+        """Apply input embeddings and the output embeddings on the host, where their weights are."""
         device = get_main_device()
         with ExitStack() as stack:
             for module in (*embeddings, head):
@@ -147,12 +147,12 @@ class DeviceContext:
     # -- layers ---------------------------------------------------------------------------------------------------
 
     def fetch_ahead(self, layer: nn.Module | None) -> None:
-        """Begin to fetch the weights of the layer that comes next, where the placement has room for them."""
+        """Start to fetch the next layer's weights, where the placement has room for them."""
         if layer is not None and self.placement.fetch_ahead:
             self._ahead.fetch(layer)
 
     def take_ahead(self, layer: nn.Module) -> None:
-        """Let a layer that runs now have the weights that were fetched for it."""
+        """Assign the fetched weights to a layer that runs now."""
         self._ahead.take(layer)
 
     def drop_ahead(self) -> None:
@@ -161,7 +161,7 @@ class DeviceContext:
 
     @contextmanager
     def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
-        """Keep a layer's weights on the device while the block lasts, and fetch those of the one that follows."""
+        """Keep a layer's weights on the device during the block, and fetch those of the following layer."""
         with disable_offloading():
             self.take_ahead(layer)
             self.fetch_ahead(following)
@@ -170,32 +170,32 @@ class DeviceContext:
     # -- solves ---------------------------------------------------------------------------------------------------
 
     def solving(self) -> AbstractContextManager[object]:
-        """Give the block in which systems are solved: the host's, or the device's."""
+        """Return the context manager for solves, on the host or on the device."""
         return self.on_host() if self.placement.solve_on_host else nullcontext()
 
     @property
     def fetch(self) -> Callable[[Tensor], Tensor] | None:
-        """Function that brings a tensor to the host if systems are solved there. None if they are solved on the device."""
+        """Function that moves a tensor to the host if systems are solved there; None if they are solved on the device."""
         return self.to_host if self.placement.solve_on_host else None
 
     def place(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor of the host's where the system is solved."""
+        """Return a host tensor on the device where systems are solved."""
         return tensor if self.placement.solve_on_host else self.to_device(tensor, like.device)
 
     def release(self, module: nn.Module) -> None:
-        """Move a module's weights off the device if the budget requires it."""
+        """Release a module's weights from the device if the budget requires it."""
         if self.placement.release_weights:
             release_weights(module)
 
     # -- stages ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> AbstractContextManager[list[int]]:
-        """Give a list that holds the most bytes on the device once the block is over; empty where nothing counts them."""
+        """Return a context manager whose list holds the peak device bytes after the block; empty where they are not measured."""
         return self._peaks.watch() if self._peaks else nullcontext([])
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the seconds and the peak memory of what runs inside to a stage."""
+        """Add the seconds and the peak memory of the block to a stage."""
         start = time.perf_counter()
         record = self.stages.setdefault(name, StageRecord())
         with self.watch() as peaks:
@@ -207,15 +207,15 @@ class DeviceContext:
 
 
 def _may_pin(size: int) -> bool:
-    """Return whether the host has memory to pin; the system can move none of that to the disk."""
+    """Return whether the host has enough memory to pin a copy; pinned memory cannot be swapped."""
     memory = psutil.virtual_memory()
     return memory.available - size > _UNPINNED * memory.total
 
 
 def find_free_bytes() -> int | None:
-    """Return what the accelerator has free, less a tenth for what is not counted; None without one.
+    """Return the accelerator's free bytes, less a tenth for uncounted memory; None without an accelerator.
 
-    What the allocator keeps for later, from an earlier pass say, is free too.
+    Memory that the allocator has reserved but not allocated, for instance in an earlier pass, counts as free.
     """
     if not torch.cuda.is_available():
         return None

@@ -1,7 +1,7 @@
-"""One pruning run over several processes, each with its own part of the calibration data (``torchrun``).
+"""Collectives of a pruning run over several processes (``torchrun``), each with its own part of the calibration data.
 
-Every process holds the model and runs its own batches. What sums over tokens is summed over the processes; what is
-decided is decided once, by the first process, and sent to the others. Without a process group everything here is a no-op.
+Every process holds the model and runs its own batches. Sums over tokens are reduced over the processes; decisions are made
+once, by the first process, and sent to the others. Without a process group everything here is a no-op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def join_processes() -> None:
-    """Make the process group that ``torchrun`` prepared, where nobody has made it yet."""
+    """Initialise the process group that ``torchrun`` prepared, unless it already exists."""
     if is_distributed() or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if torch.accelerator.is_available():
@@ -36,13 +36,13 @@ def count_ranks() -> int:
 
 
 def wait_for_all() -> None:
-    """Return once every process is here."""
+    """Block until every process has reached this call."""
     if is_distributed():
         dist.barrier()
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Add up a tensor over all processes, in place, and return it; the same in all of them."""
+    """Sum a tensor over all processes, in place in every process, and return it."""
     if is_distributed():
         wire = tensor.to(_find_device())
         dist.all_reduce(wire)
@@ -51,12 +51,12 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def find_rank() -> int:
-    """Return the number of this process, from 0."""
+    """Return the rank of this process, from 0."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def send_from(tensor: Tensor, rank: int) -> None:
-    """Set a tensor in all processes to that of one of them, in place; all may hold the same memory."""
+    """Broadcast a tensor from one process to all, in place; the processes may share the tensor's memory."""
     if is_distributed():
         wire = tensor.to(_find_device())
         dist.broadcast(wire, src=rank)
@@ -65,7 +65,7 @@ def send_from(tensor: Tensor, rank: int) -> None:
 
 
 def reduce_sums(parts: Iterable[Tensor]) -> None:
-    """Add up tensors over all processes, in place; whole in the first process only, which is the one that solves."""
+    """Sum tensors over all processes, in place; the sums are complete only in the first process, which solves."""
     if is_distributed():
         for part in parts:
             wire = part.to(_find_device())
@@ -74,7 +74,7 @@ def reduce_sums(parts: Iterable[Tensor]) -> None:
 
 
 def gather(value: Result) -> list[Result]:
-    """Return every process' value, by rank: numbers, bytes, lists of these, or tensors on the host."""
+    """Return the values of all processes, by rank: numbers, bytes, lists of these, or tensors on the host."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * count_ranks()
@@ -83,12 +83,12 @@ def gather(value: Result) -> list[Result]:
 
 
 def count_before(value: int) -> int:
-    """Return the sum of a number over the processes before this one."""
+    """Return the sum of a number over the processes of lower rank."""
     return sum(gather(value)[: dist.get_rank()]) if is_distributed() else 0
 
 
 def split_range(length: int) -> range:
-    """Return this process' part of ``range(length)``: contiguous, as equal as can be, in the order of the ranks."""
+    """Return this process' part of ``range(length)``: contiguous, of nearly equal length, in the order of the ranks."""
     if not is_distributed():
         return range(length)
     rank, ranks = dist.get_rank(), count_ranks()
@@ -96,10 +96,10 @@ def split_range(length: int) -> range:
 
 
 def compute_on_rank0(compute: Callable[[], Result], kind: Any, device: torch.device) -> Result:
-    """Compute in the first process and return its result in all, bit by bit; all raise its exceptions.
+    """Compute in the first process and return its result in all, bit for bit; where it raises, the others raise, too.
 
-    :param kind: type of the result, which :func:`~struprune_plugin.runtime.payload.dump` must know
-    :param device: where the others want its tensors
+    :param kind: type of the result, which :func:`~struprune_plugin.runtime.payload.dump` must support
+    :param device: device of the result's tensors in the other processes
     """
     if not is_distributed():
         return compute()
@@ -131,19 +131,19 @@ def compute_on_rank0(compute: Callable[[], Result], kind: Any, device: torch.dev
 
 
 def do_once(act: Callable[[], str | None]) -> str:
-    """Let the first process act, the others wait, and all know what it returns or raises."""
+    """Run a function in the first process while the others wait; all return its result, or raise where it raises."""
     return compute_on_rank0(lambda: act() or "", str, torch.device("cpu"))
 
 
 def _find_device() -> torch.device:
-    """Return where the process group can read tensors: NCCL only on its accelerator."""
+    """Return the device whose tensors the process group can send: NCCL only sends from its accelerator."""
     if dist.get_backend() == "gloo":
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
 
 def check_one_process(what: str, remedy: str) -> None:
-    """Refuse what works on every token's own variables, or trains, where the data are spread over processes.
+    """Raise where the calibration data are spread over processes, for stages with per-token variables or training.
 
     :raises ValueError: there are several processes
     """

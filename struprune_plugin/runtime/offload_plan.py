@@ -1,4 +1,4 @@
-"""Estimate, from shapes, of the parts of a run that fit the device under ``memory_budget``."""
+"""Estimate, from shapes, of which parts of a run fit on the device under ``memory_budget``."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import dataclass, replace
 
 from struprune_plugin.linalg.second_moments import count_sums
 
-MAX_LOGITS = 1 << 24  # held at once; with their gradients a third of a gigabyte
-_MIN_ROWS = 64  # of a tile, and tokens of a chunk
-_MAX_TOKENS = 4096  # of a chunk, under a budget
-_LOGIT_COPIES = 5  # float32
+MAX_LOGITS = 1 << 24  # held at the same time; with their gradients a third of a gigabyte
+_MIN_ROWS = 64  # rows per tile, and tokens per chunk
+_MAX_TOKENS = 4096  # per chunk, under a budget
+_LOGIT_COPIES = 5  # float32 copies
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Placement of a run's parts and the size of their pieces; without a budget all are whole and on the device.
+    """Placement of a run's parts and the size of their pieces; without a budget all parts are whole and on the device.
 
-    :param gather_on_host: moments are kept on the host and grow by tiles made on the device
-    :param hold_on_host: those of sequences held out are
+    :param gather_on_host: second moments are stored on the host and accumulated in tiles computed on the device
+    :param hold_on_host: second moments of held-out sequences are
     :param solve_on_host: ranking and solves run on the host
-    :param release_weights: a linear's weights leave the device after every call, not with the layer; what a backward
-        pass needs waits on the host
+    :param release_weights: a linear's weights leave the device after every call, not with the layer; tensors saved for a backward
+        pass are on the host
     :param embed_on_host: input and output embeddings are applied on the host
-    :param fetch_ahead: the next layer's weights come to the device while a layer is worked on
-    :param rows: of a tile of moments
-    :param tokens: widened to float32 at once
-    :param logits: held at once
+    :param fetch_ahead: the next layer's weights are fetched to the device while a layer is processed
+    :param rows: rows per tile of second moments
+    :param tokens: tokens cast to float32 at the same time
+    :param logits: logits held at the same time
     """
 
     gather_on_host: bool = False
@@ -44,12 +44,12 @@ WHOLE = OffloadPlan(fetch_ahead=True)
 
 @dataclass(frozen=True)
 class Consumer:
-    """The sizes of one consuming linear.
+    """Sizes of one consuming linear.
 
     :param inputs: n
     :param outputs: d
-    :param copies: float64 Gram matrices that its solves hold
-    :param of_expert: whether its moments are gathered with those of all experts beside it, and wait for their turn
+    :param copies: number of float64 Gram matrices that its solves hold
+    :param of_expert: whether its moments are gathered together with those of all experts of the list, and kept until its solve
     """
 
     inputs: int
@@ -63,13 +63,13 @@ class Sizes:
     """Bytes and widths that the estimate needs.
 
     :param layer: bytes of the largest decoder layer
-    :param largest: of the largest module that holds its own weights: a linear, or all experts
-    :param embeddings: of the input embeddings, positions too
-    :param head: of the output embeddings
-    :param layers: the consuming linears of every decoder layer that loses units; alike layers once
-    :param tokens: of a micro-batch
-    :param activations: bytes of the forward pass of the layer that takes most
-    :param vocabulary: logits of a token
+    :param largest: bytes of the largest module with its own weights: a linear, or all experts
+    :param embeddings: bytes of the input embeddings, including positions
+    :param head: bytes of the output embeddings
+    :param layers: consuming linears of every decoder layer that loses units; layers of equal sizes are listed once
+    :param tokens: tokens per micro-batch
+    :param activations: bytes of the forward pass of the layer that needs most
+    :param vocabulary: logits per token
     """
 
     layer: int
@@ -91,9 +91,9 @@ class Sizes:
 class Demands:
     """Requirements of a run.
 
-    :param together: moments of all modules of a layer are gathered in one pass
-    :param hold_out: those of sequences held out, too
-    :param sensitivity: a backward pass and the logits
+    :param together: whether moments of all modules of a layer are gathered in one pass
+    :param hold_out: whether moments of held-out sequences are gathered, too
+    :param sensitivity: whether a backward pass and the logits are computed
     """
 
     together: bool
@@ -102,12 +102,12 @@ class Demands:
 
 
 def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True) -> OffloadPlan:
-    """Choose what goes to the host and how large pieces may be, the fastest that fits.
+    """Return the fastest placement and piece sizes that fit a budget.
 
-    A second layer's weights come to the device only where nothing has to leave it for them.
+    A second layer's weights are fetched to the device only where no other part has to leave it for them.
 
-    :param strict: refuse a budget that even the smallest pieces exceed; take these otherwise
-    :raises ValueError: the least that is needed, and what would lower it
+    :param strict: raise where even the smallest pieces exceed the budget; otherwise use them
+    :raises ValueError: the budget is too small; the message names the least budget, and how to lower it
     """
     least = find_least_budget(sizes, demands)
     if strict and least > budget:
@@ -123,7 +123,7 @@ def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True
 
 
 def _place_under(budget: int, sizes: Sizes, demands: Demands) -> OffloadPlan:
-    """Return the fastest placement that fits, no other layer's weights beside."""
+    """Return the fastest placement that fits, without fetching another layer's weights."""
     row, sums = _measure_row(sizes), _measure_sums(sizes, demands.together)
     free = budget - sizes.layer - sizes.activations
     gather_on_host = sums + _MIN_ROWS * row > free
@@ -150,14 +150,14 @@ def _place_under(budget: int, sizes: Sizes, demands: Demands) -> OffloadPlan:
 
 
 def estimate_device(plan: OffloadPlan, sizes: Sizes, demands: Demands) -> int:
-    """Return about the most bytes that the device holds under a plan: while statistics grow, while a system is solved, in a
-    backward pass or at the model's ends."""
+    """Return an estimate of the device's peak bytes under a plan: while statistics are gathered, in a solve, in a backward pass, or
+    at the model's embeddings."""
     weights = sizes.largest if plan.release_weights else sizes.layer * (1 + plan.fetch_ahead)
     sums = 0 if plan.gather_on_host else _measure_sums(sizes, demands.together)
     held = sums if demands.hold_out and not plan.hold_on_host else 0
     pieces = 3 * min(plan.tokens, sizes.tokens) * _measure_row(sizes)
     solve = 0 if plan.solve_on_host else _measure_solve(sizes) + _measure_waiting(sizes, sums, plan.hold_on_host)
-    kept = 1 if plan.release_weights else 3  # what a backward pass needs waits on the host then
+    kept = 1 if plan.release_weights else 3  # saved tensors are on the host with release_weights
     backward = kept * sizes.activations + _measure_fisher(sizes) if demands.sensitivity else 0
     head = sizes.head * (not plan.embed_on_host)
     logits = 4 * _LOGIT_COPIES * min(plan.logits, sizes.tokens * sizes.vocabulary) if demands.sensitivity else 0
@@ -175,17 +175,17 @@ def find_least_budget(sizes: Sizes, demands: Demands) -> int:
 
 
 def _measure_row(sizes: Sizes) -> int:
-    """Return the bytes of a row of the widest Gram matrix, float32."""
+    """Return the bytes per row of the widest Gram matrix, float32."""
     return 4 * (max(consumer.inputs for consumer in sizes.consumers) + 1)
 
 
 def _measure_pieces(row: int) -> int:
-    """Return the bytes of the smallest pieces: widened tokens, a tile and its product."""
+    """Return the bytes of the smallest pieces: float32 tokens, a tile and its product."""
     return 3 * _MIN_ROWS * row
 
 
 def _measure_sums(sizes: Sizes, together: bool) -> int:
-    """Return the bytes of float32 moments while they grow: of a whole layer, or of one consumer, or the experts, at a time."""
+    """Return the bytes of float32 moments gathered at the same time: of a whole layer, or else of one consumer or all experts."""
     return max(sum(map(_measure_moments, part)) for layer in sizes.layers for part in _list_gathered(layer, together))
 
 
@@ -202,9 +202,9 @@ def _measure_moments(consumer: Consumer) -> int:
 
 
 def _measure_waiting(sizes: Sizes, resident: int, hold_on_host: bool) -> int:
-    """Return the bytes of other experts' moments on the device while one expert is solved.
+    """Return the bytes of other experts' moments on the device during one expert's solve.
 
-    :param resident: of all that are gathered at the same time
+    :param resident: bytes of all moments that are gathered at the same time
     """
     waits = any(consumer.of_expert for consumer in sizes.consumers)
     return resident * (1 if hold_on_host else 2) * waits
@@ -215,7 +215,7 @@ def _measure_solve(sizes: Sizes) -> int:
 
 
 def _measure_fisher(sizes: Sizes) -> int:
-    """Return the bytes of the gradients of one module's output, and of their products."""
+    """Return the bytes of the gradients of one module's output and of their products."""
     return max(4 * c.outputs * (sizes.tokens + c.outputs) for c in sizes.consumers)
 
 

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON and tensors, for the disk and for other processes."""
+"""Conversion of dataclasses to JSON and tensors, for the disk and for other processes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TENSOR = "__tensor__"
 
 
 def dump(value: object) -> Payload:
-    """Return what a value holds as JSON has it, and its tensors by where they were in it.
+    """Return a value as JSON data, and its tensors by their path within it.
 
-    :param value: dataclasses, mappings with keys of text, lists, tuples, tensors and what JSON has, in each other
+    :param value: dataclasses, mappings with string keys, lists, tuples, tensors and JSON values, nested
     """
     tensors: dict[str, Tensor] = {}
 
@@ -37,10 +37,10 @@ def dump(value: object) -> Payload:
 
 
 def load(kind: Any, record: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what :func:`dump` was given.
+    """Return the value that was passed to :func:`dump`.
 
-    :param kind: its type
-    :raises ValueError: it was something else
+    :param kind: type of the value
+    :raises ValueError: the record does not fit the type
     """
 
     def walk(part: Any) -> Any:
@@ -55,4 +55,4 @@ def load(kind: Any, record: Any, tensors: Mapping[str, Tensor]) -> Any:
 def _make_reader(kind: Any) -> TypeAdapter:
     return TypeAdapter(
         list[kind], config=ConfigDict(arbitrary_types_allowed=True)
-    )  # a dataclass' own cannot be set here
+    )  # TypeAdapter refuses a config for a dataclass itself

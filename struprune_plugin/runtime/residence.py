@@ -1,4 +1,4 @@
-"""Weights on the device: one decoder layer, or less, and the next one's in transit."""
+"""Residence of weights on the device: one decoder layer or less, and the next layer's weights in transit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 @contextmanager
 def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool, release: bool = False) -> Iterator[None]:
-    """Let decoder layers attend without maps, and let the host's weights of other modules leave the device while one runs.
+    """Use fused attention in decoder layers, and release onloaded weights of other modules while a layer runs.
 
-    llm-compressor forces eager attention, whose maps take [heads, tokens, tokens] twice, in float32; a causal mask is all that it
-    needs that for. It also keeps the embeddings on the device beside the first layer.
+    llm-compressor forces eager attention only to obtain a causal mask; the attention maps take [heads, tokens, tokens] twice, in
+    float32. It also keeps the embeddings on the device beside the first layer.
 
     :param layers: every decoder layer, and the configuration that its attention module reads
-    :param fused: whether they may attend without maps
-    :param release: let the weights of every module of a layer leave once it has run
+    :param fused: whether attention may run fused, without attention maps
+    :param release: release the weights of every module of a layer after its call
     """
     handles = []
     for layer, config in layers:
@@ -51,7 +51,7 @@ def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool, release
 
 
 def _drop_others(layer: nn.Module) -> None:
-    """Forget the onloaded copies, which llm-compressor keeps for a whole step, of weights that are not a layer's."""
+    """Drop the onloaded copies of weights outside a layer, which llm-compressor keeps for a whole step."""
     kept = OffloadCache.keep_onloaded_values
     if not kept:
         return
@@ -62,7 +62,7 @@ def _drop_others(layer: nn.Module) -> None:
 
 
 def release_weights(module: nn.Module) -> None:
-    """Take the onloaded weights of a module and all below it off the device; llm-compressor loads them again when they are used."""
+    """Drop the onloaded weights of a module and its submodules from the device; llm-compressor onloads them again on use."""
     kept = OffloadCache.keep_onloaded_values
     if kept:
         with disable_onloading():
@@ -72,11 +72,11 @@ def release_weights(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """One weight.
+    """Weight that was fetched ahead of its use.
 
-    :param offloaded: the host's, or what stands for it on the disk
-    :param version: of its contents, when it was fetched
-    :param onloaded: on the device
+    :param offloaded: tensor on the host, or its stand-in for a tensor on disk
+    :param version: version counter of ``offloaded`` at the time of the fetch
+    :param onloaded: copy on the device
     """
 
     offloaded: Tensor
@@ -85,24 +85,24 @@ class _Fetched:
 
 
 class WeightsAhead:
-    """Fetches one layer's weights ahead of their use; the host's caches get them once that layer is run.
+    """Prefetcher of one layer's weights, which are handed to the offload caches when the layer runs.
 
-    Another thread makes the copies, on a card in a stream of their own: neither the card nor the thread that feeds it waits.
+    Another thread makes the copies, on CUDA in a separate stream, so that neither the device nor the main thread waits.
     """
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None  # one for all layers: its memory is reused in that stream alone
+        self._stream: torch.cuda.Stream | None = None  # one for all layers: memory is reused only within a stream
         self._layer: nn.Module | None = None
         self._coming: Future[list[_Fetched]] | None = None
 
     def fetch(self, layer: nn.Module) -> None:
-        """Begin to fetch a layer's weights; those of another layer that nobody took are let go."""
+        """Start to fetch a layer's weights; unused fetched weights of another layer are dropped."""
         if layer is self._layer:
             return
         self.drop()
         caches = [cache for cache in _list_caches(layer) if len(cache)]
         device = torch.device(caches[0].onload_device) if caches else None
-        if device is not None and device.type in ("cpu", "cuda"):  # whose copies another thread may make
+        if device is not None and device.type in ("cpu", "cuda"):  # another thread may copy to these
             self._layer, self._coming = layer, self._submit(caches, device)
 
     def _submit(self, caches: list[OffloadCache], device: torch.device) -> Future[list[_Fetched]]:
@@ -112,10 +112,10 @@ class WeightsAhead:
         return coming
 
     def take(self, layer: nn.Module) -> None:
-        """Hand a layer's fetched weights to the host's caches; nothing happens where none were fetched.
+        """Hand a layer's fetched weights to the offload caches; nothing happens where none were fetched.
 
-        A weight that has been changed or replaced since is left out, and so is everything where the device had no room: the
-        host then fetches what it needs itself.
+        A weight that has been changed or replaced since is left out, and so are all where the device ran out of memory:
+        llm-compressor then onloads the missing weights itself.
         """
         if layer is not self._layer or self._coming is None:
             return
@@ -125,7 +125,7 @@ class WeightsAhead:
         except torch.OutOfMemoryError:
             return
         if not OffloadCache.offloading_disabled:
-            return  # nothing would take them off the device again
+            return  # nothing would release them from the device again
         current = {id(tensor) for cache in _list_caches(layer) for tensor in cache.offloaded_values.values()}
         for part in fetched:
             if id(part.offloaded) in current and part.offloaded._version == part.version:
@@ -134,7 +134,7 @@ class WeightsAhead:
                 OffloadCache.keep_onloaded_values[part.offloaded] = part.onloaded
 
     def _load_beside(self, caches: list[OffloadCache], device: torch.device) -> list[_Fetched]:
-        """Load weights in a stream beside the one that computes; they are there once this returns."""
+        """Load weights in a stream separate from the computing one; the copies are complete on return."""
         if device.type != "cuda":
             return load_weights(caches)
         self._stream = self._stream or torch.cuda.Stream(device)
@@ -144,20 +144,20 @@ class WeightsAhead:
         return fetched
 
     def drop(self) -> None:
-        """Release what was fetched and not taken."""
+        """Release fetched weights that were not taken."""
         coming, self._layer, self._coming = self._coming, None, None
         if coming is not None and not coming.cancel():
-            coming.exception()  # a copy that is being made ends first
+            coming.exception()  # waits for a copy in progress
 
 
 def _list_caches(layer: nn.Module) -> list[OffloadCache]:
-    """Return the host's caches of a layer's weights and buffers."""
+    """Return the offload caches of a layer's weights and buffers."""
     held = (cache for module in layer.modules() for cache in (module._parameters, module._buffers))
     return [cache for cache in held if isinstance(cache, OffloadCache)]
 
 
 def load_weights(caches: list[OffloadCache]) -> list[_Fetched]:
-    """Copy the weights of caches to the device."""
+    """Return copies of the caches' weights on the device."""
     offloaded = [
         (cache, tensor) for cache in caches for tensor in cache.offloaded_values.values() if tensor is not None
     ]

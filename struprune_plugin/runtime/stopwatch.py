@@ -1,4 +1,4 @@
-"""Seconds of runs in turn, operations per second, and the memory of this process while something runs."""
+"""Timing of alternating runs, operations per second, and the memory of this process during a block."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-_BLOCK = 512  # of the matrices that the rate is measured with
-_SAMPLING = 0.02  # seconds between two looks at the memory
+_BLOCK = 512  # size of the matrices of the rate measurement
+_SAMPLING = 0.02  # seconds between two samples of the memory
 
 
 def time_runs(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Return the least seconds of each run, in rounds, so that what else the machine does hits all alike.
+    """Return the minimum seconds of each run, taken in rounds, so that other load on the machine affects all runs alike.
 
-    One thread of a CPU is timed by its own seconds: others may share the machine.
+    With one CPU thread, process time is measured, because others may share the machine.
     """
     return {name: min(seconds) for name, seconds in time_rounds(runs, repeats).items()}
 
 
 def time_rounds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each run in every round, as :func:`time_runs` takes them."""
+    """Return the seconds of each run in every round, measured as in :func:`time_runs`."""
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     clock = time.process_time if alone else time.perf_counter
     found: dict[str, list[float]] = {name: [] for name in runs}
@@ -39,15 +39,15 @@ def time_rounds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[
 
 
 def compare_rounds(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the least seconds of one run, and those of another by the median of their ratios in the same rounds: what else the
-    machine does, for longer than a round, changes no ratio."""
+    """Return the minimum seconds of one run, and that times the median ratio of another run to it in the same rounds: load on the
+    machine that lasts longer than a round changes no ratio."""
     least = min(first)
     return least, least * statistics.median(b / a for a, b in zip(first, second, strict=True))
 
 
 @torch.no_grad()
 def measure_rate(dtype: torch.dtype) -> float:
-    """Return the operations a second of a matrix product on this machine's device."""
+    """Return the operations per second of a matrix product on this machine's device."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     matrix = torch.randn(_BLOCK, _BLOCK).to(device, dtype)
     seconds = time_runs({"product": lambda: matrix @ matrix}, 5)
@@ -56,7 +56,7 @@ def measure_rate(dtype: torch.dtype) -> float:
 
 @contextmanager
 def watch_memory() -> Iterator[Sequence[int]]:
-    """Yield a list of the process' resident bytes, looked at all along the block."""
+    """Yield a list of the process' resident bytes, sampled during the block."""
     process, over = psutil.Process(), threading.Event()
     seen = [process.memory_info().rss]
 

@@ -1,7 +1,7 @@
-"""A checkpoint as it lies on the disk: whole, and what its configuration asks for, told from the headers of its files.
+"""Checks of a checkpoint on disk: whether it is complete and fits its configuration, from the headers of its files.
 
-transformers fills what a checkpoint lacks with random numbers and goes on; so it is asked first, with tensors that have shapes
-and no values, what it would find missing. That takes the renamings, ties and exceptions of every architecture into account.
+transformers fills missing tensors with random numbers and continues. So it first loads tensors with shapes but no values, and
+reports which ones are missing. That takes the renamings, ties and exceptions of every architecture into account.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Header = dict[str, list[int]]  # tensor -> shape
 
 
 def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
-    """Return the configuration of a checkpoint; refuse, without reading weights, one that cannot be pruned.
+    """Return the configuration of a checkpoint; raise, without reading weights, if it cannot be pruned.
 
-    :raises ValueError: nothing to load there; an unsupported architecture or form; quantised weights; a weight file that is cut off
-        or is none; a tensor that the configuration asks for and that is missing, or of another shape
+    :raises ValueError: nothing to load there; an unsupported architecture or format; quantised weights; a truncated or invalid
+        weight file; a tensor of the configuration that is missing or has another shape
     """
     config = read_config(model, revision, trust_remote_code)
     if Path(model).is_dir() and not _list_files(Path(model)):
@@ -53,13 +53,13 @@ def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str 
 
 
 def is_packed(config: PretrainedConfig) -> bool:
-    """Return whether weights are stored in a form of a few bits that transformers unpacks where asked to."""
+    """Return whether weights are stored in a low-bit format that transformers can dequantise (FP8, MXFP4)."""
     stored = getattr(config, "quantization_config", None)
     return isinstance(stored, dict) and stored.get("quant_method") in ("fp8", "mxfp4")
 
 
 def find_custom_class(model: str, config: PretrainedConfig, revision: str = "main") -> Any:
-    """Return the class that comes with a checkpoint whose configuration did so, too (``trust_remote_code``); None otherwise."""
+    """Return the model class that ships with a checkpoint if its configuration class does (``trust_remote_code``); else None."""
     named = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if named is None or not type(config).__module__.startswith("transformers_modules."):
         return None
@@ -67,23 +67,23 @@ def find_custom_class(model: str, config: PretrainedConfig, revision: str = "mai
 
 
 def read_config(model: str, revision: str = "main", trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read the configuration of a folder or of a name of the hub.
+    """Return the configuration of a folder or hub name.
 
-    :raises ValueError: there is none that can be read
+    :raises ValueError: there is no readable configuration
     """
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
-    except Exception as error:  # a broken config.json raises whatever its many readers met
+    except Exception as error:  # a broken config.json raises errors of many classes
         raise ValueError(
             f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
         ) from None
 
 
 def check_whole(model: str, config: PretrainedConfig | None = None, revision: str = "main", kind: Any = None) -> None:
-    """Refuse a checkpoint that is not whole, from its configuration and the headers of its files; a quantised one from these.
+    """Raise if a checkpoint is incomplete, by its configuration and file headers; a quantised one by the headers alone.
 
-    :param kind: the model's class where it is none of transformers'
-    :raises ValueError: as the last two of :func:`check_checkpoint`
+    :param kind: the model's class, if it is not one of transformers
+    :raises ValueError: as in the last two cases of :func:`check_checkpoint`
     """
     headers = read_headers(model, revision)
     config = read_config(model, revision) if config is None else config
@@ -95,20 +95,20 @@ def check_whole(model: str, config: PretrainedConfig | None = None, revision: st
 
 
 def find_checkpoint(model: str, revision: str = "main") -> Path | None:
-    """Return the folder that a checkpoint lies in: its own, or that of the hub's cache; None where nothing is there yet."""
+    """Return the folder of a checkpoint, a local one or that of the hub's cache; None if there is none yet."""
     if Path(model).is_dir():
         return Path(model)
     try:
         found = cached_file(model, "config.json", revision=revision, local_files_only=True)
-    except (OSError, ValueError):  # not there; no name that the hub could have
+    except (OSError, ValueError):  # not cached, or not a valid hub name
         return None
     return Path(found).parent if found else None
 
 
 def read_headers(model: str, revision: str = "main") -> dict[Path, Header]:
-    """Read what the weight files that would be loaded hold; nothing where there are none, or none yet.
+    """Return the tensor shapes of the weight files that would be loaded; empty if they are not on this machine.
 
-    :raises ValueError: a file of a local folder is missing, cut off, or holds something else than tensors
+    :raises ValueError: a file of a local folder is missing, truncated, or holds anything but tensors
     """
     folder = find_checkpoint(model, revision)
     if folder is None:
@@ -140,7 +140,7 @@ def _read_index(index: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> Header:
-    """Read the shapes in a safetensors file from its header, which must say as many bytes as there are."""
+    """Return the shapes in a safetensors file from its header, which must match the file's size."""
     try:
         with safe_open(file, "pt") as opened:
             return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # no mapping
@@ -150,11 +150,11 @@ def _read_header(file: Path) -> Header:
 
 
 def _read_pickled(file: Path) -> Header:
-    """Read the shapes in a ``.bin`` file as transformers reads it: tensors are taken from it, anything else is refused unread."""
+    """Return the shapes in a ``.bin`` file, read as transformers does: tensors only, anything else is refused unread."""
     try:
         tensors = torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
         return {name: list(tensor.shape) for name, tensor in tensors.items()}
-    except Exception as error:  # whatever the compiled reader, or the reader of old files, met
+    except Exception as error:  # the readers of new and of old files raise errors of many classes
         size = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
         raise ValueError(
             f"model: {file} must be a whole file of tensors and nothing else, got {size}: {shorten_error(error)} Copy or download "
@@ -163,11 +163,11 @@ def _read_pickled(file: Path) -> Header:
 
 
 def _check_tensors(model: str, config: PretrainedConfig, headers: dict[Path, Header], kind: Any) -> None:
-    """Refuse files that lack what a configuration asks for, or hold it in another shape."""
+    """Raise if files lack a tensor of the configuration, or hold it in another shape."""
     count = sum(map(len, headers.values()))
     for name in ("num_hidden_layers", "num_experts", "num_local_experts"):
         asked = getattr(config, name, None)
-        if isinstance(asked, int) and asked > count:  # told without building as many
+        if isinstance(asked, int) and asked > count:  # found without building that many
             raise ValueError(
                 f"model: {model!r} must hold every tensor that its config asks for, got {count} tensors for {name}={asked}. Use a "
                 "complete checkpoint, or the config.json that belongs to it."
@@ -193,10 +193,10 @@ def _check_tensors(model: str, config: PretrainedConfig, headers: dict[Path, Hea
 
 
 def check_loading(model: str, info: dict[str, Any], headers: dict[Path, Header]) -> None:
-    """Refuse a checkpoint of which transformers says that it would fill a part with random numbers.
+    """Raise if transformers reports that it would fill a part of a checkpoint with random numbers.
 
     :param info: the ``output_loading_info`` of ``from_pretrained``
-    :param headers: of the checkpoint's files, to name the file
+    :param headers: headers of the checkpoint's files, to name the file in messages
     """
     where = next(iter(headers)) if len(headers) == 1 else Path(model)
     missing = sorted(info["missing_keys"])
@@ -216,7 +216,7 @@ def check_loading(model: str, info: dict[str, Any], headers: dict[Path, Header])
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Keep the report of a trial from the screen."""
+    """Hide the log and the progress bars of transformers in the block."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()

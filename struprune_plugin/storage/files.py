@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, their digests and sizes. Nothing heavy is imported here."""
+"""Files that are written whole or not at all, their digests and sizes. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-_BLOCK, _NUM_BLOCKS = 1 << 16, 16  # of a large file, what its digest reads
+_BLOCK, _NUM_BLOCKS = 1 << 16, 16  # bytes per block, and blocks, that the digest of a large file reads
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -19,31 +19,31 @@ def write_whole(file: Path, text: str) -> None:
 
 @contextmanager
 def replace_file(file: Path) -> Iterator[Path]:
-    """Yield a file beside another, which takes its name once what the block wrote has reached the disk."""
+    """Yield a temporary path beside a file, which replaces the file once the block's writes have reached the disk."""
     partial = file.with_name(file.name + ".partial")
     try:
         yield partial
         flush(partial)
         partial.replace(file)
-        flush(file.parent)  # which holds the name
+        flush(file.parent)  # the folder holds the name
     finally:
         partial.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
-    """Let a file's bytes, or the names that a folder holds, reach the disk."""
+    """Flush a file's bytes, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError) if path.is_dir() else nullcontext():  # which some network disks cannot
+        with suppress(OSError) if path.is_dir() else nullcontext():  # some network disks cannot flush a folder
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def check_place(where: str, folder: Path) -> None:
-    """Refuse a folder that is none, cannot be made, or cannot be written.
+    """Raise if a path is not a folder, or is one that cannot be created or written.
 
-    :param where: for messages
+    :param where: name of the setting, for messages
     """
     place = next((path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)), folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -53,13 +53,13 @@ def check_place(where: str, folder: Path) -> None:
 
 
 def digest_whole_file(path: Path) -> str:
-    """Return the SHA-256 of a file, as ``sha256sum`` has it."""
+    """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_file(path: Path) -> str:
-    """Return a digest of a file's size and bytes; of a large one, of blocks spread over it, which no training leaves alone."""
+    """Return a digest of a file's size and bytes; for a large file, of blocks spread over it, which any training changes."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -73,7 +73,7 @@ def digest_file(path: Path) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return a size in decimal units, three digits."""
+    """Return a size as text in decimal units, with three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -82,9 +82,9 @@ def format_bytes(count: float) -> str:
 
 
 def read_bytes(text: str) -> int:
-    """Return a number of bytes: digits, or digits before kB, MB, GB.
+    """Parse a number of bytes: digits, or digits before kB, MB, GB.
 
-    :raises ValueError: another form, or none at all
+    :raises ValueError: the text has another form, or the number is below 1 or too large
     """
     number, unit = text, 1
     for name, size in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
@@ -97,7 +97,7 @@ def read_bytes(text: str) -> int:
 
 
 def shorten_value(value: object, limit: int = 100) -> str:
-    """Return a value for a message of one line: at most ``limit`` characters, however long it is."""
+    """Return a value as text of at most ``limit`` characters, for a one-line message."""
     text = repr(value)
     if len(text) <= limit:
         return text
@@ -105,7 +105,7 @@ def shorten_value(value: object, limit: int = 100) -> str:
 
 
 def shorten_error(error: BaseException) -> str:
-    """Return the first line of what a reader of others has to say, with its kind where that is all there is to it."""
+    """Return the first line of an error's message, with its class unless it is an OSError or ValueError with a message."""
     lines = str(error).strip().splitlines()
     told = lines[0] if lines else ""
     return told[:300] if isinstance(error, (OSError, ValueError)) and told else f"{type(error).__name__}: {told[:300]}"

@@ -1,8 +1,8 @@
-"""The scratch folder that an output grows in, beside its place, and what is put right when its run is over or dead.
+"""Scratch folder in which an output is written, beside its final place, and its cleanup after the run has ended or died.
 
-``owner.json`` says which process writes there, ``new`` is what it writes and ``finished`` its name once it is whole, ``old`` is the
-folder that makes room for it, between two renames. Whatever ends a run, :func:`settle_scratch` puts that right, at once or in the
-next run: the earlier folder goes back, finished work is kept, the rest goes.
+``owner.json`` names the process that writes there. ``new`` holds its output, which is renamed to ``finished`` once complete.
+``old`` holds the earlier folder between two renames. However a run ends, :func:`settle_scratch` cleans up, at once or in the
+next run: the earlier folder is restored, finished work is kept, the rest is removed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from struprune_plugin.storage.listing import FILES_NAME, write_listing
 
 NEW, DONE, OLD = "new", "finished", "old"
 _OWNER = "owner.json"
-_SAME_START = 5.0  # seconds; two processes of one number that started closer together are taken for one
+_SAME_START = 5.0  # seconds; processes with the same id and closer start times count as one
 
 
 class Owner(BaseModel):
-    """The process that writes an output folder.
+    """Process that writes an output folder.
 
-    :param folder: its name
-    :param start: seconds since the epoch
-    :param place: what process numbers count in, see :func:`_describe_place`
+    :param folder: name of the folder
+    :param start: start of the process, in seconds since the epoch
+    :param place: scope of process ids, see :func:`_describe_place`
     """
 
     folder: str
@@ -41,7 +41,7 @@ class Owner(BaseModel):
 
 
 def make_scratch(folder: Path) -> Path:
-    """Make the scratch folder of this process for an output folder."""
+    """Create the scratch folder of this process for an output folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     owner = Owner(folder=folder.name, pid=os.getpid(), start=psutil.Process().create_time(), place=_describe_place())
@@ -51,9 +51,9 @@ def make_scratch(folder: Path) -> Path:
 
 
 def settle_leftovers(folder: Path) -> None:
-    """Put right what earlier runs for an output folder left beside it when they died, and say so.
+    """Clean up the scratch folders of earlier runs that died while writing an output folder, and log it.
 
-    Only what a dead process of this machine made is touched; what another machine's may still be writing is named.
+    Only folders of dead processes of this machine are touched; a folder that another machine may still write is only named.
     """
     folder = folder.resolve()
     if not folder.parent.is_dir():
@@ -61,7 +61,7 @@ def settle_leftovers(folder: Path) -> None:
     for scratch in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.partial-*")):
         owner = _read_owner(scratch)
         if owner is not None and owner.folder != folder.name:
-            continue  # of a folder whose name only begins like that
+            continue  # of another folder, whose name begins like this one
         alive = None if owner is None else _is_alive(owner)
         if alive is None:
             logger.warning(f"{scratch} may belong to a run elsewhere that writes {folder}. Remove it if there is none.")
@@ -76,9 +76,9 @@ def settle_leftovers(folder: Path) -> None:
 
 
 def settle_scratch(scratch: Path, folder: Path) -> list[str]:
-    """End a run's scratch folder in whatever state it is: put the earlier folder back, keep finished work, remove the rest.
+    """Clean up a run's scratch folder in any state: restore the earlier folder, keep finished work, remove the rest.
 
-    :return: what a person must know of it
+    :return: messages for the user
     """
     done, old = scratch / DONE, scratch / OLD
     told = []
@@ -86,7 +86,7 @@ def settle_scratch(scratch: Path, folder: Path) -> list[str]:
         if old.exists() and not os.path.lexists(folder):
             old.rename(folder)
             told.append(f"{folder} is back as it was.")
-        elif old.exists() and done.exists():  # somebody has made another folder there since
+        elif old.exists() and done.exists():  # another folder was created there in the meantime
             told.append(f"What {folder} held before is in {_move_beside(old, folder, 'earlier')}.")
         if done.exists():
             told.append(f"The finished output is whole, in {_move_beside(done, folder, 'finished')}; move it yourself.")
@@ -108,7 +108,7 @@ def _read_owner(scratch: Path) -> Owner | None:
 
 
 def _is_alive(owner: Owner) -> bool | None:
-    """Return whether a process still runs; None where that cannot be known from here."""
+    """Return whether a process still runs; None if that cannot be known from here."""
     if owner.place != _describe_place():
         return None
     try:
@@ -120,7 +120,7 @@ def _is_alive(owner: Owner) -> bool | None:
 
 
 def _describe_place() -> str:
-    """Return what process numbers count in: this machine, since it was started, and on Linux this container."""
+    """Return the scope of process ids: this machine since its last boot and, on Linux, this container."""
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     parts = [socket.gethostname(), boot.read_text(encoding="utf-8").strip() if boot.is_file() else ""]
     return " ".join([*parts, os.readlink(space) if space.is_symlink() else ""])

@@ -1,4 +1,4 @@
-"""The manifest's record of one budget. This module imports nothing heavy."""
+"""Manifest record of one budget. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pydantic.dataclasses import dataclass
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class LimitRecord:
-    """One budget beside parameters alone; ``asked``, ``planned`` and ``met`` are in the recipe's terms.
+    """Record of one budget, if others than parameters are given; ``asked``, ``planned`` and ``met`` are in the recipe's terms.
 
     :param name: ``parameters``, ``bytes``, ``cache``, or ``speedup`` with its phase and engine
-    :param met: by the pruned model itself; None where that is not known before it is measured
-    :param dense: what the model took before: parameters, bytes, bytes a token, seconds
-    :param fixed: of that, what stays however few units do
-    :param modules: what every module is planned to take, the same unit
+    :param met: value of the pruned model; None if it is only known once measured
+    :param dense: cost of the model before pruning: parameters, bytes, bytes per token or seconds
+    :param fixed: cost that does not depend on the number of kept units, in the same unit
+    :param modules: planned cost of every module, in the same unit
     """
 
     name: str

@@ -13,7 +13,7 @@ from struprune_plugin.storage.files import digest_file, digest_whole_file, write
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
 FILES_NAME = "struprune_files.json"
-_WRITTEN = (  # what an output without a list of its files may hold, beside its manifest: written by llm-compressor's oneshot
+_WRITTEN = (  # files that llm-compressor's own oneshot writes, in an output with a manifest but no list
     *(MANIFEST_NAME, "recipe.yaml", "config.json", "generation_config.json", "modeling_*.py", "model.safetensors"),
     *("model-?????-of-?????.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
@@ -22,10 +22,10 @@ _WRITTEN = (  # what an output without a list of its files may hold, beside its 
 
 
 class Listing(BaseModel):
-    """An output's list of its files.
+    """List of an output's files.
 
     :param files: digest of every file's size and samples, see :func:`~struprune_plugin.storage.files.digest_file`
-    :param sha256: of every byte, by file
+    :param sha256: digest of every byte, by file
     """
 
     files: dict[str, str]
@@ -34,10 +34,10 @@ class Listing(BaseModel):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of an output folder, or an empty folder in it.
+    """File of an output folder, or an empty folder in it.
 
-    :param state: ``as written``, ``changed``, ``missing``, ``not ours``, or ``unlisted``: of a usual name, in an output that
-        llm-compressor's own ``oneshot`` wrote, without a list
+    :param state: ``as written``, ``changed``, ``missing``, ``not ours``, or ``unlisted``: a file with a usual name in an output
+        without a list, as llm-compressor's own ``oneshot`` writes it
     """
 
     name: str
@@ -46,7 +46,7 @@ class Entry:
 
 
 def list_foreign(folder: Path) -> list[str]:
-    """Return the entries of an earlier output that are not as we wrote them: others', changed ones, links.
+    """Return the entries of an earlier output that StruPrune did not write in this form: other files, changed files, links.
 
     :raises ValueError: as :func:`list_entries`
     """
@@ -55,13 +55,13 @@ def list_foreign(folder: Path) -> list[str]:
 
 
 def list_entries(folder: Path, whole: bool) -> list[Entry]:
-    """Return all that an output folder holds, or should.
+    """Return the entries that an output folder holds or should hold.
 
-    An output lists its files and their digests; one that llm-compressor's own ``oneshot`` wrote has its manifest only, beside which
-    files of the usual names count as ours.
+    An output lists its files and their digests. One that llm-compressor's own ``oneshot`` wrote has only a manifest; files with
+    the usual names beside it count as part of the output.
 
-    :param whole: compare every byte; samples of large files otherwise
-    :raises ValueError: no output of ours: neither a list of its files nor a manifest, or one that cannot be read
+    :param whole: compare every byte; otherwise samples of large files
+    :raises ValueError: not an output of StruPrune: it has neither a list nor a manifest, or one that cannot be read
     """
     listing = read_listing(folder)
     if listing is None:
@@ -89,9 +89,9 @@ def _compare(path: Path, name: str, listing: Listing | None, whole: bool) -> str
 
 
 def read_listing(folder: Path) -> Listing | None:
-    """Read an output's list of its files; None where it has none.
+    """Return an output's list of files; None if it has none.
 
-    :raises ValueError: it cannot be read
+    :raises ValueError: the list cannot be read
     """
     file = folder / FILES_NAME
     if not file.is_file():
@@ -104,9 +104,9 @@ def read_listing(folder: Path) -> Listing | None:
 
 
 def write_listing(folder: Path, names: Iterable[str] | None = None) -> None:
-    """List the files of a finished output folder in it, with their digests: the proof that it is ours, and whole.
+    """Write the list of a finished output's files with their digests, which proves that the output is complete and unchanged.
 
-    :param names: files that have been written anew, if the folder has a list: what it says of the others stays. All where None
+    :param names: files that were rewritten; if the folder has a list, its other entries are kept. None lists all files
     """
     listing = Listing(files={}, sha256={}) if names is None else read_listing(folder)
     if listing is None:

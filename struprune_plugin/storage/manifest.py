@@ -1,4 +1,4 @@
-"""``struprune.json``: the decisions of a run, layer by layer, for readers and replays. This module imports nothing heavy."""
+"""``struprune.json``: the manifest of a run's decisions per layer, for readers and replays. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MANIFEST_NAME = "struprune.json"
 FORMAT_VERSION = 1
 DIGEST_KEY = "sha256"
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
-_read_version = functools.cache(version)  # every look-up searches all that is installed
+_read_version = functools.cache(version)  # each look-up searches all installed packages
 
 
 class RecoveryRecord(BaseModel):
-    """A recovery after the pruning; what it tells besides is kept as it is.
+    """Record of a recovery after pruning; additional fields are stored unchanged.
 
     :param settings: all fields of the recipe's stage
     """
@@ -52,14 +52,14 @@ class RecoveryRecord(BaseModel):
 class Manifest(BaseModel):
     """Manifest of a pruning run.
 
-    :param settings: the recipe's pruning stage, as it was asked for
-    :param seed: of torch, at the end
+    :param settings: fields of the recipe's pruning stage
+    :param seed: seed of torch, at the end
     :param memory_measure: what ``peak_bytes`` of the stages counts
-    :param sensitivity: of the model's output to a module's, by group: mean diagonal of the Fisher information; or empty
-    :param tuning: by layer
-    :param experts: by layer, which whole experts are left; left out of the file where none has gone
-    :param evaluation: left out of the file where nothing was measured yet
-    :param recovery: None, and left out of the file, where there was none
+    :param sensitivity: mean diagonal of the Fisher information of each module's output, by group; empty if not measured
+    :param tuning: tuning of FFNs, by layer
+    :param experts: kept whole experts, by layer; omitted from the file if none was removed
+    :param evaluation: omitted from the file if nothing was measured yet
+    :param recovery: None, and omitted from the file, if there was none
     """
 
     model_config = CLOSED | ConfigDict(frozen=True)
@@ -98,17 +98,17 @@ def describe_versions() -> dict[str, str]:
 
 
 def write_manifest(manifest: Manifest, folder: str | Path) -> None:
-    """Write a manifest into an output folder, whole or not at all, with the digest of what it says."""
+    """Write a manifest with the digest of its content into an output folder, whole or not at all."""
     content = manifest.model_dump()
     content[DIGEST_KEY] = digest_manifest(content)
     write_whole(Path(folder) / MANIFEST_NAME, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read the manifest of an output folder, or the file itself.
+    """Read the manifest of an output folder, or a manifest file.
 
-    :raises ValueError: there is none, it is no manifest, a later version wrote it, or it is not as it was written: kept units
-        that are not sorted, unique, in range and the same number in each block, or a content that its digest is not of
+    :raises ValueError: there is none, it is not a manifest, it has another format version, or it was changed: kept units are
+        not sorted, unique, in range and the same number in each block, or the content does not match its digest
     """
     if not isinstance(path, (str, Path)):
         raise ValueError(f"manifest: must be a pruned folder or a {MANIFEST_NAME}, got {path!r}. Give its path.")
@@ -135,9 +135,9 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def parse_manifest(content: Mapping[str, Any], where: str) -> Manifest:
-    """Return the manifest that a file holds; refuse one of another form, or that has been changed since it was written.
+    """Return the manifest of a file's content; raise if it has another form, or was changed since it was written.
 
-    :param where: for messages
+    :param where: path of the file, for messages
     """
     try:
         fields = {name: value for name, value in content.items() if name != DIGEST_KEY}
@@ -158,6 +158,6 @@ def parse_manifest(content: Mapping[str, Any], where: str) -> Manifest:
 
 
 def digest_manifest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest's content, whatever the order of its keys; its own entry left out."""
+    """Return the digest of a manifest's content, without the digest's own entry and independent of the order of keys."""
     told = {name: value for name, value in content.items() if name != DIGEST_KEY}
     return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""The output folder: whole or absent, and in the place of nothing but an earlier output of ours.
+"""Output folder of a run: it is complete or absent, and replaces nothing but an earlier output of StruPrune.
 
-While a run lasts, its output grows in ``.<name>.partial-*`` beside the folder, see :mod:`~struprune_plugin.storage.leftovers`.
+During the run, the output is written to ``.<name>.partial-*`` beside the folder, see :mod:`~struprune_plugin.storage.leftovers`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from struprune_plugin.storage.files import check_place, flush, format_bytes
 from struprune_plugin.storage.leftovers import DONE, NEW, OLD, make_scratch, settle_leftovers, settle_scratch
 from struprune_plugin.storage.listing import list_foreign, write_listing
 
-_LONGER = 32  # bytes, of the name of a folder that is made beside the output
+_LONGER = 32  # bytes by which names of folders beside the output are longer
 
 
-# -- what may become the folder -----------------------------------------------------------------------------------
+# -- checks of the path -------------------------------------------------------------------------------------------
 
 
 def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = (), num_bytes: int = 0) -> None:
-    """Refuse an output path that cannot become the output folder, or whose content is not ours to replace.
+    """Raise if a path cannot become the output folder, or if its content must not be replaced.
 
-    :param inputs: files and folders that the run reads or writes besides; texts that may be names of the hub count where such a
-        file is there
-    :param num_bytes: what the output will take at least
+    :param inputs: other files and folders that the run reads or writes; strings that may be hub names count only if such a
+        file exists
+    :param num_bytes: lower bound on the size of the output
     :raises ValueError: a file or a mount point; the root, a home, the current folder or an input, or a folder that holds
-        one; a folder that holds something and may not be overwritten, or is no earlier output of ours, whole and
-        unchanged; a place where nothing can be written, or not enough
+        one; a folder with content that may not be overwritten, or that is not a complete and unchanged output of
+        StruPrune; a place that cannot be written or lacks space
     """
     folder = folder.resolve()
     replaces = folder.is_dir() and any(folder.iterdir())
@@ -55,7 +55,7 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
 
 
 def _check_overlap(folder: Path, replaces: bool, inputs: Sequence[str | os.PathLike]) -> None:
-    """Refuse a folder that is or holds what must stay, or that would be replaced inside an input."""
+    """Raise if a folder is or holds a path that must stay, or would be replaced inside an input."""
     for what, path in (("current", Path.cwd()), ("home", Path(os.path.expanduser("~"))), ("root", Path(folder.anchor))):
         if path.resolve().is_relative_to(folder):
             raise ValueError(
@@ -73,7 +73,7 @@ def _check_overlap(folder: Path, replaces: bool, inputs: Sequence[str | os.PathL
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace what is not, whole and unchanged, an earlier output of ours."""
+    """Raise unless a folder is a complete and unchanged earlier output of StruPrune."""
     try:
         foreign = list_foreign(folder)
     except ValueError as error:
@@ -90,13 +90,13 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _is_mount_point(folder: Path) -> bool:
-    """Return whether a folder is one; of a folder mounted from the same disk only the kernel's list knows."""
+    """Return whether a folder is a mount point; only the kernel's list names folders mounted from the same disk."""
     partitions = psutil.disk_partitions(all=True)
     return os.path.ismount(folder) or str(folder) in {partition.mountpoint for partition in partitions}
 
 
 def _check_place(folder: Path, num_bytes: int) -> None:
-    """Refuse a folder that cannot be made, or moved away, or whose disk has no room."""
+    """Raise if a folder cannot be created or renamed, or if its disk lacks space."""
     for place in (folder, folder.parent):
         check_place("output_dir", place)
     parent = next(path for path in folder.parents if path.exists())
@@ -106,7 +106,7 @@ def _check_place(folder: Path, num_bytes: int) -> None:
             f"output_dir: the folder's name must have at most {longest} bytes, so that one can be made beside it while the run "
             f"lasts, got {len(os.fsencode(folder.name))}. Choose a shorter name."
         )
-    if folder.is_dir() and parent.stat().st_mode & stat.S_ISVTX:  # as in /tmp: only the owner renames a folder
+    if folder.is_dir() and parent.stat().st_mode & stat.S_ISVTX:  # as in /tmp: only the owner may rename a folder
         owners = {0, parent.stat().st_uid, folder.stat().st_uid}
         if os.geteuid() not in owners:
             raise ValueError(
@@ -120,20 +120,22 @@ def _check_place(folder: Path, num_bytes: int) -> None:
         )
 
 
-# -- how it is written --------------------------------------------------------------------------------------------
+# -- writing ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def write_folder(
     folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = (), num_bytes: int = 0
 ) -> Iterator[Path]:
-    """Yield a folder to write into, which takes the place of ``folder`` when the block ends well, and vanishes otherwise.
+    """Yield a folder to write into, which replaces ``folder`` if the block ends without an error, and is removed otherwise.
 
-    What dead runs left there is put right first; of several processes the first does all of this.
+    Leftovers of dead runs are cleaned up first. With several processes, the first one does all of this.
 
-    :param inputs: as in :func:`check_output`, and so is ``num_bytes``
+    :param inputs: as in :func:`check_output`
+    :param num_bytes: as in :func:`check_output`
     :raises ValueError: as :func:`check_output`
-    :raises OSError: the block ended well, and yet the folder cannot take its place: it is kept, the message says where
+    :raises OSError: the block ended without an error, but the folder cannot be moved to its place: it is kept, and the message
+        says where
     """
 
     def prepare() -> None:
@@ -153,17 +155,17 @@ def write_folder(
             for line in settle_scratch(scratch, folder):
                 logger.warning(line)
             for parent in made:
-                with suppress(OSError):  # it holds something by now
+                with suppress(OSError):  # it is no longer empty
                     parent.rmdir()
 
 
 def _take_place(scratch: Path, folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike]) -> None:
-    """Move what was written to its place; what is there now is looked at again, for others may have been there meanwhile."""
+    """Move the finished output to its place, which is checked again because it may have changed in the meantime."""
     done, old = scratch / DONE, scratch / OLD
     (scratch / NEW).rename(done)  # from here on it is kept, whatever happens
     try:
         write_listing(done)
-        for path in (*done.rglob("*"), done):  # the folder that they replace is about to be removed
+        for path in (*done.rglob("*"), done):  # before the folder that they replace is removed
             flush(path)
         if folder.exists():
             check_output(folder, overwrite, inputs)

@@ -17,11 +17,11 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 @dataclass(frozen=True, config=CLOSED)
 class ModelRecord:
-    """The model, before and after.
+    """Record of the model, before and after pruning.
 
     :param base: folder or hub name of the dense model
-    :param type: ``model_type`` of the pruned one
-    :param weights_sha256: tells one dense model from another, see
+    :param type: ``model_type`` of the pruned model
+    :param weights_sha256: digest that identifies the dense model, see
         :func:`~struprune_plugin.model.layers.describe_weights`
     """
 
@@ -40,10 +40,10 @@ class ModelRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class CalibrationRecord:
-    """The calibration data of a run.
+    """Record of a run's calibration data.
 
-    :param num_tokens: padding left out
-    :param sha256: of all token indices, batch by batch
+    :param num_tokens: tokens without padding
+    :param sha256: digest of all token indices, batch by batch
     """
 
     num_sequences: Count
@@ -53,10 +53,10 @@ class CalibrationRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class RoundingRecord:
-    """Modules whose kept widths were rounded.
+    """Record of modules whose kept widths were rounded.
 
-    :param kind: of their units
-    :param because: who asked for the multiple
+    :param kind: kind of their units
+    :param because: requirements that set the multiple
     """
 
     kind: str
@@ -67,9 +67,9 @@ class RoundingRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class BudgetRecord:
-    """Asked and removed parameters of the decoder layers' linears.
+    """Record of the requested and removed parameters of the decoder layers' linears.
 
-    :param limits: every budget, where others than parameters were asked for; left out of the file else
+    :param limits: every budget, if others than parameters are given; otherwise omitted from the file
     """
 
     prunable_parameters: Count
@@ -82,19 +82,19 @@ class BudgetRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class AllocationRecord:
-    """Allocation of a budget over the groups; fields that a rule does not use are None and omitted from the file.
+    """Record of the allocation of a budget over the groups; fields that a rule does not use are None and not in the file.
 
-    :param method: the rule
-    :param as_printed: whether as the paper prints it
-    :param temperature: the one taken
+    :param method: name of the rule
+    :param as_printed: whether the rule is as the paper prints it
+    :param temperature: temperature that was used
     :param searched: every temperature with its error
-    :param importance: of every group
+    :param importance: importance by group
     :param retention: mean of Lemma 1's scores, by group
     :param error: sum of all error curves at the kept counts
-    :param sensitivity: what errors were weighed by
-    :param tried: KL divergence of every plan that was tried, in nats a token
-    :param taken: the one of them that was taken
-    :param experts: error of the best plan by how many whole experts of a layer stay
+    :param sensitivity: weight of the errors
+    :param tried: KL divergence of every plan that was tried, in nats per token
+    :param taken: name of the plan that was used
+    :param experts: error of the best plan, by the number of whole experts kept per layer
     """
 
     method: str
@@ -116,9 +116,9 @@ class AllocationRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class StageEntry:
-    """One stage of a run.
+    """Record of one stage of a run.
 
-    :param peak_bytes: most bytes that the device held; None where nothing counts them
+    :param peak_bytes: peak bytes held on the device; None if not measured
     """
 
     name: str
@@ -128,10 +128,10 @@ class StageEntry:
 
 @dataclass(frozen=True, config=CLOSED)
 class TuningRecord:
-    """Tuning of one FFN.
+    """Record of the tuning of one FFN.
 
     :param holdout: held-out error of every epoch, relative to the energy of the dense FFN's output, epoch 0 first
-    :param best_epoch: whose parameters the FFN has
+    :param best_epoch: epoch whose parameters the FFN has
     """
 
     holdout: list[float]
@@ -140,10 +140,10 @@ class TuningRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class ADMMRecord:
-    """ADMM on one group.
+    """Record of ADMM on one group.
 
-    :param objective: at the start, then after every step
-    :param error_after: of the closing solve on the true activations, relative to the target's energy
+    :param objective: objective at the start, then after every step
+    :param error_after: error of the closing solve on the true activations, relative to the target's energy
     """
 
     objective: list[float]
@@ -152,15 +152,15 @@ class ADMMRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class SolveRecord:
-    """Solve of the weights of one group.
+    """Record of the solve of one group's weights.
 
     :param target_energy: ``tr(Y Y^T)``
-    :param error_before: by deletion alone, relative to that energy
-    :param error_after: once re-solved
-    :param damping: of the closing solve
-    :param admm: None where it did not run
-    :param condition_number: of the closing solve's system; None where there was none
-    :param scale: what the weights of an expert that saw too few tokens to be solved were multiplied by; None elsewhere
+    :param error_before: error of deletion alone, relative to that energy
+    :param error_after: error after the solve, relative to that energy
+    :param damping: dampening of the closing solve
+    :param admm: record of ADMM; None if it did not run
+    :param condition_number: condition number of the closing solve's system; None if there was no solve
+    :param scale: factor on the weights of an expert that saw too few tokens to be solved; None elsewhere
     """
 
     target_energy: float
@@ -174,11 +174,11 @@ class SolveRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class UnitsRecord:
-    """Kept units of one group.
+    """Record of the kept units of one group.
 
-    :param kind: of its units
-    :param scores: extremes of the scores, of kept and of removed units; None where nothing had to be ranked
-    :param keep: kept units, sorted, of the units that this run found; none where the whole sublayer is gone
+    :param kind: kind of its units
+    :param scores: extremes of the scores of kept and of removed units; None if nothing had to be ranked
+    :param keep: kept units, sorted, as indices into the units before this run; empty if the whole sublayer was removed
     """
 
     name: str
@@ -198,13 +198,13 @@ class UnitsRecord:
 
     @model_validator(mode="after")
     def _check(self) -> UnitsRecord:
-        """Refuse kept units that no pruning leaves."""
+        """Raise if no pruning could leave these kept units."""
         keep, units, blocks = self.keep, self.num_units, self.num_blocks
         if not 1 <= blocks <= units or units % blocks:
             raise ValueError(f"num_units must be a multiple of num_blocks, both at least 1, got {units} and {blocks}")
         ordered = all(first < second for first, second in pairwise(keep)) and (not keep or keep[-1] < units)
         held = blocks if len(keep) >= blocks else int(not keep)
-        per_block, size = [0] * held, units // blocks  # no larger than what was read
+        per_block, size = [0] * held, units // blocks  # no longer than ``keep``
         for unit in keep if ordered and per_block else ():
             per_block[unit // size] += 1
         if not ordered or len(set(per_block)) != 1 or self.kept != len(keep):
@@ -217,9 +217,9 @@ class UnitsRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class GroupRecord(SolveRecord, UnitsRecord):
-    """Kept units of one group and the solve of their weights.
+    """Record of the kept units of one group and the solve of their weights.
 
-    :param rest: parameters that went beside the units, with the last of them: as queries, keys and norms
+    :param rest: parameters removed beside the units, with the last of them: e.g. queries, keys and norms
     """
 
     rest: Count = 0
@@ -231,11 +231,11 @@ class GroupRecord(SolveRecord, UnitsRecord):
 
 @dataclass(frozen=True, config=CLOSED)
 class ExpertsRecord:
-    """Kept experts of one layer; ``groups`` renumbers them.
+    """Record of the kept experts of one layer; ``groups`` uses their new numbers.
 
-    :param name: of their list
-    :param keep: experts that stay, sorted
-    :param removed_parameters: of the others' linears
+    :param name: full name of their list
+    :param keep: kept experts, sorted
+    :param removed_parameters: parameters of the removed experts' linears
     """
 
     name: str
@@ -256,10 +256,10 @@ class ExpertsRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class PerplexityRecord:
-    """One perplexity of an output.
+    """Record of one perplexity of an output.
 
-    :param sha256: of the text
-    :param dense: the dense model's; None where it was not measured
+    :param sha256: digest of the text
+    :param dense: perplexity of the dense model; None if not measured
     """
 
     text: str
@@ -275,10 +275,10 @@ class PerplexityRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class TaskRecord:
-    """One score of an output on a task of lm-eval.
+    """Record of one score of an output on an lm-eval task.
 
-    :param limit: of examples
-    :param dense: the dense model's; None where it was not measured
+    :param limit: number of examples; None for all
+    :param dense: score of the dense model; None if not measured
     """
 
     task: str
@@ -292,7 +292,7 @@ class TaskRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class EvaluationRecord:
-    """Measurements of an output."""
+    """Record of the measurements of an output."""
 
     perplexity: list[PerplexityRecord] = Field(default_factory=list)
     tasks: list[TaskRecord] = Field(default_factory=list)

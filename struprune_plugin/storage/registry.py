@@ -1,4 +1,4 @@
-"""Settings: one frozen object per method, which is what a recipe says, what is passed down and what a manifest keeps."""
+"""Settings and registries of methods: one frozen object per method, used by the recipe, the code and the manifest alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from struprune_plugin.storage.files import shorten_value
 
 
 class Config(BaseModel):
-    """Settings of one method; a field that it does not have is refused."""
+    """Frozen settings of one method; unknown fields raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,7 +23,7 @@ T = TypeVar("T", bound=Config)
 
 
 class Registry(dict[str, type[C]]):
-    """The methods of one kind, by the names that recipes use.
+    """Registry of the methods of one kind, by the names that recipes use.
 
     A method is a subclass of the kind's base whose key field is a ``Literal`` of its name. A recipe gives the name alone, or a
     mapping of the name and the method's own fields.
@@ -37,9 +37,9 @@ class Registry(dict[str, type[C]]):
         self.base, self.key = base, key
 
     def register(self, method: type[T]) -> type[T]:
-        """Make a method known; use it as a decorator.
+        """Register a method; use it as a decorator.
 
-        :raises ValueError: the name is taken
+        :raises ValueError: the method has no name as default of its key field, or the name is taken
         """
         name = method.model_fields[self.key].default
         if not isinstance(name, str):
@@ -52,9 +52,9 @@ class Registry(dict[str, type[C]]):
         return method
 
     def parse(self, value: Any) -> C:
-        """Return the settings that a recipe's value stands for: a name, a mapping, or settings already.
+        """Return the settings for a recipe's value: a name, a mapping, or settings.
 
-        :raises ValueError: an unknown name, a field that the method has not, a value that it does not take
+        :raises ValueError: an unknown name, a field that the method does not have, or an invalid value
         """
         if isinstance(value, self.base):
             return value
@@ -87,9 +87,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def list_differences(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the places where two values as JSON has them differ, and both values there; methods differ as their names.
+    """Yield (place, first value, second value) for each difference of two JSON values; different methods differ by name only.
 
-    :param name: of the place where the values are, such as a recipe's field
+    :param name: place of the values, such as a recipe's field
     """
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in ("rule", "method"):
@@ -106,14 +106,14 @@ def list_differences(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[s
 
 
 def show_name(name: object) -> str:
-    """Return a name for a message of one line."""
+    """Return a name as printable text, for a one-line message."""
     return str(name) if str(name).isprintable() else repr(name)
 
 
 def describe_error(error: ValidationError, kinds: Mapping[str, type[BaseModel]]) -> str:
-    """Return what pydantic refused: place, contract, value, remedy.
+    """Return a message for a pydantic error: place, contract, value, remedy.
 
-    :param kinds: classes by name, whose fields are suggested for unknown ones
+    :param kinds: classes by name, whose field names are suggested for unknown ones
     """
     problems = []
     for e in error.errors():

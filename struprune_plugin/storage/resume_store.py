@@ -1,7 +1,7 @@
-"""Finished parts of a run in a folder, from which a killed run continues.
+"""Store of a run's finished parts in a folder, from which a killed run continues.
 
-A part is one safetensors file whose metadata holds its record and the digest of all of it. It reaches the disk before it gets its
-name: a part that is cut off, or has another digest, is not there.
+A part is one safetensors file whose metadata hold its record and the digest of its content. It reaches the disk before it gets
+its name. A part that is truncated, or has another digest, counts as missing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 class ResumeStore:
-    """The finished parts of one run.
+    """Store of the finished parts of one run.
 
-    :param folder: made where absent
-    :raises ValueError: a folder that holds something else
+    :param folder: folder of the store, created if absent
+    :raises ValueError: the folder holds something else
     """
 
     def __init__(self, folder: Path):
@@ -44,11 +44,11 @@ class ResumeStore:
             )
 
     def open(self, identity: Mapping[str, Any]) -> None:
-        """Begin, or go on with, the run that an identity describes.
+        """Begin or resume the run that an identity describes.
 
-        :param identity: by topic (recipe, model, data, versions, code), JSON
+        :param identity: JSON values by topic (recipe, model, data, versions, code)
         :raises ValueError: the folder holds the parts of another run; the message says what differs
-        :raises OSError: the disk refuses
+        :raises OSError: the disk cannot be written
         """
         if self._is_open:
             return
@@ -78,10 +78,10 @@ class ResumeStore:
         self._is_open = True
 
     def write(self, part: str, record: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Make a part durable.
+        """Write a part durably.
 
-        :param record: JSON
-        :raises OSError: the disk refuses; parts before this one stay
+        :param record: JSON value
+        :raises OSError: the disk cannot be written; earlier parts are kept
         """
         with self._tell_of_refusals(part), replace_file(self.locate(part)) as partial:
             held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -90,7 +90,7 @@ class ResumeStore:
 
     @contextmanager
     def _tell_of_refusals(self, part: str) -> Iterator[None]:
-        """Say of whatever the disk refuses what it was."""
+        """Raise any error of the block as an OSError that names the part."""
         try:
             yield
         except Exception as error:  # safetensors has errors of its own for a full disk
@@ -102,7 +102,7 @@ class ResumeStore:
             raise failure from None
 
     def read(self, part: str) -> tuple[Any, dict[str, Tensor]] | None:
-        """Return the record and the tensors of a part, on the host; None where it is not there, or not whole."""
+        """Return the record and the tensors of a part, on the host; None if it is missing or damaged."""
         file = self.locate(part)
         if not file.is_file():
             return None
@@ -119,11 +119,11 @@ class ResumeStore:
         return None
 
     def list_parts(self, start: str) -> list[str]:
-        """Return the names of the parts that begin so, in order; they may not be whole."""
+        """Return the sorted names of the parts that begin with ``start``; these may be damaged."""
         return sorted(file.stem for file in self.folder.glob(f"{start}*.safetensors"))
 
     def locate(self, part: str) -> Path:
-        """Return the file of a part, in the format of safetensors."""
+        """Return the path of a part's safetensors file."""
         return self.folder / f"{part}.safetensors"
 
     def remove(self, part: str) -> None:
@@ -131,7 +131,7 @@ class ResumeStore:
         self.locate(part).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove what this object has written, once the run is over."""
+        """Remove the files of the store, once the run is over."""
         for file in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.partial"), self.folder / _RUN):
             file.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
@@ -139,7 +139,7 @@ class ResumeStore:
 
 
 def digest_package() -> str:
-    """Return a digest of the package's sources: its version stays while it changes."""
+    """Return a digest of the package's sources, which may change while the version stays the same."""
     digest = hashlib.sha256()
     for file in sorted(_PACKAGE.rglob("*.py")):
         digest.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())

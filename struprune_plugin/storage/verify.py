@@ -16,7 +16,7 @@ from struprune_plugin.storage.manifest import MANIFEST_NAME
 
 _EXPORT = Path(__file__).parents[1] / "export"
 _RELIED_ON = ("*.safetensors", "*.safetensors.index.json", "config.json", MANIFEST_NAME, "modeling_*.py")
-_QUICK = 1 << 29  # bytes of a folder that are read whole at once, in well under a second
+_QUICK = 1 << 29  # bytes up to which a folder is read whole, in well under a second
 _DAMAGED = {"changed": "is not as it was written", "missing": "is missing"}
 
 
@@ -25,8 +25,8 @@ class Verdict:
     """Result of the check.
 
     :param entries: every file
-    :param problems: what is damaged, a line each
-    :param notes: what a person may want to know besides
+    :param problems: damages, one line each
+    :param notes: other remarks for the user, one line each
     """
 
     entries: list[Entry]
@@ -35,9 +35,9 @@ class Verdict:
 
 
 def verify_folder(folder: Path) -> Verdict:
-    """Read every byte of an output folder and say whether it is what was written, and by whom.
+    """Check every byte of an output folder against what was written, and whether its code is this package's own.
 
-    :raises ValueError: no output of ours
+    :raises ValueError: not an output of StruPrune
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: must be a pruned folder, got none. Correct the path.")
@@ -52,7 +52,7 @@ def verify_folder(folder: Path) -> Verdict:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Return what is damaged in an output folder, a line each; of a large one by samples of its files.
+    """Return the damages of an output folder, one line each; a large folder is checked by samples of its files.
 
     :raises ValueError: as :func:`verify_folder`
     """
@@ -61,9 +61,9 @@ def find_damage(folder: Path) -> list[str]:
 
 
 def check_undamaged(folder: Path) -> None:
-    """Refuse to go on from an output whose weights, configuration, code or manifest are not as they were written.
+    """Raise if the weights, configuration, code or manifest of an output are not as they were written.
 
-    :raises ValueError: the same; a folder that is no output of ours passes
+    :raises ValueError: in that case; a folder without a list of files passes
     """
     if read_listing(folder) is None:
         return
@@ -79,7 +79,7 @@ def _list_changes(entries: list[Entry]) -> list[str]:
 
 
 def _describe_code(folder: Path, entries: list[Entry]) -> Iterator[str]:
-    """Say of every Python file whether it is this package's own: a list beside it proves nothing to whom it was not sent by us."""
+    """Yield for every Python file whether it is this package's own, which the folder's list of files cannot prove."""
     for entry in entries:
         if entry.name.endswith(".py") and entry.state != "missing":
             own = _EXPORT / entry.name
@@ -90,7 +90,7 @@ def _describe_code(folder: Path, entries: list[Entry]) -> Iterator[str]:
 
 
 def _check_weights(folder: Path) -> list[str]:
-    """Read all weights, for what their bytes cannot be compared with: shapes that the configuration asks for, finite values."""
+    """Return the problems of weights without digests: shapes that differ from the configuration, values that are not finite."""
     from safetensors import safe_open
 
     from struprune_plugin.storage.checkpoint import check_whole

@@ -1,1 +1,1 @@
-"""Runs about runs: plan, probe, sweep."""
+"""Studies of pruning runs: plan, probe, sweep."""

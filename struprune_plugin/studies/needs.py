@@ -1,4 +1,4 @@
-"""The bytes of host and device that a run needs, counted from shapes alone."""
+"""Bytes on host and device that a run needs, counted from shapes alone."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _STREAM_COPIES = (
 class Needs:
     """Bytes that a run holds.
 
-    :param device: at the peak, where nothing but one layer at a time, and the next on its way, is there
-    :param least: the least ``memory_budget``
-    :param budget: the recipe's; None where it has none
-    :param weights: of the whole model, on the host, as they are loaded
+    :param device: peak on the device, with one layer at a time and the next one on its way there
+    :param least: least possible ``memory_budget``
+    :param budget: ``memory_budget`` of the recipe; None if it has none
+    :param weights: weights of the whole model as loaded, on the host
     :param states: hidden states and targets of the calibration tokens, on the host
-    :param moments: on the host: of all modules, where trials keep them; of one layer under a budget that puts them there
+    :param moments: second moments on the host: of all modules if trials use them, of one layer if a budget places them there
     :param sensitivity: Fisher information of all modules, on the host
-    :param packed: form of a few bits that the weights are stored in and unpacked from; empty for none
+    :param packed: low-bit format that the weights are stored in and dequantised from; empty if there is none
     """
 
     device: int
@@ -58,7 +58,7 @@ class Needs:
         return self.weights + self.states + self.moments + self.sensitivity
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return facts for people: bytes of the device and of the host."""
+        """Return (name, text) of the bytes on the device and on the host."""
         under = "with no budget" if self.budget is None else f"under memory_budget {format_bytes(self.budget)}"
         parts = {name: getattr(self, name) for name in ("weights", "states", "moments", "sensitivity")}
         told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
@@ -66,13 +66,13 @@ class Needs:
         return [("device, counted", device), ("host, counted", f"about {format_bytes(self.host)}: {told}")]
 
     def describe_source(self) -> list[tuple[str, str]]:
-        """Return a fact for people where weights are unpacked as they are loaded."""
+        """Return (name, text) of weights that are dequantised on loading; empty if there are none."""
         unpacked = f"stored in {self.packed}, dequantised as it is loaded: {format_bytes(self.weights)}"
         return [("source", unpacked)] if self.packed else []
 
 
 def count_needs(shapes: Shapes, modifiers: Sequence[Modifier], work: Workload) -> Needs:
-    """Count what a run needs.
+    """Return the bytes that a run needs.
 
     :raises ValueError: the recipe's ``memory_budget`` is too small
     """
@@ -102,5 +102,5 @@ def count_needs(shapes: Shapes, modifiers: Sequence[Modifier], work: Workload) -
 
 
 def _count_layer_moments(sizes: Sizes) -> int:
-    """Return the bytes of the moments of a layer, those of sequences held out, too."""
+    """Return the bytes of the second moments of the largest layer, those of held-out sequences included."""
     return max(2 * sum(4 * count_sums(c.inputs, c.outputs) for c in layer) for layer in sizes.layers)

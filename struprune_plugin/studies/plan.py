@@ -1,4 +1,4 @@
-"""Plan of a run: sizes, time, memory, and engines for the result; and the sparsity that fits a given memory."""
+"""Plan of a run: sizes, time, memory and engines for the result, and the sparsity that fits a given memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from struprune_plugin.studies.needs import Needs
 from struprune_plugin.studies.probe import Costs
 from struprune_plugin.studies.sizes import Outline, Shapes, find_pruning, outline_run
 
-_MOST = 0.9  # sparsity that is looked at for a fit
-_STEPS = 100  # of sparsity
+_MOST = 0.9  # largest sparsity tried for a fit
+_STEPS = 100  # steps per unit of sparsity
 FIT_RECIPES = {"none": "", "8-bit weights (W8A8)": "struprune_w8a8", "4-bit weights (W4A16)": "struprune_w4a16_gptq"}
 
 
@@ -28,8 +28,8 @@ FIT_RECIPES = {"none": "", "8-bit weights (W8A8)": "struprune_w8a8", "4-bit weig
 class LayerUnits:
     """Removable units of one kind of decoder layer.
 
-    :param layers: their positions
-    :param units: what can go, by the linear that reads it
+    :param layers: positions of the layers
+    :param units: removable units, by the linear that reads them
     :param whole: linears that keep their width, each with the reason
     """
 
@@ -39,7 +39,7 @@ class LayerUnits:
 
 
 def list_layer_units(model: nn.Module) -> list[LayerUnits]:
-    """Return the units of a model, layers that are alike together."""
+    """Return the removable units of a model, with equal layers in one entry."""
     found: list[LayerUnits] = []
     for index, (layer, layout) in enumerate(find_layouts(model)):
         sizes, units = measure_layer(layout, layer), {}
@@ -61,7 +61,7 @@ def list_layer_units(model: nn.Module) -> list[LayerUnits]:
 
 
 def _format_positions(positions: Sequence[int]) -> str:
-    """Return positions as runs, e.g. ``0 to 2, 5``; the first ones where there are many runs."""
+    """Return positions as ranges, e.g. ``0 to 2, 5``; only the first ones if there are many ranges."""
     starts = [p for p in positions if p - 1 not in positions]
     ends = [p for p in positions if p + 1 not in positions]
     runs = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
@@ -70,7 +70,7 @@ def _format_positions(positions: Sequence[int]) -> str:
 
 
 def find_obstacle(shapes: Shapes) -> str:
-    """Return why a few layers of a model do not stand for all; nothing where they do."""
+    """Return why a few layers of a model do not represent all; empty if they do."""
     layouts = [layout for _, layout in find_layouts(shapes.model)]
     if shapes.config.get_text_config(decoder=True) is not shapes.config:
         return "the decoder is a part of the model"
@@ -82,7 +82,7 @@ def find_obstacle(shapes: Shapes) -> str:
 
 
 def list_engines(modifiers: Sequence[Modifier], mixture: bool = False) -> dict[str, str]:
-    """Return, by engine, whether and how it runs what a recipe leaves.
+    """Return, by engine, whether and how it runs the result of a recipe.
 
     :param mixture: whether the model has experts
     """
@@ -109,11 +109,11 @@ def format_plan(
     engines: Mapping[str, str],
     layers: Sequence[LayerUnits],
 ) -> list[Any]:
-    """Return what a run will do as its name, a table of before and after, and facts.
+    """Return the plan of a run as its name, a table of before and after, and facts.
 
-    :param name: of the model and the recipe
-    :param costs: why there was no probe, without one
-    :param engines: as :func:`list_engines` gives them
+    :param name: name of the model and the recipe
+    :param costs: result of the probe, or the reason why there was none
+    :param engines: as :func:`list_engines` returns them
     """
     rows, facts = [], []
     for what, attribute in (("parameters", "parameters"), ("weights on disk", "bytes"), ("cache per token", "cache")):
@@ -148,7 +148,7 @@ def format_plan(
 
 
 def _format_seconds(seconds: float) -> str:
-    """Return a duration in the unit that fits it."""
+    """Return a duration as text in seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -161,9 +161,9 @@ def _format_seconds(seconds: float) -> str:
 class Fit:
     """One way to fit a memory.
 
-    :param sparsity: the least that fits; None where none does
-    :param total: bytes of weights and cache then
-    :param recipe: what to run
+    :param sparsity: least sparsity that fits; None if none does
+    :param total: bytes of weights and cache at that sparsity
+    :param recipe: name of the recipe to run
     """
 
     quantiser: str
@@ -175,9 +175,10 @@ class Fit:
 def find_fits(
     shapes: Shapes, recipes: dict[str, tuple[str, Sequence[Modifier]]], limit: int, context: int
 ) -> list[Fit]:
-    """Return the least sparsity, by quantiser, at which weights and cache fit a memory.
+    """Return, per quantiser, the least sparsity at which weights and cache fit a memory.
 
-    :param recipes: by quantiser: name and modifiers
+    :param recipes: name and modifiers of a recipe, by quantiser
+    :param limit: bytes of the memory
     :param context: tokens in the cache
     """
     fits, steps = [], range(int(_MOST * _STEPS) + 1)
@@ -190,7 +191,7 @@ def find_fits(
 
 
 def _measure_total(shapes: Shapes, modifiers: Sequence[Modifier], context: int, sparsity: float) -> int:
-    """Return the bytes of weights and cache at a sparsity; 0 where the units hold no more than that."""
+    """Return the bytes of weights and cache at a sparsity; 0 if the units cannot reach it."""
     try:
         after = outline_run(shapes, modifiers, sparsity).after
     except ValueError:
@@ -199,13 +200,13 @@ def _measure_total(shapes: Shapes, modifiers: Sequence[Modifier], context: int, 
 
 
 def choose_fit(fits: Sequence[Fit]) -> Fit | None:
-    """Return the fit that prunes least, and of several the one of most bits, which come first; None where nothing fits."""
+    """Return the fit that prunes least, and among ties the one of most bits, which come first; None if nothing fits."""
     possible = [fit for fit in fits if fit.sparsity is not None]
     return min(possible, key=lambda fit: fit.sparsity or 0.0, default=None)
 
 
 def format_fits(shapes: Shapes, fits: Sequence[Fit], limit: int, context: int) -> list[Any]:
-    """Return what is asked, a table of one row per quantiser, and the choice."""
+    """Return a heading, a table with one row per quantiser, and the choice."""
     rows = []
     for fit in fits:
         least = "does not fit" if fit.sparsity is None else f"{fit.sparsity:.0%}"

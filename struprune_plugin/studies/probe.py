@@ -1,8 +1,8 @@
 """Estimate of a run's time and memory and of the result's speed, from a short run on a model of few layers.
 
-The probe is the recipe itself, on random weights of the model's own widths in two decoder layers. Each stage's seconds grow to the
-whole model's by the operations that both count. Where that would take longer than half a minute, the probe has fewer calibration
-sequences, then narrower layers.
+The probe runs the recipe itself, on random weights of the model's own widths in two decoder layers. Each stage's seconds are
+scaled to the whole model by the ratio of operation counts. If that would take longer than half a minute, the probe has fewer
+calibration sequences, then narrower layers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from struprune_plugin.storage.manifest import read_manifest
 from struprune_plugin.studies.sizes import Shapes, find_pruning
 
 _LAYERS, _SECONDS, _FEWEST = 2, 20.0, 8  # of a probe: decoder layers, seconds it should take, sequences
-_OVER_COUNTED = 2.5  # how much longer than its operations at the machine's own rate a run takes, about (docs/cost.md)
+_OVER_COUNTED = 2.5  # rough ratio of a run's time to that of its operations at the machine's rate (docs/cost.md)
 _WIDTHS = ("hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _PROMPT, _REPEATS = 256, 15
@@ -57,12 +57,12 @@ class Workload:
 class Costs:
     """Time and memory of a run on this machine, and the speed of its result.
 
-    :param seconds: of the whole command
-    :param peak_bytes: of the process' memory, at its peak
-    :param device_bytes: of the accelerator's; None without one
+    :param seconds: seconds of the whole command
+    :param peak_bytes: peak memory of the process
+    :param device_bytes: peak memory of the accelerator; None without one
     :param prefill: dense over pruned seconds of a prompt
-    :param decode: of one token more
-    :param probe: what the probe was, for people
+    :param decode: dense over pruned seconds of one further token
+    :param probe: description of the probe
     """
 
     seconds: float
@@ -74,12 +74,12 @@ class Costs:
 
 
 def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload) -> Costs:
-    """Run a recipe on few layers of a model's shapes, and tell what the whole run takes.
+    """Run a recipe on few layers of a model's shapes, and return the estimated costs of the whole run.
 
-    :param sparsity: of its pruning stage
-    :param recipe: a fresh one: modifiers run once
+    :param sparsity: sparsity of its pruning stage
+    :param recipe: a fresh recipe, as modifiers run only once
     """
-    started = time.time() - psutil.Process().create_time()  # what any command takes before it does something
+    started = time.time() - psutil.Process().create_time()  # start-up time of any command
     _, modifier = find_pruning(recipe.modifiers)
     modifier.sparsity, modifier.budget = sparsity, []
     groups = modifier.find_groups(shapes.model)
@@ -128,9 +128,9 @@ def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload)
 
 @dataclass(frozen=True)
 class _Probe:
-    """The model and the data of a probe.
+    """Model and data of a probe.
 
-    :param divisor: of all widths
+    :param divisor: divisor of all widths
     """
 
     config: Any
@@ -144,9 +144,9 @@ class _Probe:
 
 
 def _choose_probe(shapes: Shapes, widest: int, work: Workload) -> _Probe:
-    """Choose how much of the run fits the time, by the rate of this machine: all sequences and widths where they do.
+    """Return the largest probe that fits the time at this machine's rate; it has all sequences and widths if they fit.
 
-    :param widest: columns of the widest solve
+    :param widest: input columns of the widest solve
     """
     rate = measure_rate(shapes.dtype)
     chosen = _Probe(_shrink(shapes.config, 1), work, 1, shapes.dtype)
@@ -167,7 +167,7 @@ def _choose_probe(shapes: Shapes, widest: int, work: Workload) -> _Probe:
 
 
 def _shrink(config: Any, divisor: int) -> Any:
-    """Return a configuration of few layers and of widths over a divisor; None where they cannot be divided."""
+    """Return a configuration with few layers and divided widths; None if a width is not divisible."""
     small = copy.deepcopy(config)
     small.num_hidden_layers = min(_LAYERS, config.num_hidden_layers)
     if isinstance(getattr(config, "layer_types", None), list):
@@ -182,11 +182,11 @@ def _shrink(config: Any, divisor: int) -> Any:
 
 
 def _make_model(probe: _Probe, folder: Path) -> PreTrainedModel:
-    """Make a model of random weights, whose configuration llm-compressor finds in a folder."""
+    """Return a model with random weights, whose configuration and tokenizer are saved to a folder for llm-compressor."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(probe.config).to(probe.dtype).eval()
-        for parameter in model.parameters():  # constant ones: no direction would matter
+        for parameter in model.parameters():  # constant vectors would make all directions equal
             if parameter.dim() == 1:
                 parameter.data += 0.01 * torch.randn_like(parameter)
     probe.config.save_pretrained(folder)
@@ -197,9 +197,10 @@ def _make_model(probe: _Probe, folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def _measure_speed(dense: PreTrainedModel, pruned: PreTrainedModel, layers: int) -> tuple[float, float]:
-    """Return how much faster a prompt and a token are in a pruned model of so many layers.
+    """Return the speed-ups of a prompt and of one token for a pruned model with ``layers`` layers.
 
-    :param dense: and ``pruned``: of few layers
+    :param dense: dense model of few layers
+    :param pruned: pruned model of few layers
     """
     place, count = locate_layers(dense), len(find_decoder_layers(dense))
     every, found = dense.get_submodule(place), []
@@ -227,7 +228,7 @@ def _measure_speed(dense: PreTrainedModel, pruned: PreTrainedModel, layers: int)
 
 
 def _split_seconds(stages: dict[str, float], whole: float) -> dict[str, float]:
-    """Return seconds by the kind of work that they grow with; stages within others once."""
+    """Return seconds by the kind of work that they scale with; nested stages count once."""
     kinds = {
         "sensitivity": ("sensitivity", "gradients"),
         "allocate": ("allocate",),
@@ -240,7 +241,7 @@ def _split_seconds(stages: dict[str, float], whole: float) -> dict[str, float]:
 
 
 def _count_work(model: nn.Module, config: Any, work: Workload, layers: int) -> dict[str, float]:
-    """Return operations by kind, of a model of so many layers."""
+    """Return operation counts by kind of work, for a model with ``layers`` layers."""
     modules = [module for _, layer in find_decoder_layers(model) for module in layer.modules()]
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     body = float(sum(m.in_features * m.out_features for m in linears))
@@ -263,5 +264,5 @@ def _count_work(model: nn.Module, config: Any, work: Workload, layers: int) -> d
 
 
 def _count_memory(hidden: int, widest: float, work: Workload) -> float:
-    """Return values that a run holds beside its weights: hidden states on three paths, and the widest solve."""
+    """Return the number of values that a run holds beside its weights: hidden states on three paths, and the widest solve."""
     return 3.0 * work.num_samples * work.seq_length * hidden + 12 * widest * (widest + hidden)

@@ -38,10 +38,10 @@ from struprune_plugin.storage.records import RoundingRecord
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model without its weights.
+    """Model without its weights.
 
-    :param dtype: of the weights as they are loaded
-    :param weight_bytes: of its files; 0 where they are not on this machine
+    :param dtype: dtype of the loaded weights
+    :param weight_bytes: bytes of its weight files; 0 if they are not on this machine
     """
 
     name: str
@@ -55,8 +55,8 @@ class Shapes:
 class Footprint:
     """Parameters, bytes and cache of a model.
 
-    :param bytes: of its weights on the disk
-    :param cache: bytes of keys and values a token
+    :param bytes: bytes of its weights on the disk
+    :param cache: bytes of keys and values per token
     """
 
     parameters: int
@@ -68,9 +68,9 @@ class Footprint:
 class Outline:
     """Sizes before and after a recipe, with the same cut in all modules of a kind.
 
-    :param rounding: as the manifest has it
-    :param experts: how many whole ones stay; empty where none may go
-    :param limits: the same, where budgets other than parameters are given
+    :param rounding: as in the manifest
+    :param experts: text that says how many whole experts are kept; empty if none may be removed
+    :param limits: as in the manifest, if budgets other than parameters are given
     """
 
     sparsity: float
@@ -82,7 +82,7 @@ class Outline:
 
 
 def read_shapes(model: str, dtype: str = "auto") -> Shapes:
-    """Read a model's shapes from its configuration, and see that its files, where they are here, are whole.
+    """Return a model's shapes from its configuration, after checking that its files, if on this machine, are complete.
 
     :raises ValueError: no configuration, an unsupported architecture, quantised or broken weights
     """
@@ -103,19 +103,19 @@ def read_shapes(model: str, dtype: str = "auto") -> Shapes:
     chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
     if not isinstance(
         chosen, torch.dtype
-    ):  # no word in the configuration: what is packed is unpacked to, or as wide as the files
+    ):  # not in the configuration: bfloat16 for unpacked weights, else by the size of the files
         narrow = is_packed(config) or 0 < held < 3 * count_parameters(shapes)
         chosen = torch.bfloat16 if narrow else torch.float32
     return Shapes(model, config, shapes.to(chosen), chosen, held)
 
 
 def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float | None = None) -> Outline:
-    """Count what a recipe leaves of a model.
+    """Return the sizes of a model before and after a recipe.
 
-    How a budget is spread over layers needs calibration data; its sum does not, so that all modules are taken to lose alike.
+    The spread of a budget over layers needs calibration data, its sum does not. So all modules are assumed to lose the same share.
 
-    :param sparsity: in place of the recipe's budgets: its pruning stage's, or those of an allocator stage before it
-    :raises ValueError: a recipe that prunes nothing; a budget that is not given, or cannot be met
+    :param sparsity: replaces the budgets of the recipe's pruning stage, or of an allocator stage before it
+    :raises ValueError: the recipe prunes nothing; a budget is not given, or cannot be met
     """
     position, modifier = find_pruning(modifiers)
     stages = [m for m in modifiers if isinstance(m, StructuredModifier) and (m.sparsity is not None or m.budget)]
@@ -154,7 +154,7 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
 
 
 def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]:
-    """Return the pruning stage of a recipe, and its position.
+    """Return (position, pruning stage) of a recipe.
 
     :raises ValueError: there is none
     """
@@ -167,7 +167,7 @@ def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]
 
 
 def _measure(shapes: Shapes, left: Sequence[tuple[UnitGroup, int]], later: Sequence[Modifier]) -> Footprint:
-    """Return what a model takes once groups have so many units left, and later modifiers have quantised it."""
+    """Return the footprint of a model whose groups keep the given units and which later modifiers quantise."""
     model, item = shapes.model, shapes.dtype.itemsize
     parameters = count_parameters(model) - sum((group.num_units - units) * group.unit_cost for group, units in left)
     held, cache = float(count_weight_bytes(model, item, later)), float(count_cache_bytes(model, item, later))

@@ -1,4 +1,4 @@
-"""A model at several sparsities, by several methods: one calibration text, one sensitivity, one set of error curves serve all."""
+"""Sweep of a model over sparsities and methods, which share calibration text, sensitivity and error curves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Calibration(Workload):
-    """The calibration text of every point."""
+    """Calibration text of every point."""
 
     data: str
     text_column: str
@@ -52,8 +52,8 @@ class Calibration(Workload):
 class Scoring:
     """Settings of the scoring of every point.
 
-    :param text: to score; perplexity in windows of ``window`` tokens
-    :param tasks: of lm-eval, ``limit`` examples each
+    :param text: file of the text to score; perplexity in windows of ``window`` tokens
+    :param tasks: lm-eval tasks, ``limit`` examples each
     """
 
     text: Path
@@ -68,9 +68,9 @@ class Scoring:
 class Sweep:
     """Settings of a sweep.
 
-    :param recipe: the default method: a name or a file
-    :param changes: to every method's recipe
-    :param budgets: by the names of points, in place of sparsities where there are some
+    :param recipe: recipe of the default method: a name or a file
+    :param changes: changes to every method's recipe
+    :param budgets: budgets by name, which replace the sparsities if there are any
     """
 
     model: str
@@ -86,7 +86,7 @@ class Sweep:
 
     @property
     def points(self) -> dict[str, tuple[str, float | str]]:
-        """Methods, and sparsities or names of budgets, by the names of points."""
+        """Method, and sparsity or name of a budget, by the name of the point."""
         sizes: list[float | str] = [*(self.budgets or self.sparsities)]
         told = {size: size if isinstance(size, str) else f"{size:g}" for size in sizes}
         return {f"{method} {told[size]}": (method, size) for method in self.methods for size in sizes}
@@ -95,7 +95,7 @@ class Sweep:
         """Return the recipe of a point.
 
         :param size: a sparsity, or the name of a budget
-        :raises ValueError: a method that is no allocation and no recipe
+        :raises ValueError: the method is neither an allocation rule nor a recipe
         """
         changes = dict(self.changes)
         if isinstance(size, str):
@@ -114,10 +114,10 @@ class Sweep:
 
 
 class SweepRun:
-    """A sweep in its folder: what is finished there, and all that its points share.
+    """Sweep in a folder, with its finished points and the data that all points share.
 
-    :param folder: where everything is kept; the same sweep goes on there
-    :ivar record: what is finished, as ``sweep.json`` holds it
+    :param folder: folder of the results, in which the same sweep resumes
+    :ivar record: finished points, as stored in ``sweep.json``
     :raises ValueError: bad input; the folder holds something else, or another sweep
     """
 
@@ -147,7 +147,7 @@ class SweepRun:
         self._measurements = MeasurementCache(store)
 
     def finish(self) -> dict[str, Any]:
-        """Finish every point that is not finished yet; return all, as ``sweep.json`` holds them."""
+        """Run every point that is not finished yet; return all points, as stored in ``sweep.json``."""
         record, points = self.record, self.sweep.points
         dense, _ = load_checkpoint(self.sweep.model)
         if "dense" not in record:
@@ -168,7 +168,7 @@ class SweepRun:
         return {**record, "points": {name: record["points"][name] for name in points}}
 
     def prune(self, recipe: Recipe, out: Path) -> float:
-        """Prune by the recipe of a point, into a folder that is replaced if it is an earlier output; return the seconds."""
+        """Prune with the recipe of a point into a folder, which may hold an earlier output; return the seconds."""
         for modifier in recipe.modifiers:
             if isinstance(modifier, StructuredModifier):
                 modifier.set_cache(self._measurements)
@@ -218,7 +218,7 @@ class SweepRun:
 
 
 def _identify(sweep: Sweep, dataset: Dataset) -> dict[str, Any]:
-    """Return what all points of a sweep must share, JSON."""
+    """Return what all points of a sweep must share, as JSON values."""
     folder = find_checkpoint(sweep.model)
     files = sorted(folder.glob("*.safetensors")) if folder else []
     return {
@@ -237,9 +237,9 @@ def _identify(sweep: Sweep, dataset: Dataset) -> dict[str, Any]:
 
 
 def _open(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return what a folder holds of this sweep.
+    """Return the record of this sweep in a folder, a new one if the folder is empty or absent.
 
-    :raises ValueError: it holds something else
+    :raises ValueError: the folder holds something else
     """
     file = folder / FILE_NAME
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Results of a sweep: Pareto points, the picked point, a table, pictures."""
+"""Results of a sweep: Pareto points, the picked point, a table, plots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from struprune_plugin.storage.files import format_bytes
 
 
 def find_pareto(record: Mapping[str, Any]) -> list[str]:
-    """Return the points that no other one beats: none has at most as many parameters and a lower perplexity."""
+    """Return the Pareto points: no other point is better in parameters or perplexity and no worse in the other."""
     done = {name: point for name, point in record["points"].items() if "refused" not in point}
 
     def beats(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -23,10 +23,10 @@ def find_pareto(record: Mapping[str, Any]) -> list[str]:
 
 
 def pick_point(record: Mapping[str, Any], wanted: tuple[float, bool, str]) -> str:
-    """Return the smallest point that loses no more than may be lost.
+    """Return the smallest point within a permitted loss.
 
-    :param wanted: as :func:`~struprune_plugin.cli.sweep_command.read_pick` gives it
-    :raises ValueError: there is none, or what is named was not measured
+    :param wanted: as :func:`~struprune_plugin.cli.sweep_command.read_pick` returns it
+    :raises ValueError: there is no such point, or the named measure was not measured
     """
     most, relative, what = wanted
     dense = _read_value(record["dense"], what)
@@ -55,7 +55,7 @@ def _read_value(point: Mapping[str, Any], what: str) -> float | None:
 
 
 def format_sweep(record: Mapping[str, Any]) -> list[Any]:
-    """Return a table of one row per point, a star where no other point is smaller and better, and what it needs said."""
+    """Return a table with one row per point and a star at Pareto points, and notes."""
     pareto, dense = find_pareto(record), record["dense"]
     tasks = list(dense["tasks"])
     header = ["point", "", "parameters", "weights", "perplexity", "change", *tasks, "speed, prompt", "seconds"]
@@ -85,7 +85,7 @@ def _list_tasks(point: Mapping[str, Any], tasks: Sequence[str]) -> list[str]:
 
 
 def draw_sweep(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return pictures by file name: perplexity and every task against parameters, perplexity against speed."""
+    """Return SVG plots by file name: perplexity and every task against parameters, perplexity against speed."""
     dense, pareto = record["dense"], find_pareto(record)
     done = {name: point for name, point in record["points"].items() if "refused" not in point}
     if not done:

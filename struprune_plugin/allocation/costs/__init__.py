@@ -1,1 +1,1 @@
-"""What modules cost in an engine by how many units they keep: measured, kept in a file, interpolated."""
+"""Costs of modules in an engine by number of kept units: measured, stored in a file, interpolated."""

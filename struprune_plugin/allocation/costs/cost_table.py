@@ -1,4 +1,4 @@
-"""The table of what modules cost in an engine: a JSON file, made on the machine that serves and used on the one that prunes."""
+"""Table of module costs in an engine: a JSON file, written on the machine that serves and used on the one that prunes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PHASES = ("prompt", "token")
 
 @dataclass(frozen=True, config=CLOSED)
 class ModuleCosts:
-    """Seconds of one module of a decoder layer, by how many units it keeps.
+    """Seconds of one module of a decoder layer, by number of kept units.
 
-    :param module: what it is, see :func:`describe_module`
-    :param units: kept, rising, the last all of them
-    :param seconds: at these, of the line that was fitted to what was measured
-    :param penalties: by the largest power of two that divides the width, as text: the factor that it costs more than the line
-    :param error: of the line, root mean square at points left out of its fit, in seconds
+    :param module: description of the module, see :func:`describe_module`
+    :param units: numbers of kept units, ascending, the last all of them
+    :param seconds: seconds at these, on the line fitted to the measurements
+    :param penalties: factor on the line by the largest power of two that divides the width, as text
+    :param error: root mean square error of the line at points left out of its fit, in seconds
     """
 
     module: str
@@ -60,12 +60,12 @@ class ModuleCosts:
 
 @dataclass(frozen=True, config=CLOSED)
 class PhaseCosts:
-    """One phase of the whole model.
+    """Costs of one phase of the whole model.
 
     :param phase: ``prompt`` or ``token``
     :param dense: seconds of the whole dense model
-    :param whole: of a pruned one with all units still there, whose attention may be of another class
-    :param modules: every kind of module, once
+    :param whole: seconds of a pruned model that still has all units, whose attention may be of another class
+    :param modules: costs of every kind of module, once each
     """
 
     phase: Literal["prompt", "token"]
@@ -83,12 +83,12 @@ class PhaseCosts:
 
 
 class CostTable(BaseModel):
-    """What an engine takes for a model's modules.
+    """Costs of a model's modules in an engine.
 
-    :param engine: its name
-    :param machine: what it was measured on, for people
-    :param dtype: of the weights there
-    :param model: name and shapes of the model, see :func:`describe_shapes`
+    :param engine: name of the engine
+    :param machine: machine of the measurement, for people
+    :param dtype: dtype of the weights there
+    :param model: names and shapes of the model's weights, with their counts, see :func:`describe_shapes`
     """
 
     model_config = CLOSED | ConfigDict(frozen=True)
@@ -103,8 +103,8 @@ class CostTable(BaseModel):
     def find_phase(self, phase: str, batch: int, length: int, where: str) -> PhaseCosts:
         """Return the phase that a budget asks for.
 
-        :param where: for messages
-        :raises ValueError: it was not measured
+        :param where: name of the table, for messages
+        :raises ValueError: the phase was not measured
         """
         for known in self.phases:
             if (known.phase, known.batch, known.length) == (phase, batch, length):
@@ -116,9 +116,9 @@ class CostTable(BaseModel):
         )
 
     def check_model(self, model: nn.Module, where: str) -> None:
-        """Refuse a table of another model's shapes.
+        """Raise if the table is of a model with other shapes.
 
-        :raises ValueError: the same
+        :raises ValueError: the shapes differ
         """
         shapes = describe_shapes(model)
         for name in {**shapes, **self.model}:
@@ -130,7 +130,7 @@ class CostTable(BaseModel):
 
 
 def describe_module(model: nn.Module, group: UnitGroup) -> str:
-    """Return what tells one kind of module from another: its units, and the sizes of its linears."""
+    """Return the description that identifies a kind of module: its units, and the sizes of its linears."""
     layer, parts = model.get_submodule(group.layer_name), []
     for name in (*group.producers, group.consumer):
         linear = find_linear(layer, name)
@@ -139,7 +139,7 @@ def describe_module(model: nn.Module, group: UnitGroup) -> str:
 
 
 def describe_shapes(model: nn.Module) -> dict[str, int]:
-    """Return the shapes of a model's weights that the time depends on, each with how often it is there."""
+    """Return the shapes of a model's weights that the time depends on, each with its count."""
     found: dict[str, int] = {}
     for _, layer in find_decoder_layers(model):
         for inner, module in layer.named_modules():
@@ -154,9 +154,9 @@ def describe_shapes(model: nn.Module) -> dict[str, int]:
 def find_costs(phase: PhaseCosts, model: nn.Module, group: UnitGroup, where: str) -> Tensor:
     """Return a group's seconds with k = 0 ... num_units units kept, shape [num_units + 1], float64.
 
-    :raises ValueError: the table does not hold its kind of units
+    :raises ValueError: the table lacks its kind of units
     """
-    if group.num_units == group.num_blocks:  # of which nothing can go
+    if group.num_units == group.num_blocks:  # no unit can be removed
         return torch.zeros(group.num_units + 1, dtype=torch.float64)
     name = describe_module(model, group)
     for known in phase.modules:
@@ -169,14 +169,14 @@ def find_costs(phase: PhaseCosts, model: nn.Module, group: UnitGroup, where: str
 
 
 def write_table(table: CostTable, path: Path) -> None:
-    """Write a table, whole or not at all."""
+    """Write a table to a file, atomically."""
     write_whole(path, table.model_dump_json(indent=1) + "\n")
 
 
 def read_table(path: str | Path) -> CostTable:
-    """Read a table.
+    """Return the table that a file holds.
 
-    :raises ValueError: no such file, or no table
+    :raises ValueError: the file is missing or holds no table
     """
     file = Path(path)
     if not file.is_file():

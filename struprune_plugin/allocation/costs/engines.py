@@ -1,4 +1,4 @@
-"""The table of costs that a budget names: of an engine, measured here and now, or of a file."""
+"""Lookup of the cost table that a budget names: measured now in an engine, or read from a file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ ENGINES: dict[str, Callable[[PreTrainedModel, torch.dtype, Run], Engine]] = {
     "transformers": TransformersEngine,
     "llama.cpp": LlamaCppEngine,
 }
-_measured: dict[str, CostTable] = {}  # of this process: two stages, or the points of a sweep, share a measurement
+_measured: dict[str, CostTable] = {}  # tables of this process, shared by two stages or the points of a sweep
 
 
 def list_kinds(model: PreTrainedModel, units: Sequence[str]) -> list[UnitGroup]:
-    """Return the groups of a model's first layer, of the kinds that are named: ``ffn``, ``head``, ``value_channels``; none of which
-    nothing can go."""
+    """Return the first layer's groups of the named kinds (``ffn``, ``head``, ``value_channels``) that can lose units."""
     found: list[UnitGroup] = []
     for unit in units:
         groups = find_groups(model, "none") if unit == "ffn" else find_groups(model, unit, prune_ffn=False)  # type: ignore[arg-type]
@@ -43,19 +42,19 @@ def list_units(model: PreTrainedModel) -> list[str]:
     found = ["ffn"] if any(layout.ffns for layout in layouts) else []
     if any(layout.attention is not None for layout in layouts):
         found.append("value_channels")
-        with suppress(ValueError):  # whole heads cannot go
+        with suppress(ValueError):  # whole heads cannot be removed
             check_heads(model)
             found.append("head")
     return found
 
 
 def find_table(engine: str, model: PreTrainedModel, dtype: torch.dtype, units: Sequence[str], run: Run) -> CostTable:
-    """Return the table of an engine, or that of a file, of this model.
+    """Return a model's cost table, from an engine or from a file.
 
     :param engine: a name of :data:`ENGINES`, or a path
-    :param dtype: of the weights that an engine is timed with
+    :param dtype: dtype of the weights that an engine is timed with
     :param units: kinds of units, see :func:`list_kinds`
-    :raises ValueError: a file that is none, or is of another model; a model that cannot be measured
+    :raises ValueError: the file is missing, holds no table or is of another model; the model cannot be measured
     """
     replace_conv1d(model)
     if engine not in ENGINES:

@@ -1,4 +1,4 @@
-"""Time modules in llama.cpp, on files of random weights in the architecture that ``struprune convert --to gguf`` writes."""
+"""Timing of modules in llama.cpp, on files of random weights in the architecture that ``struprune convert --to gguf`` writes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _REPEATS = {"prompt": 5, "token": 25}
 
 
 def time_files(dense: Path, changed: Path, run: Run) -> dict[str, tuple[float, float]]:
-    """Return, by phase, the seconds of two GGUF files in llama.cpp, run by turns, see
-    :func:`~struprune_plugin.runtime.stopwatch.compare_rounds`.
+    """Return the seconds, by phase, of two GGUF files run in turn in llama.cpp.
 
-    :raises ValueError: no llama-cpp-python there, or llama.cpp refuses a file
+    See :func:`~struprune_plugin.runtime.stopwatch.compare_rounds`.
+
+    :raises ValueError: llama-cpp-python is missing, or llama.cpp refuses a file
     """
     job = {"files": [str(dense), str(changed)], "phases": list(run.phases), "batch": run.batch, "length": run.length}
     job |= {"threads": torch.get_num_threads(), "repeats": _REPEATS}
@@ -50,15 +51,15 @@ def time_files(dense: Path, changed: Path, run: Run) -> dict[str, tuple[float, f
 
 
 class LlamaCppEngine(Engine):
-    """llama.cpp, whose architecture for layers of several sizes pads values to the width of keys.
+    """Engine of llama.cpp, whose architecture for layers of several sizes pads values to the width of keys.
 
-    :param model: whose shapes are timed; it may be without values
-    :param dtype: of the files' matrices
-    :raises ValueError: another model than a LLaMA
+    :param model: model whose shapes are timed; it may be without values
+    :param dtype: dtype of the files' matrices
+    :raises ValueError: the model is not a LLaMA
     """
 
     name = "llama.cpp"
-    num_whole = 1  # a cache of no layer is none
+    num_whole = 1  # a cache needs a layer
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run):
         check_random_gguf(model.config)
@@ -82,14 +83,14 @@ class LlamaCppEngine(Engine):
         return time_files(self._dense, file, self._run)
 
     def can_remove(self, group: UnitGroup) -> bool:
-        return not group.unit.is_ffn  # of a layer without an FFN, llama.cpp passes over attention, too
+        return not group.unit.is_ffn  # llama.cpp skips the attention of a layer without an FFN
 
     def is_flat(self, group: UnitGroup) -> bool:
         return group.unit is VALUE
 
 
 def _resize(size: LayerSizes, change: Change) -> LayerSizes:
-    """Return the sizes of a layer in which one module has other units."""
+    """Return the sizes of a layer with another number of units in one module."""
     if change.group.unit.is_ffn:
         return replace(size, width=change.units)
     heads = change.units if change.group.unit is HEAD else size.num_key_value_heads * (change.units > 0)

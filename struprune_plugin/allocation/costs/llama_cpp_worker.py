@@ -1,4 +1,4 @@
-"""Time GGUF files in llama.cpp, by turns, through llama-cpp-python; it needs nothing else of this package.
+"""Script that times GGUF files in llama.cpp, in turn, through llama-cpp-python, without the rest of this package.
 
 Reads ``{"files", "phases", "batch", "length", "threads", "repeats"}`` as JSON from standard input, and prints the seconds of every
 file in every round, by phase, as one line of JSON.
@@ -13,12 +13,12 @@ import sys
 import time
 from typing import Any
 
-_ROOM = 8  # of a context, beside the prompt
-_ERROR = 4  # of llama.cpp's levels
+_ROOM = 8  # tokens of a context besides the prompt
+_ERROR = 4  # among llama.cpp's log levels
 
 
 class Session:
-    """One file in llama.cpp."""
+    """GGUF file that is open in llama.cpp."""
 
     def __init__(self, file: str, job: dict[str, Any]):
         import llama_cpp
@@ -39,12 +39,12 @@ class Session:
         self._memory = llama_cpp.llama_get_memory(self._context)
 
     def run_prompt(self) -> None:
-        """Fill the cache anew."""
+        """Clear the cache and decode the prompt."""
         self._api.llama_memory_clear(self._memory, True)
         self._decode(range(self._length))
 
     def run_token(self) -> None:
-        """Read one token more, and forget it."""
+        """Decode one more token, and remove it from the cache."""
         self._decode(range(self._length, self._length + 1))
         for sequence in range(self._batch):
             self._api.llama_memory_seq_rm(self._memory, sequence, self._length, -1)
@@ -68,7 +68,7 @@ class Session:
 
 
 def time_files(job: dict[str, Any]) -> list[dict[str, list[float]]]:
-    """Return the seconds of every file in every round, by phase; one thread is timed by the process' own seconds."""
+    """Return the seconds of every file in every round, by phase; a single thread is timed by the CPU time of the process."""
     clock = time.process_time if job["threads"] == 1 else time.perf_counter
     sessions = [Session(file, job) for file in job["files"]]
     found: list[dict[str, list[float]]] = [{phase: [] for phase in job["phases"]} for _ in sessions]
@@ -87,7 +87,7 @@ def time_files(job: dict[str, Any]) -> list[dict[str, list[float]]]:
 def main() -> None:
     job = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp says goes with its log
+    os.dup2(2, 1)  # llama.cpp's output is sent where its log is
     import llama_cpp
 
     @llama_cpp.llama_log_callback

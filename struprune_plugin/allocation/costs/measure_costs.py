@@ -1,8 +1,9 @@
-"""Time a model's own modules at a grid of widths, in an engine.
+"""Timing of a model's modules at a grid of widths, in an engine.
 
-Models of a few decoder layers, of random weights and the model's own sizes, run side by side: one dense, one in which the modules
-of one kind keep k units, are gone, or in which no layer is left. What differs, over the layers, is what the modules cost. All other
-modules stay as they are, so that weights come from where they come from in the whole model.
+Models of a few decoder layers, with random weights and the model's own sizes, run in turn: a dense one, and one in which the
+modules of one kind keep k units or are removed, or in which no layer is left. The difference, divided by the number of layers,
+is the cost of the modules. All other modules stay unchanged, so that weights are read from the same memory as in the whole
+model.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from struprune_plugin.linalg.cost_curves import fit_penalties, fit_rising, fit_s
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, has_uniform_layers
 from struprune_plugin.model.units.group import UnitGroup
 
-_EIGHTHS = range(1, 9)  # of a width, that are measured
-_LIKED = 128  # a width that is a multiple of this pleases every kernel
-_PROBES = (1, 4, 8, 16, 32, 64)  # powers of two, that a width may be a multiple of instead
-_COLD = 128 << 20  # bytes of weights that no processor's cache holds
-_FEWEST = 2  # decoder layers
-_AGAIN = 3  # times that the one with all units is measured
-_ROOM = 32  # tokens that are read one by one behind a prompt
+_EIGHTHS = range(1, 9)  # eighths of a width that are measured
+_LIKED = 128  # every kernel is fast at multiples of this width
+_PROBES = (1, 4, 8, 16, 32, 64)  # smaller powers of two that may divide a width
+_COLD = 128 << 20  # bytes of weights that exceed every processor's cache
+_FEWEST = 2  # least number of decoder layers
+_AGAIN = 3  # measurements of the model with all units
+_ROOM = 32  # tokens that are read one by one after a prompt
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is timed.
+    """Workload that is timed.
 
-    :param batch: sequences at a time
-    :param length: tokens of a prompt, or in the cache
-    :param python: interpreter that has the engine, where it is another than this one
+    :param batch: sequences per batch
+    :param length: tokens of the prompt, or in the cache
+    :param python: interpreter that has the engine, if it is not this one
     """
 
     phases: Sequence[Literal["prompt", "token"]]
@@ -55,10 +56,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Change:
-    """How a model of few layers differs from the dense one.
+    """Difference between a changed model of few layers and the dense one.
 
-    :param group: of the first layer, whose like in every layer has other units
-    :param units: how many; 0 where the module is gone
+    :param group: group of the first layer; its counterpart in every layer gets the same units
+    :param units: number of units; 0 if the module is removed
     """
 
     group: UnitGroup
@@ -66,12 +67,12 @@ class Change:
 
 
 class Engine(ABC):
-    """What models are run in.
+    """Inference engine in which models are timed.
 
-    :ivar name: in tables
-    :ivar machine: for people
-    :ivar num_layers: decoder layers of the models that are timed
-    :ivar num_whole: of these, how many stay whole where others lose a module, or are gone: an engine may need one
+    :ivar name: name in tables
+    :ivar machine: description of the machine, for people
+    :ivar num_layers: decoder layers of the timed models
+    :ivar num_whole: number of these that stay whole where others lose a module or are removed: an engine may need one
     """
 
     name: str
@@ -82,24 +83,24 @@ class Engine(ABC):
 
     @abstractmethod
     def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
-        """Return, by phase, the seconds of the dense model of few layers, and of a changed one, run in turn.
+        """Return the seconds, by phase, of the dense model of few layers and of a changed one, run in turn.
 
         :param change: None for a model without layers
         """
 
     def can_remove(self, group: UnitGroup) -> bool:
-        """Tell whether a layer runs without a kind of modules; where not, the line is continued to no units."""
+        """Return whether a layer runs without a kind of modules; if not, its cost line is extended to zero units."""
         return True
 
     def is_flat(self, group: UnitGroup) -> bool:
-        """Tell whether it makes no difference how many units a kind of modules keeps."""
+        """Return whether the cost does not depend on how many units a kind of modules keeps."""
         return False
 
 
 def choose_layers(model: nn.Module, item: int) -> int:
-    """Return how many decoder layers of a model hold more than a cache does.
+    """Return the number of decoder layers of a model whose weights exceed a cache.
 
-    :param item: bytes of a weight
+    :param item: bytes per weight
     """
     layers = find_decoder_layers(model)
     held = sum(parameter.numel() * item for parameter in layers[0][1].parameters())
@@ -107,9 +108,9 @@ def choose_layers(model: nn.Module, item: int) -> int:
 
 
 def check_measurable(model: PreTrainedModel, run: Run) -> None:
-    """Refuse a model of which a few layers do not stand for all, and a length that it has no positions for.
+    """Raise if a few layers of a model do not represent all, or if it has too few positions for the length.
 
-    :raises ValueError: the same
+    :raises ValueError: one of these
     """
     layouts, config = [layout for _, layout in find_layouts(model)], model.config
     alike = all(layout == layouts[0] for layout in layouts) and layouts[0].experts is None and has_uniform_layers(model)
@@ -133,11 +134,11 @@ def measure_costs(
     run: Run,
     tell: Callable[[str], None] = lambda _: None,
 ) -> CostTable:
-    """Return the table of a model's modules.
+    """Return the cost table of a model's modules.
 
-    :param model: the dense one, which may be without values
-    :param groups: those of its first layer, of every kind that is to be measured
-    :param tell: takes a word after each measurement
+    :param model: the dense model; its weights may be without values
+    :param groups: groups of its first layer, one of every kind to measure
+    :param tell: function that is called with a short text after each measurement
     """
     num_layers = len(find_decoder_layers(model))
     dense: dict[str, float] = dict.fromkeys(run.phases, math.inf)
@@ -149,11 +150,11 @@ def measure_costs(
             dense[phase] = min(dense[phase], found[phase][0])
         tell("no layers" if change is None else f"{change.group.kind} {change.units} of {change.group.num_units}")
         gone = 0 if change is not None and change.units else engine.num_whole
-        factor = engine.num_layers / (engine.num_layers - gone)  # as if all layers had lost it
+        factor = engine.num_layers / (engine.num_layers - gone)  # as if all layers were changed
         return {phase: 1 - factor * (1 - changed / whole) for phase, (whole, changed) in found.items()}
 
     empty, whole_ones = compare(None), [compare(Change(groups[0], groups[0].num_units)) for _ in range(_AGAIN)]
-    full: dict[str, float] = {}  # at which all lines end
+    full: dict[str, float] = {}  # ratio with all units, where all lines end
     for phase in run.phases:
         full[phase] = statistics.median(ratio[phase] for ratio in whole_ones)
     for group in groups:
@@ -172,7 +173,7 @@ def measure_costs(
         layer = dense[phase] / engine.num_layers
         seconds = {key: layer * ratio[phase] for key, ratio in ratios.items()}
         modules = [_gather(model, group, seconds, layer * full[phase], engine.is_flat(group)) for group in groups]
-        ends = [  # the model with all units by every line, steadier than its own measurement
+        ends = [  # the model with all units from every line, less noisy than its own measurement
             seconds[group.name, 0] + module.seconds[-1]
             for group, module in zip(groups, modules, strict=True)
             if not engine.is_flat(group)
@@ -189,9 +190,9 @@ def measure_costs(
 def _gather(
     model: nn.Module, group: UnitGroup, seconds: Mapping[tuple[str, int], float], whole: float, is_flat: bool
 ) -> ModuleCosts:
-    """Return the costs of one kind of modules from the seconds of whole models, over their layers.
+    """Return the costs of one kind of modules from the seconds of whole models, divided by their layers.
 
-    :param whole: of the one with all units
+    :param whole: seconds of the model with all units
     """
     gone, name = seconds[group.name, 0], describe_module(model, group)
     full = max(whole - gone, 0.0)
@@ -212,13 +213,13 @@ def _gather(
 
 
 def _align(group: UnitGroup) -> int:
-    """Return the power of two that half of a width is nearly a multiple of."""
+    """Return the largest power of two up to half of a width, at most 128."""
     half = group.num_units // group.num_blocks // 2
     return int(min(_LIKED, 2 ** (half.bit_length() - 1))) if half else 1
 
 
 def _list_grid(group: UnitGroup) -> list[int]:
-    """Return the kept units that the line goes through: eighths of the width, as aligned as that is."""
+    """Return the kept units at the points of the line: eighths of the width, as aligned as it allows."""
     width = group.num_units // group.num_blocks
     align = max(1, min(_align(group), 2 ** max((width // 8).bit_length() - 1, 0)))
     widths = {min(max(align, round(width * part / 8 / align) * align), width) for part in _EIGHTHS} | {width}
@@ -226,7 +227,7 @@ def _list_grid(group: UnitGroup) -> list[int]:
 
 
 def _list_probes(group: UnitGroup) -> dict[int, int]:
-    """Return kept units just above half, by the power of two that their width is a multiple of; none of whole heads."""
+    """Return kept units just above half, by the power of two that divides their width; none for whole heads."""
     width, align = group.num_units // group.num_blocks, _align(group)
     if group.columns_per_unit > group.repeats:
         return {}

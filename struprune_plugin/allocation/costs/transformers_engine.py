@@ -1,4 +1,4 @@
-"""Time modules in transformers, as the run that prunes leaves them."""
+"""Timing of modules in transformers, in the form in which pruning leaves them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _REPEATS = {"prompt": 5, "token": 25}
 
 
 class TransformersEngine(Engine):
-    """transformers, with the attention and the linears that pruned models have.
+    """Engine of transformers, with the attention and the linears of pruned models.
 
-    :param model: whose shapes are timed; it may be without values
-    :param dtype: of the weights that are timed
+    :param model: model whose shapes are timed; it may be without values
+    :param dtype: dtype of the timed weights
     """
 
     name = "transformers"
@@ -79,19 +79,19 @@ class TransformersEngine(Engine):
         cut_units(model, groups, {group.name: change.units for group in groups})
 
     def _remove(self, model: PreTrainedModel, group: UnitGroup) -> None:
-        """Let the modules of one kind give zeros in every layer, without doing anything."""
+        """Replace the modules of one kind, in every layer, by ones that return zeros without computation."""
         names = [group.attention] if group.attention else [group.consumer.rpartition(".")[0]]
         for _, layer in find_decoder_layers(model):
             if names[0]:
                 layer.set_submodule(names[0], _Nothing(is_attention=bool(group.attention)))
-            else:  # linears that lie in the layer itself: one column is next to nothing
+            else:  # linears directly in the layer: one column costs next to nothing
                 for name in group.producers:
                     layer.set_submodule(name, _First())
                 layer.set_submodule(group.consumer, _Nothing(False, find_linear(layer, group.consumer).out_features))
 
 
 class _Nothing(nn.Module):
-    """A sublayer that adds zeros to the residual stream."""
+    """Sublayer that adds zeros to the residual stream."""
 
     def __init__(self, is_attention: bool, width: int = 0):
         super().__init__()
@@ -104,7 +104,7 @@ class _Nothing(nn.Module):
 
 
 class _First(nn.Module):
-    """A linear that hands on one channel."""
+    """Linear that returns one channel."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states[..., :1]
@@ -114,7 +114,7 @@ class _First(nn.Module):
 def time_pair(
     dense: PreTrainedModel, changed: PreTrainedModel, run: Run, tokens: Tensor
 ) -> dict[str, tuple[float, float]]:
-    """Return, by phase, the seconds of two models, run by turns, see :func:`~struprune_plugin.runtime.stopwatch.compare_rounds`.
+    """Return the seconds, by phase, of two models run in turn, see :func:`~struprune_plugin.runtime.stopwatch.compare_rounds`.
 
     :param tokens: the prompt, shape [batch, length], on the models' device
     """
@@ -130,12 +130,12 @@ def time_pair(
 
 
 def _make_prompt(model: PreTrainedModel, tokens: Tensor) -> Any:
-    """Return a run over a prompt that fills a cache and gives the last token's logits, as generation begins."""
+    """Return a run over a prompt that fills a cache and returns the last token's logits, as generation begins."""
     return partial(model, tokens, use_cache=True, logits_to_keep=1)
 
 
 def _make_token(model: PreTrainedModel, tokens: Tensor) -> Any:
-    """Return a run over one token more than the cache holds, which then holds it, too."""
+    """Return a run over one token beyond those in the cache, which then holds it, too."""
     cache = DynamicCache(config=model.config)
     model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return partial(model, tokens[:, -1:], past_key_values=cache, use_cache=True)

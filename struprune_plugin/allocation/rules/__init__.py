@@ -1,4 +1,4 @@
-"""How a budget is spread over the groups: a file per rule; importing this package registers them."""
+"""Allocation rules, which spread a budget over the groups: one file per rule; importing this package registers them."""
 
 from struprune_plugin.allocation.rules import error_curve, owl, uniform, whole_layers  # noqa: F401
 from struprune_plugin.allocation.rules.rule import RULES, AllocationRule, Budget, GroupStatistics, Sizes, Subject

@@ -21,22 +21,22 @@ from struprune_plugin.linalg.rounding import check_budget, round_kept_counts
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
 
-_HALVINGS = 12  # of the parameters that a budget of them leaves
+_HALVINGS = 12  # bisections of the budget of parameters
 
 
 @RULES.register
 class ErrorCurve(AllocationRule):
-    """Every module's error by how many units stay, weighed by the sensitivity; their sum is minimised
-    (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves bent to
-    what they show (:mod:`struprune_plugin.allocation.probes`); the allocations of both are tried against some nearer to uniform,
-    and under other budgets than parameters against those that parameters alone would make.
+    """Least sum of all modules' errors, each by the number of kept units, weighted by the sensitivity
+    (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves scaled
+    to the measured divergences (:mod:`struprune_plugin.allocation.probes`). The allocations of both are tried against some nearer
+    to uniform and, under budgets other than parameters, against those of parameters alone.
 
     :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
-        widest module are taken
-    :param trial_samples: calibration sequences, the last of them, on which allocations are tried, by the KL divergence of the
-        model's own output, the best being taken; as many before them are for blocks of modules. Both at most a quarter of all;
-        0 takes the curves' own
-    :param max_sparsity: the most that a module may lose, to within one step; whole sublayers apart
+        widest module are used
+    :param trial_samples: calibration sequences, the last ones, on which allocations are compared by the KL divergence of the
+        model's own output; the best one is used. As many before them are for blocks of modules. Both are at most a quarter of
+        all; 0 uses the allocation of the curves alone
+    :param max_sparsity: the maximum sparsity of a module, to within one step; removed sublayers are exempt
     """
 
     weighs_errors: ClassVar[bool] = True
@@ -74,9 +74,9 @@ class ErrorCurve(AllocationRule):
         return found
 
     def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> dict[str, list[int]]:
-        """Return allocations on the way from the rule's own to uniform, and that.
+        """Return allocations halfway between the rule's own and uniform, and uniform itself.
 
-        Curves believe errors of any size; where they are wrong, they are so where a module is to lose much more than others.
+        Curves are used at errors of any size; where they are wrong, it is where a module would lose much more than others.
         """
         taken = [1 - own.kept[size.name] / size.num_units for size in sizes]
         return {

@@ -28,8 +28,8 @@ class OWL(AllocationRule):
     """Outlier-weighed sparsity: the share of weights whose ``|W_oi| ||x_i||_2`` exceeds ``threshold`` times the mean.
 
     Sparsities lie within ``spread`` of their mean, the least where outliers are most. Source: OWL (Yin et al. 2024), Eq. 1 and
-    section 3.2. Differs from the source: shares are of one consuming linear, not of a whole layer's, and each kind of modules
-    is spread on its own, as in the softmax rules.
+    section 3.2. Differs from the source: shares are of one consuming linear, not of a whole layer's linears, and each kind of
+    modules is allocated separately, as in the softmax rules.
 
     :param threshold: M
     :param spread: lambda, half the width of the range of sparsities

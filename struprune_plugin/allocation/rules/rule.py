@@ -1,4 +1,4 @@
-"""The contract of an allocation rule: how a budget is spread over the groups. A file in this folder is one rule."""
+"""Base class of an allocation rule, which spreads a budget over the groups. A file in this folder is one rule."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from struprune_plugin.storage.registry import Config, Registry
 
 @dataclass(frozen=True)
 class Budget:
-    """What is to go.
+    """Budget of an allocation.
 
-    :param sparsity: asked, of all prunable parameters
-    :param num_prunable: how many these are
-    :param share: the mean sparsity that the groups to prune need for it
-    :param sensitivity: what errors are weighed by, for the record
-    :param limits: all budgets, in the order of the sizes; none where parameters alone are given
+    :param sparsity: fraction of all prunable parameters to remove
+    :param num_prunable: number of prunable parameters
+    :param share: mean sparsity of the groups to prune that meets it
+    :param sensitivity: name of the sensitivity that weights errors, for the record
+    :param limits: all budgets, in the order of the sizes; none if only parameters are given
     """
 
     sparsity: float
@@ -38,13 +38,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What the allocation pass has measured of one group.
+    """Measurements of one group in the allocation pass.
 
-    :param importance: as the rule weighs it
+    :param importance: importance, as the rule weighs it
     :param curve: error with k = 0 ... num_units units kept, on the host
-    :param scores: of every unit, on the host
-    :param order: in which units go, the first to go first, on the host, shape [num_units], int64
-    :param basis: that heads' units are rotated to first, on the host; None where they are not
+    :param scores: score of every unit, on the host
+    :param order: removal order of the units, first removed first, on the host, shape [num_units], int64
+    :param basis: basis to which the heads' units are rotated first, on the host; None without rotation
     """
 
     importance: float
@@ -56,10 +56,10 @@ class GroupStatistics:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a rule may look at to weigh one group.
+    """Inputs from which a rule weighs one group.
 
-    :param scores: of every unit
-    :param moments: of the consumer's inputs, in unit order
+    :param scores: score of every unit
+    :param moments: moments of the consumer's inputs, in unit order
     :param dense: the consumer's weights, in unit order, bias last, shape [d, n + 1]
     :param influence: one minus the mean cosine of the layer's inputs and outputs, where the rule compares them
     """
@@ -77,14 +77,14 @@ Sizes = Sequence[GroupSize]
 
 
 class AllocationRule(Config):
-    """How many units every group keeps.
+    """Base class of a rule that sets how many units every group keeps.
 
     :cvar measures: whether it needs an allocation pass over the dense model
     :cvar weighs_errors: whether it compares errors of different modules, so that a sensitivity is needed
-    :cvar compares_layers: whether it asks for :attr:`Subject.influence`
-    :cvar empties: whether it may leave a module nothing
-    :cvar takes_layers: whether layers go whole, and all others stay alike
-    :cvar keeps_limits: whether it takes budgets other than parameters (:attr:`Budget.limits`)
+    :cvar compares_layers: whether it needs :attr:`Subject.influence`
+    :cvar empties: whether it may remove all units of a module
+    :cvar takes_layers: whether it removes whole layers and leaves all others alike
+    :cvar keeps_limits: whether it accepts budgets other than parameters (:attr:`Budget.limits`)
     """
 
     measures: ClassVar[bool] = True
@@ -97,12 +97,12 @@ class AllocationRule(Config):
 
     @property
     def most(self) -> float | None:
-        """The most that a module may lose; None where the rule sets no bound."""
+        """Maximum sparsity of a module; None if the rule sets no bound."""
         return getattr(self, "max_sparsity", None)
 
     @property
     def sequences(self) -> int | None:
-        """Sequences that are enough for the rule; None where it takes all."""
+        """Number of sequences that the rule needs; None if it uses all."""
         return getattr(self, "samples", None)
 
     def weigh(self, subject: Subject) -> float:
@@ -110,7 +110,7 @@ class AllocationRule(Config):
         return float(subject.scores.sum())
 
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
-        """Return the allocation, from the groups' sizes and what was measured of them.
+        """Return the allocation, from the groups' sizes and statistics.
 
         :raises ValueError: the budget cannot be met
         """
@@ -119,12 +119,14 @@ class AllocationRule(Config):
     def decide_by_parameters(
         self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget
     ) -> Sequence[int] | None:
-        """Return the kept units of a budget of parameters alone, the most that meet all budgets, to try beside the rule's own; None
-        where there is nothing to try."""
+        """Return the kept units of the largest budget of parameters alone that meets all budgets; None if there is nothing to try.
+
+        They are tried beside the rule's own.
+        """
         return None
 
     def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> Mapping[str, Sequence[int]]:
-        """Return kept units of allocations to try beside the rule's own, by their names; none where it is taken untried."""
+        """Return kept units of allocations to try beside the rule's own, by name; none if the rule's own is used untried."""
         return {}
 
     def measure_slack(self, sizes: Sizes) -> int | None:
@@ -132,9 +134,9 @@ class AllocationRule(Config):
         return None
 
     def check(self, importance: str) -> None:
-        """Refuse an importance that the rule is not defined for.
+        """Raise if the rule is not defined for an importance.
 
-        :raises ValueError: the same
+        :raises ValueError: the rule is not defined for it
         """
 
 
@@ -147,7 +149,7 @@ def make_allocation(sizes: Sizes, counts: Sequence[int], record: AllocationRecor
 
 
 def tie_statistics(sizes: Sizes, statistics: Mapping[str, GroupStatistics]) -> dict[str, GroupStatistics]:
-    """Return what was measured by the name of every size: of groups that keep the same number, importance and errors added up."""
+    """Return the statistics by the name of every size; importance and errors of tied groups are summed."""
     tied = {}
     for size in sizes:
         members = [(statistics[name], factor) for name, factor in size.members or ((size.name, 1),)]

@@ -28,7 +28,7 @@ _HALVINGS = 20
 
 @RULES.register
 class Uniform(AllocationRule):
-    """Every group loses the same share."""
+    """Equal sparsity of every group."""
 
     measures: ClassVar[bool] = False
     keeps_limits: ClassVar[bool] = True
@@ -44,10 +44,10 @@ def allocate_uniformly(
     allowed: Callable[[str, int], bool] | None = None,
     limits: Sequence[Limit] = (),
 ) -> UnitAllocation:
-    """Give every group the same sparsity, rounded so that the budget is met.
+    """Return an allocation of equal sparsity in every group, rounded so that the budget is met.
 
     :param share: sparsity over the groups' own parameters
-    :param allowed: where all layers must be of one size: whether a kind of modules may keep n units
+    :param allowed: function that returns whether a kind of modules may keep n units, where all layers must be of one size
     :param limits: budgets to meet in place of the share
     :raises ValueError: rounding misses the budget
     """
@@ -65,9 +65,9 @@ def allocate_uniformly(
 
 
 def _fit_alike(sizes: Sizes, allowed: Callable[[str, int], bool], limits: Sequence[Limit]) -> list[int]:
-    """Return counts that are the same for all groups of one kind and meet every budget, at the least sparsity found.
+    """Return counts that are equal for all groups of one kind and meet every budget, at the least sparsity found.
 
-    :raises ValueError: none do
+    :raises ValueError: no counts meet them
     """
     low, high = 0.0, 1 - 1e-6
     counts = round_uniform_counts(sizes, high, allowed)

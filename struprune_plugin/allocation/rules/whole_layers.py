@@ -1,4 +1,4 @@
-"""``whole_layers``: the layers that matter least go whole; what is left to remove comes off the FFNs of the others, equally."""
+"""``whole_layers``: removal of the least important layers; the rest of the budget comes off the other layers' FFNs, equally."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from struprune_plugin.storage.records import AllocationRecord
 
 @RULES.register
 class WholeLayers(AllocationRule):
-    """Removes whole layers: those whose attention and FFN contribute least to the stream. For each number of layers, the FFNs
-    of the other layers lose the rest of the budget, all the same share; attention stays. The number is that of the least sum of
-    error curves or, with trials, of the least divergence of the model's output.
+    """Removal of whole layers: those whose attention and FFN contribute least to the residual stream. For each number of layers,
+    the FFNs of the other layers lose the rest of the budget, all the same share; attention stays. The number chosen is the one of
+    the least sum of error curves or, with trials, of the least divergence of the model's output.
 
-    :param samples: as of ``error_curve``
-    :param trial_samples: the same
+    :param samples: as for ``error_curve``
+    :param trial_samples: as for ``error_curve``
     """
 
     weighs_errors: ClassVar[bool] = True
@@ -64,9 +64,9 @@ class WholeLayers(AllocationRule):
 
 
 def _list_plans(sizes: Sizes, energies: Mapping[str, float], share: float) -> dict[int, list[int]]:
-    """Return kept counts that meet the budget, by how many layers are gone.
+    """Return kept counts that meet the budget, by number of removed layers.
 
-    :param energies: of what every group gives, by name
+    :param energies: energy of every group's output, by name
     """
     layers: dict[int, list[int]] = {}
     for index, size in enumerate(sizes):

@@ -1,1 +1,1 @@
-"""The removable structure of a class, measured on a tiny random instance."""
+"""Removable structure of a model class, measured on a tiny random instance."""

@@ -9,17 +9,17 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 Values = Mapping[str, Any]
-_VOCABULARY = 160  # where none is told
+_VOCABULARY = 160  # where the configuration has none
 SPECIAL_TOKEN = re.compile(r"_token_(id|ids|index)$")
 
 
 def list_values(node: Any) -> dict[str, Any]:
-    """Return a node's own values by name, as stored; per-layer attributes too, which the configuration itself refuses."""
+    """Return a node's values by name, as stored, including per-layer attributes that the configuration itself refuses to return."""
     return node if isinstance(node, dict) else vars(node)
 
 
 def walk_parts(node: Any) -> Iterator[Any]:
-    """Yield a configuration and those inside it."""
+    """Yield a configuration and the configurations nested in it."""
     yield node
     for value in list(list_values(node).values()):
         if isinstance(value, PreTrainedConfig):
@@ -31,7 +31,7 @@ def set_value(node: Any, name: str, value: Any) -> None:
 
 
 def find_first(values: Values, names: tuple[str, ...]) -> int:
-    """Return the first of some names' values that is a number, or 0."""
+    """Return the first integer among the values of ``names``, or 0."""
     found = (values[name] for name in names if name in values)
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)
 
@@ -46,7 +46,7 @@ def find_vocabulary(config: PreTrainedConfig) -> int:
 
 
 def cut_special_tokens(node: Any, vocabulary: int, ids: dict[int, int]) -> None:
-    """Give special tokens outside the vocabulary ids at its end, the same one for the same token."""
+    """Replace special token ids outside the vocabulary by ids at its end, the same one for the same token."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, list):

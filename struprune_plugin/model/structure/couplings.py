@@ -1,7 +1,7 @@
 """Measured couplings between rows and columns of the linears in one decoder layer.
 
-Every row of a linear's output is disturbed on its own, in an element of the batch of its own, and the inputs of all later linears
-are compared with those of the undisturbed layer.
+Every row of a linear's output is perturbed alone, in a separate batch element, and the inputs of all later linears are compared
+with those of the unperturbed layer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-COPIES = 48  # of the sequence, so many rows are disturbed in one forward pass
-_FAINT = 1e-4  # of a column's usual size: a change below is rounding
+COPIES = 48  # copies of the sequence: the number of rows perturbed in one forward pass
+_FAINT = 1e-4  # relative to the mean size of the inputs: a smaller change is rounding
 LINEARS = (nn.Linear, Conv1D)
 
 
@@ -24,14 +24,14 @@ LINEARS = (nn.Linear, Conv1D)
 class Call:
     """One call of a decoder layer on :data:`COPIES` copies of one sequence.
 
-    :param args: positional; the hidden states first, or among ``kwargs``
+    :param args: positional arguments; the hidden states come first, or are in ``kwargs``
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def run(self, layer: nn.Module) -> Any:
-        """Run the layer, and return what it gives."""
+        """Run the layer and return its output."""
         return layer(*self.args, **self.kwargs)
 
 
@@ -39,8 +39,8 @@ class Call:
 class Coupling:
     """Coupling of the rows of one linear with the columns of another.
 
-    :param reached: shape [rows, columns], bool
-    :param later: the same, at later tokens than the disturbed one
+    :param reached: whether a row changes a column, shape [rows, columns], bool
+    :param later: the same at tokens after the perturbed one
     """
 
     reached: Tensor
@@ -54,9 +54,9 @@ def list_linears(layer: nn.Module) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def record_linears(layer: nn.Module, call: Call, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the inputs and outputs of the linears that a layer calls once, on all tokens, in the order of the calls.
+    """Return the inputs and outputs of the linears that a layer calls exactly once, on all tokens, in the order of the calls.
 
-    :param length: tokens of the sequence
+    :param length: number of tokens of the sequence
     :return: both of shape [tokens, columns or rows]
     """
     inputs: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def record_linears(layer: nn.Module, call: Call, length: int) -> tuple[dict[str,
             if name in inputs or not isinstance(output, Tensor):  # a router, for instance
                 again.add(name)
                 return
-            inputs[name], outputs[name] = args[0].detach().clone(), output.detach().clone()  # what follows may write
+            inputs[name], outputs[name] = args[0].detach().clone(), output.detach().clone()  # later code may write
 
         return hook
 
@@ -83,12 +83,12 @@ def record_linears(layer: nn.Module, call: Call, length: int) -> tuple[dict[str,
 
 
 def is_whole(seen: Tensor, length: int) -> bool:
-    """Return whether a tensor holds something of every token of every copy."""
+    """Return whether a tensor has an entry for every token of every copy."""
     return seen.shape[:-1].numel() == COPIES * length
 
 
 def split_copies(seen: Tensor, length: int) -> Tensor:
-    """Return what a tensor holds of the copies, shape [copies, tokens, width]."""
+    """Return a tensor split into the copies, shape [copies, tokens, width]."""
     return seen.reshape(COPIES, length, -1)
 
 
@@ -96,10 +96,10 @@ def split_copies(seen: Tensor, length: int) -> Tensor:
 def measure_couplings(
     layer: nn.Module, call: Call, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> dict[tuple[str, str], Coupling]:
-    """Return what every linear reaches of every later one that it reaches at all.
+    """Return the coupling of every linear with every later linear that it reaches, by (producer, consumer).
 
-    :param inputs: as :func:`record_linears` gives them
-    :param outputs: the same
+    :param inputs: as :func:`record_linears` returns them
+    :param outputs: as :func:`record_linears` returns them
     """
     found: dict[tuple[str, str], Coupling] = {}
     names = list(inputs)
@@ -116,12 +116,14 @@ def measure_couplings(
 def _disturb(
     layer: nn.Module, call: Call, name: str, output: Tensor, after: Mapping[str, Tensor], tokens: slice
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Disturb the rows of one linear at tokens, each in a copy of its own; return what changes, there and at later tokens.
+    """Perturb the rows of one linear at ``tokens``, each row in a separate copy.
 
-    :param after: the undisturbed inputs of the linears to look at, shape [tokens, columns]
+    Return by linear which columns change at any token, and which change at later tokens, each of shape [rows, columns], bool.
+
+    :param after: the unperturbed inputs of the linears to compare, shape [tokens, columns]
     """
     length, rows = output.shape
-    size = 2 * output.abs().max() + 0.1  # large enough to wake what an activation holds at zero
+    size = 2 * output.abs().max() + 0.1  # large enough to activate channels that an activation function holds at zero
     signs = torch.where(torch.arange(length) % 2 == 0, 1.0, -1.0).to(output)
     found: dict[str, list[tuple[Tensor, Tensor]]] = {other: [] for other in after}
     for start in range(0, rows, COPIES):
@@ -140,7 +142,7 @@ def _disturb(
             if other in seen and is_whole(seen[other], length):
                 moved = (split_copies(seen[other], length)[:count] - dense).abs()
                 moved = moved > _FAINT * (dense.abs().mean() + 1e-3)
-            else:  # other tokens come to it now
+            else:  # the linear now reads other tokens
                 moved = torch.ones(count, *dense.shape, dtype=torch.bool)
             found[other].append((moved.any(1), moved[:, tokens.stop or length :].any(1)))
     return {other: tuple(map(torch.cat, zip(*parts, strict=True))) for other, parts in found.items()}  # type: ignore[misc]
@@ -148,7 +150,7 @@ def _disturb(
 
 @contextmanager
 def watch_inputs(layer: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-    """Keep the inputs of linears of a layer while it runs."""
+    """Record the inputs of a layer's linears while it runs."""
     seen: dict[str, Tensor] = {}
 
     def see(name: str) -> Callable[..., None]:

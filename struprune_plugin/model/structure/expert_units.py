@@ -1,4 +1,4 @@
-"""Channels of the experts of a mixture, measured on experts that are taken apart."""
+"""Channels of the experts of a mixture, measured on split experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from struprune_plugin.model.structure.trial_removal import find_flaw, make_trial
 from struprune_plugin.model.structure.units import Measured, read_units
 
 _TOKENS = 8
-_EXACT = 1e-4  # of a change of the layer's output
+_EXACT = 1e-4  # relative to a change of the layer's output
 
 
 def find_experts(
@@ -27,17 +27,17 @@ def find_experts(
     length: int,
     run: Callable[[], Tensor],
 ) -> list[LayerLayout]:
-    """Return the layouts of kinds of layers with their experts; the experts of the tiny model are taken apart.
+    """Return the layouts of the kinds of layers with their experts; the experts of the tiny model are split in place.
 
-    :param kinds: all layers of a kind, and a call of the first
-    :param length: tokens of its sequence
-    :param run: gives the model's logits
+    :param kinds: per kind, all its layers and a call of the first
+    :param length: number of tokens of the call's sequence
+    :param run: returns the model's logits
     """
     wanted = run()
     try:
         take_apart(model)
         error = float((run() - wanted).abs().max() / wanted.abs().max())
-    except Exception as problem:  # whatever llm-compressor raises where it knows a class wrongly
+    except Exception as problem:  # any error of llm-compressor on a class that it supports wrongly
         return [replace(layout, left={**layout.left, "experts": _explain(problem)}) for layout in layouts]
     found = []
     for (layers, call), layout in zip(kinds, layouts, strict=True):
@@ -55,7 +55,7 @@ def find_experts(
 
 
 def _join_shared(layout: LayerLayout, layer: nn.Module, call: Call, length: int) -> LayerLayout:
-    """Return a layout whose shared experts, each added to the sum of the others as it is, join the stream as that sum does."""
+    """Return a layout in which shared experts that are added unchanged to the routed experts' sum have the join of that sum."""
     assert layout.experts is not None
     join, ffns = layout.experts.join, list[FFNLayout]()
     for ffn in layout.ffns:
@@ -71,9 +71,9 @@ def _explain(problem: Exception) -> str:
 def _find_units(
     layers: Sequence[nn.Module], call: Call, length: int, experts: tuple[str, Any], run: Callable[[], Tensor]
 ) -> ExpertsLayout:
-    """Return the channels of a kind's experts.
+    """Return the layout of the experts of one kind of layer.
 
-    :raises ValueError: they are none
+    :raises ValueError: the experts have no removable channels
     """
     name, members = experts
     measured = _measure_expert(members[0])
@@ -103,8 +103,10 @@ def _measure_expert(expert: nn.Module) -> Measured:
 
 
 def _find_join(layer: nn.Module, call: Call, name: str, length: int) -> Join:
-    """Return how a module's output meets the residual stream: whether noise added to it comes out of the layer, times
-    the factor of the experts' sum."""
+    """Return the join of a module's output with the residual stream.
+
+    The join is direct where noise added to the output reaches the layer's output times the factor of the experts' sum.
+    """
     noise: list[Tensor] = []
 
     def add(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ def _find_join(layer: nn.Module, call: Call, name: str, length: int) -> Join:
 
 
 def _find_block(layer: nn.Module, call: Call, name: str, length: int) -> Join:
-    """Return the module around experts whose output, times a factor, makes the layer's output of some stream in it."""
+    """Return the join of the module around the experts: a stream plus the module's output times a factor is the layer's output."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         block = ".".join(parts[:end])

@@ -1,4 +1,4 @@
-"""The structure of a model, from its configuration alone."""
+"""Structure of a model, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from struprune_plugin.model.structure.trial_removal import find_flaw, make_trial
 from struprune_plugin.model.structure.units import Measured, list_channel_rows, read_units
 
 TOKENS = 24
-_MAX_LAYERS = 1 << 12  # of a configuration that anybody could have meant
+_MAX_LAYERS = 1 << 12  # upper limit of a plausible configuration
 _LABELS = [
     "_name_or_path",
     "architectures",
@@ -38,7 +38,7 @@ _KNOWN: dict[str, Structure] = {}
 
 
 def find_structure(model: nn.Module) -> Structure:
-    """Return what of a model can be cut, see :func:`find_structure_of`."""
+    """Return a model's removable structure, see :func:`find_structure_of`."""
     config: Any = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(f"model: must be a language model of transformers, got {type(model).__name__!r}.")
@@ -46,9 +46,9 @@ def find_structure(model: nn.Module) -> Structure:
 
 
 def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
-    """Return what can be cut of models of a configuration; measured once per class and configuration.
+    """Return the removable structure of models of a configuration; measured once per class and configuration.
 
-    :param kind: class of the model; that of transformers' auto classes where None
+    :param kind: class of the model; the one that transformers' auto classes choose where None
     :raises ValueError: no instance can be built and run
     """
     config = make_dense(config)
@@ -60,7 +60,7 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
         if key not in _KNOWN:
             _KNOWN[key] = measure_structure(build_tiny(config, kind=kind))
         structure = _KNOWN[key]
-    except Exception as error:  # whatever classes raise that are no decoders, or whose configuration is broken
+    except Exception as error:  # any error of a class that is no decoder, or of a broken configuration
         raise ValueError(
             f"model: {config.model_type!r} must be a decoder of which a tiny instance can be built and run, got "
             f"{type(error).__name__}: {error}. Choose another model, or correct its configuration."
@@ -74,7 +74,7 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
 
 
 def describe_left(structure: Structure) -> str:
-    """Return the linears that keep their width, and why; of each kind of layer the same ones once."""
+    """Return the linears that keep their width, with the reasons; those common to several kinds of layers are listed once."""
     left = dict.fromkeys(f"{name} ({reason})" for kind in structure.kinds for name, reason in kind.left.items())
     return ", ".join(left) or "no linear that reads what others of its layer give"
 
@@ -86,7 +86,7 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 def _drop_labels(values: Any) -> Any:
-    """Return a configuration's values without those that no structure depends on, nested ones too."""
+    """Return a configuration's values without those that no structure depends on, including nested ones."""
     if isinstance(values, dict):
         return {name: _drop_labels(value) for name, value in values.items() if name not in _LABELS}
     return values
@@ -97,9 +97,9 @@ def _is_pruned(kind: type) -> bool:
 
 
 def make_dense(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the dense model that a pruned one was made from; a dense one's own.
+    """Return the configuration of the dense model that a pruned model was made from; a dense model's configuration unchanged.
 
-    :raises ValueError: the static form, whose linears are joined
+    :raises ValueError: the configuration is of the static form, whose linears are joined
     """
     layout = getattr(config, "layout", None)
     if layout and "fused" in layout:
@@ -112,7 +112,7 @@ def make_dense(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @torch.no_grad()
 def measure_structure(model: Any) -> Structure:
-    """Return what can be cut of a tiny instance."""
+    """Return the removable structure of a tiny instance."""
     path = locate_layers(model)
     layers = list(model.get_submodule(path).children())
     tokens = draw_tokens(model.config, 1, TOKENS)
@@ -143,13 +143,13 @@ def _measure(layer: nn.Module, call: Call) -> Measured:
 
 
 def _list_shared(layers: Sequence[nn.Module]) -> set[int]:
-    """Return the identities of the parameters that more than one layer has."""
+    """Return the ids of the parameters that several layers share."""
     counts = Counter(identity for layer in layers for identity in {id(p) for p in layer.parameters()})
     return {identity for identity, count in counts.items() if count > 1}
 
 
 def _leave_cut_twice(layout: LayerLayout, layer: nn.Module, shared: set[int]) -> LayerLayout:
-    """Return a layout without the modules whose linears would be cut twice: for several layers, or for two modules."""
+    """Return a layout without modules whose linears would be cut twice, because several layers or two modules use them."""
 
     def is_shared(module: AttentionLayout | FFNLayout) -> bool:
         linears = [layer.get_submodule(name) for name in (*module.producers, module.output)]
@@ -167,10 +167,10 @@ def _leave_cut_twice(layout: LayerLayout, layer: nn.Module, shared: set[int]) ->
 def _prove(
     layout: LayerLayout, measured: Measured, layers: Sequence[nn.Module], run: Callable[[], Tensor]
 ) -> LayerLayout:
-    """Return a layout without the modules whose units are none, see :func:`find_flaw`.
+    """Return a layout without the modules whose units fail the trial removal, see :func:`find_flaw`.
 
-    :param layers: all of this kind
-    :param run: gives the model's logits
+    :param layers: all layers of this kind
+    :param run: returns the model's logits
     """
     left, ffns, attention = dict(layout.left), [], layout.attention
     for ffn in layout.ffns:
@@ -188,7 +188,7 @@ def _prove(
 def _prove_attention(
     attention: AttentionLayout, measured: Measured, layers: Sequence[nn.Module], run: Callable[[], Tensor]
 ) -> tuple[AttentionLayout | None, str]:
-    """Return attention with what its channels can do, or None and why they cannot go."""
+    """Return the attention layout with its proved properties, or None and the reason why its channels cannot be removed."""
     width = getattr(measured.layer.get_submodule(attention.module), attention.width_name)
     channels = torch.arange(measured.inputs[attention.output].shape[-1])
     reached = {name: measured.couplings[name, attention.output].reached for name in attention.producers}
@@ -206,7 +206,7 @@ def _prove_attention(
 
 
 def _describe_joins(layout: LayerLayout, measured: Measured, call: Call) -> LayerLayout:
-    """Return a layout with how its modules meet the residual stream."""
+    """Return a layout with the joins of its modules with the residual stream."""
     consumers = [module.output for module in (layout.attention, *layout.ffns) if module]
     ordered = [name for name in measured.outputs if name in consumers]
     if not ordered:
@@ -219,9 +219,9 @@ def _describe_joins(layout: LayerLayout, measured: Measured, call: Call) -> Laye
 
 
 def _record_calls(model: Any, layers: list[nn.Module], tokens: Tensor) -> dict[int, Call]:
-    """Return what every layer is called with, by its position.
+    """Return the call of every layer, by its position.
 
-    :raises ValueError: they do not run in their order, each once
+    :raises ValueError: the layers do not run in their order, each once
     """
     calls: dict[int, Call] = {}
     order: list[int] = []
@@ -246,7 +246,7 @@ def _record_calls(model: Any, layers: list[nn.Module], tokens: Tensor) -> dict[i
 
 
 def describe_kind(layer: nn.Module) -> str:
-    """Return what tells one kind of layer from another: classes, shapes, and what modules keep in attributes."""
+    """Return a description that distinguishes kinds of layers: classes, shapes and attributes of modules."""
     return repr([(name, type(module).__name__, *_list_facts(module)) for name, module in layer.named_modules()])
 
 
@@ -258,5 +258,5 @@ def _list_facts(module: nn.Module) -> Iterator[Any]:
 
 
 def is_position(name: str) -> bool:
-    """Return whether an attribute of that name holds a layer's place, which is no fact about it."""
+    """Return whether an attribute of that name stores a layer's position, which does not distinguish kinds of layers."""
     return bool({"idx", "layer"} & {*name.split("_")})

@@ -1,4 +1,4 @@
-"""Joins of module outputs and the residual stream, found among the tensors of one run of a tiny layer."""
+"""Joins of module outputs with the residual stream, found among the tensors of one run of a tiny layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from struprune_plugin.model.structure.couplings import Call, is_whole, split_copies
 from struprune_plugin.model.structure.layout import Join
 
-_EXACT = 1e-4  # of the difference of two streams
+_EXACT = 1e-4  # relative to the difference of two streams
 
 
 @torch.no_grad()
@@ -21,11 +21,11 @@ def find_joins(
 ) -> dict[str, Join]:
     """Return the join of every consumer.
 
-    The output is added where a stream Y, the input of a submodule or the layer's output, is another one, R, plus the output times a
-    factor, or plus those of two consumers times one factor.
+    The output is added where a stream Y (the input of a submodule, or the layer's output) equals another stream R plus the output
+    times a factor, or plus the outputs of two consumers times one factor.
 
-    :param outputs: of the layer's linears in this call
-    :param consumers: in the order in which they compute
+    :param outputs: outputs of the layer's linears in this call
+    :param consumers: names in the order of computation
     """
     streams, last = record_streams(layer, call, len(next(iter(outputs.values()))))
     later = [*streams.values(), last]
@@ -45,7 +45,7 @@ def find_joins(
 
 
 def match_streams(streams: Mapping[str, Tensor], later: Sequence[Tensor], added: Tensor) -> tuple[str, float] | None:
-    """Return the stream to which something is added, and the factor."""
+    """Return the name of the stream to which ``added`` is added, and the factor; None where there is none."""
     energy = max(float(added.square().sum()), 1e-30)
     for name, residual in streams.items():
         for stream in later:
@@ -59,7 +59,7 @@ def match_streams(streams: Mapping[str, Tensor], later: Sequence[Tensor], added:
 
 
 def record_streams(layer: nn.Module, call: Call, length: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the inputs of a layer's submodules, its own apart where a submodule has the same, and its output."""
+    """Return the inputs of a layer's submodules by name, the layer's own input last, and the layer's output."""
     inputs: dict[str, Tensor] = {}
     results: list[Any] = []
 
@@ -77,12 +77,12 @@ def record_streams(layer: nn.Module, call: Call, length: int) -> tuple[dict[str,
         stack.callback(layer.register_forward_hook(lambda _m, _a, output: results.append(output)).remove)
         call.run(layer)
     own = inputs.pop("", None)
-    if own is not None:  # last: a submodule that reads the same tensor says more
+    if own is not None:  # last, so that a submodule that reads the same tensor is found first
         inputs[""] = own
     output = results[0][0] if isinstance(results[0], (tuple, list)) else results[0]
     return inputs, _take_first(output, length)
 
 
 def _take_first(given: Tensor, length: int) -> Tensor:
-    """Return what belongs to the first copy, shape [tokens, d]; something of another shape where that does not fit."""
+    """Return the part of the first copy, shape [tokens, d]; an empty tensor where ``given`` does not hold all copies."""
     return split_copies(given.detach(), length)[0] if is_whole(given, length) else given.new_zeros(0)

@@ -1,4 +1,4 @@
-"""The description of a model's structure: which linears of each decoder layer form units, and how they meet the residual stream."""
+"""Description of a model's structure: which linears of each decoder layer form units, and how they join the residual stream."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ Rows = Literal["", "head", "block", "channel"]
 
 @dataclass(frozen=True)
 class Join:
-    """Join of a consumer's output and the residual stream.
+    """Join of a consumer's output with the residual stream.
 
     :param residual: submodule whose input is the residual stream that the output is added to; the layer itself where empty
-    :param parallel: linear computed earlier whose output is added to the same residual stream; empty where there is none
-    :param scale: factor on the output, and on the parallel one's, when it is added
-    :param is_direct: whether the output is added as it is; else something nonlinear stands between, a norm for instance
-    :param block: of experts, and of an expert beside them that every token passes: the module whose output, which holds their sum,
-        is what is added
+    :param parallel: earlier linear whose output is added to the same residual stream; empty where there is none
+    :param scale: factor on the added output, and on the parallel linear's
+    :param is_direct: whether the output is added up to that factor; else something nonlinear lies between, a norm for instance
+    :param block: for experts, and for a shared expert beside them: the module whose output, which contains their sum, is added
     """
 
     residual: str = ""
@@ -32,20 +31,21 @@ class Join:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """The value channels, and the heads, of one attention module; names are relative to the decoder layer.
+    """Value channels and heads of one attention module; names are relative to the decoder layer.
 
     :param module: the attention module
-    :param producers: linears that make queries, keys, values and what gates them, each with the parts of its rows in order
+    :param producers: linears that produce queries, keys, values and gates, each with the parts of its rows in order
     :param output: the output projection
-    :param join: how that meets the residual stream
-    :param repeated: producers whose rows come head by head or, under grouped queries, block by block; part by part elsewhere
-    :param linears: all linears of the module, those that lose nothing too
-    :param width_name: attribute of the module that holds the width of a head's values
+    :param join: how the output joins the residual stream
+    :param repeated: producers whose rows are ordered head by head or, under grouped queries, block by block; others are ordered
+        part by part
+    :param linears: all linears of the module, including those that lose nothing
+    :param width_name: attribute of the module that stores the width of a head's values
     :param is_grouped: whether several query heads share one value head
-    :param is_plain: whether attention is the softmax of scaled products of queries and keys, without positions between
-    :param has_heads: whether whole heads meet nothing but themselves
-    :param takes_fewer_heads: whether the module, as its class has it, runs on linears of fewer heads
-    :param rotates: whether a head's values may be rotated into each other
+    :param is_plain: whether attention is the softmax of scaled products of queries and keys, without position encodings
+    :param has_heads: whether heads are coupled to no other heads, so that whole heads are units
+    :param takes_fewer_heads: whether the module's own code runs on linears of fewer heads
+    :param rotates: whether the values of a head may be rotated
     """
 
     module: str
@@ -64,13 +64,13 @@ class AttentionLayout:
 
 @dataclass(frozen=True)
 class FFNLayout:
-    """The channels of one FFN; names are relative to the decoder layer.
+    """Channels of one FFN; names are relative to the decoder layer.
 
-    :param producers: ``("ffn",)`` a linear, or ``("ffn", "ffn")`` for a fused gate and up projection; the gate comes first
+    :param producers: ``("ffn",)`` per linear, or ``("ffn", "ffn")`` for a fused gate and up projection; the gate comes first
     :param output: the linear that reads the channels
-    :param join: how that meets the residual stream
-    :param alternates: whether a fused projection's rows come channel by channel, a gate beside what it gates
-    :param activation: as transformers calls it; empty where the FFN is not ``W2 phi(W1 x)`` with one of its functions
+    :param join: how its output joins the residual stream
+    :param alternates: whether a fused projection's rows are ordered channel by channel, gate and up rows alternating
+    :param activation: its name in transformers; empty where the FFN is not ``W2 phi(W1 x)`` with a function of transformers
     """
 
     producers: Producers
@@ -86,12 +86,12 @@ class FFNLayout:
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """The channels of the experts of one mixture, once :func:`~struprune_plugin.model.experts.take_apart` has made them linears.
+    """Channels of one mixture's experts after :func:`~struprune_plugin.model.experts.take_apart` has split them into linears.
 
     :param module: the list of experts; names are relative to the decoder layer
-    :param expert: one of them; names are relative to the expert
-    :param join: how the sum of the experts meets the residual stream: where directly, the layer's output is that with the sum,
-        times a factor, added
+    :param expert: layout of one expert; names are relative to the expert
+    :param join: how the sum of the experts joins the residual stream; where it is direct, the layer's output is the residual
+        stream plus the sum times a factor
     """
 
     module: str
@@ -99,7 +99,7 @@ class ExpertsLayout:
     join: Join = Join()
 
     def place(self, index: int) -> FFNLayout:
-        """Return one expert with names relative to the decoder layer."""
+        """Return the layout of one expert with names relative to the decoder layer."""
         prefix, expert = f"{self.module}.{index}.", self.expert
         producers = {f"{prefix}{name}": parts for name, parts in expert.producers.items()}
         return FFNLayout(producers, f"{prefix}{expert.output}", self.join, expert.alternates, expert.activation)
@@ -107,12 +107,12 @@ class ExpertsLayout:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A module with all that goes from its decoder layer when its last unit goes, as its norms.
+    """Modules, such as norms, that are removed from a decoder layer together with the last unit of a module.
 
-    :param absent: modules that go, by their names in the layer: what stands for them, as
-        :func:`~struprune_plugin.export.modeling_struprune.remove_module` takes it
-    :param shared: modules that go where all other sublayers of the layer are gone, too
-    :param flaw: why it has to keep units; empty where it need not
+    :param absent: removed modules, by name in the layer, with their stand-ins, as
+        :func:`~struprune_plugin.export.modeling_struprune.remove_module` expects them
+    :param shared: modules that are also removed where all other sublayers of the layer have been removed
+    :param flaw: why the module has to keep units; empty where it need not
     """
 
     absent: Mapping[str, int] = field(default_factory=dict)
@@ -122,12 +122,12 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """The units of one kind of decoder layer.
+    """Units of one kind of decoder layer.
 
-    :param attention: None where no value channel can go
-    :param ffns: those whose channels can go, in the order in which they compute
-    :param left: linears of the layer that stay whole, each with the reason
-    :param experts: None where no channel of an expert can go
+    :param attention: None where no value channel can be removed
+    :param ffns: FFNs whose channels can be removed, in the order of computation
+    :param left: linears of the layer that are not pruned, each with the reason
+    :param experts: None where no channel of an expert can be removed
     """
 
     attention: AttentionLayout | None = None
@@ -136,7 +136,7 @@ class LayerLayout:
     experts: ExpertsLayout | None = None
 
     def list_linears(self) -> list[str]:
-        """Return the names of all linears of the modules that hold units, in an order that digests of weights hang on."""
+        """Return the names of all linears of the modules that hold units; digests of weights depend on the order."""
         attention = self.attention
         names = [*attention.producers, attention.output, *attention.linears] if attention else []
         return list(dict.fromkeys([*names, *(name for ffn in self.ffns for name in (*ffn.producers, ffn.output))]))
@@ -147,7 +147,7 @@ class Structure:
     """Removable structure of a model.
 
     :param layers: name of the list of decoder layers
-    :param kinds: of layers
+    :param kinds: layouts of the kinds of layers
     :param kind_of: the kind of each layer, an index into ``kinds``
     """
 
@@ -157,7 +157,7 @@ class Structure:
 
     @property
     def has_experts(self) -> bool:
-        """True if channels of experts can go."""
+        """True if channels of experts can be removed."""
         return any(kind.experts for kind in self.kinds)
 
     def __getitem__(self, index: int) -> LayerLayout:

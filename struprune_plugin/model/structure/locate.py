@@ -7,15 +7,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-ABSENT = "StruPruneAbsent"  # class of what stands for a module that is gone
+ABSENT = "StruPruneAbsent"  # class of the stand-in for a removed module
 
 
 def locate_layers(model: nn.Module) -> str:
-    """Return the name of the list of a model's decoder layers: of its lists on the text's way, that with the most parameters.
+    """Return the name of the list of a model's decoder layers: the list on the text path with the most parameters.
 
-    Every member of it holds a linear.
+    Every member of the list holds a linear.
 
-    :raises ValueError: there is none
+    :raises ValueError: there is no such list
     """
     with disable_onloading():
         sizes = {stack: sum(p.numel() for p in stack.parameters()) for stack in _list_stacks(find_decoder(model))}
@@ -29,13 +29,13 @@ def locate_layers(model: nn.Module) -> str:
 
 
 def find_decoder(model: nn.Module) -> nn.Module:
-    """Return what a model calls its decoder, where lists of layers are in it; else the model."""
+    """Return the module that ``get_decoder`` returns where it contains lists of layers; else the model."""
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     return decoder if decoder is not None and _list_stacks(decoder) else model
 
 
 def _list_stacks(module: nn.Module) -> list[nn.ModuleList]:
-    """Return the lists of modules that hold linears, the outermost first, but for those of parts that are not for text."""
+    """Return the outermost lists of modules that hold linears, without those of parts that do not process text."""
     if isinstance(module, nn.ModuleList) and module and all(map(_holds_linear, module)):
         return [module]
     parts = [part for part in module.children() if "text" in getattr(part, "input_modalities", "text")]
@@ -43,6 +43,6 @@ def _list_stacks(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def _holds_linear(layer: nn.Module) -> bool:
-    """Return whether a layer has a linear, or had one: whole sublayers may have gone from it."""
+    """Return whether a layer has a linear, or had one before whole sublayers were removed from it."""
     kinds = (nn.Linear, Conv1D)
     return any(isinstance(each, kinds) or type(each).__name__ == ABSENT for each in layer.modules())

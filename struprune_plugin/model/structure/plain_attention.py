@@ -1,4 +1,4 @@
-"""Test for plain attention: the softmax of scaled products of queries and keys, with nothing between."""
+"""Test for plain attention: the softmax of scaled products of queries and keys, without position encodings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from struprune_plugin.model.structure.units import Measured
 
 @torch.no_grad()
 def is_plain(measured: Measured, attention: AttentionLayout) -> bool:
-    """Compare what the output projection reads with the textbook's formula on the outputs of the producers."""
+    """Return whether the output projection's input equals the attention formula applied to the outputs of the producers."""
     if (
         attention.is_grouped
         or attention.repeated

@@ -1,4 +1,4 @@
-"""Removal of whole experts: tensors with one entry per expert, found by comparing instances with different numbers."""
+"""Removal of whole experts: tensors with one entry per expert, found by comparing instances with different numbers of experts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from struprune_plugin.model.structure.locate import locate_layers
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import build_instance, draw_tokens, find_class
 
-_WIDE, _NARROW, _KEEP = 8, 6, (0, 2, 3, 4, 6, 7)  # of two groups of four, as of one of eight, three quarters stay
-_TOLERANCE = 1e-5  # of the largest logit
+_WIDE, _NARROW, _KEEP = 8, 6, (0, 2, 3, 4, 6, 7)  # three quarters stay of two groups of four, and of one of eight
+_TOLERANCE = 1e-5  # relative to the largest logit
 _GROUPS, _GROUPS_TAKEN = ("n_group", "num_expert_group"), ("topk_group",)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
 _KNOWN: dict[str, Routing] = {}
@@ -30,11 +30,11 @@ _KNOWN: dict[str, Routing] = {}
 
 @dataclass(frozen=True)
 class Routing:
-    """Parts that go with an expert, besides its linears.
+    """Parts that are removed with an expert, besides its linears.
 
-    :param key: of the text configuration, that says how many experts a layer has
-    :param tensors: parameters and buffers of a decoder layer with an entry for every expert, each with the axis of those
-    :param counts: attributes of a layer's modules that hold the number of experts: the module's name, and theirs
+    :param key: key of the text configuration that holds the number of experts per layer
+    :param tensors: parameters and buffers of a decoder layer with one entry per expert, each with the axis of the entries
+    :param counts: (module name, attribute) of a layer's modules that store the number of experts
     """
 
     key: str
@@ -42,15 +42,15 @@ class Routing:
     counts: Sequence[tuple[str, str]]
 
     def find_block(self, layer: nn.Module, experts: str) -> str:
-        """Return the innermost module of a layer, by name, that holds a list of experts and its router; empty for the layer."""
+        """Return the name of the innermost module that holds a list of experts and its router; empty for the layer."""
         names = [experts, *(name.rpartition(".")[0] for name in self.tensors if _has(layer, name))]
         columns = zip(*(name.split(".") for name in names), strict=False)
         return ".".join(part for part, *_ in takewhile(lambda column: len({*column}) == 1, columns))
 
     def cut(self, layer: nn.Module, keep: Sequence[int]) -> Iterator[tuple[nn.Module, str, Any]]:
-        """Yield what a layer's router is to hold once only some experts are left: module, attribute, value.
+        """Yield (module, attribute, new value) of the parts of a layer's router for a subset of the experts.
 
-        :param keep: experts that stay, sorted
+        :param keep: indices of kept experts, sorted
         """
         for name, axis in self.tensors.items():
             if _has(layer, name):
@@ -64,8 +64,8 @@ class Routing:
     def drop(self, layer: nn.Module, experts: str, keep: Sequence[int]) -> None:
         """Remove whole experts from a decoder layer, with their entries in its router.
 
-        :param experts: name of the list of experts, which have been taken apart
-        :param keep: experts that stay, sorted
+        :param experts: name of the list of split experts
+        :param keep: indices of kept experts, sorted
         """
         members: Any = layer.get_submodule(experts)
         left = {str(place): members[index] for place, index in enumerate(keep)}
@@ -79,7 +79,7 @@ class Routing:
 
 
 def _find(layer: nn.Module, name: str) -> Any:
-    """Return a module of a layer; None where it has none of that name."""
+    """Return a module of a layer by name; None where there is none."""
     try:
         return layer.get_submodule(name)
     except AttributeError:
@@ -92,7 +92,7 @@ def _has(layer: nn.Module, name: str) -> bool:
 
 
 def _replace(module: nn.Module, own: str, value: Tensor) -> None:
-    """Give a module a parameter or buffer of another size, where the old one is."""
+    """Replace a module's parameter or buffer by one of another size, on the old one's device."""
     value = value.contiguous()
     if own in module._buffers:
         setattr(module, own, value)
@@ -103,13 +103,13 @@ def _replace(module: nn.Module, own: str, value: Tensor) -> None:
 
 
 def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]:
-    """Return how many experts of a layer may stay, the most first, and of how many groups of experts the same number must.
+    """Return the admissible numbers of kept experts per layer, largest first, and the number of groups of experts.
 
-    A token goes to a number of experts that all have to be there; where it chooses among groups first, every group keeps the
-    same number, at least two: it is judged by its best two.
+    At least as many experts stay as a token is routed to. Where routing selects groups first, every group keeps the same number,
+    at least two, because a group is scored by its best two experts.
 
-    :param config: of the text model
-    :raises ValueError: the number of experts a token goes to is not known
+    :param config: configuration of the text model
+    :raises ValueError: the number of experts that a token is routed to is not known
     """
     values = vars(config)
     top_k = find_first(values, _TOP_K)
@@ -125,11 +125,11 @@ def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]
 
 
 def find_routing(model: nn.Module) -> Routing:
-    """Return how whole experts of a model go; measured once per class and configuration.
+    """Return the parts of a model that are removed with whole experts; measured once per class and configuration.
 
-    An instance of fewer experts, built from the configuration, must give what an instance without the others gives.
+    An instance built with fewer experts must give the same logits as an instance from which experts were removed.
 
-    :raises ValueError: it does not, or no key of the configuration says the number
+    :raises ValueError: the logits differ, or no key of the configuration holds the number of experts
     """
     config: Any = make_dense(model.config)  # type: ignore[arg-type]
     kind, config = find_class(config, next(k for k in type(model).__mro__ if not k.__name__.startswith("StruPrune")))
@@ -138,7 +138,7 @@ def find_routing(model: nn.Module) -> Routing:
     if key not in _KNOWN:
         try:
             _KNOWN[key] = _measure(kind, small)
-        except Exception as error:  # whatever a class raises that counts on its number of experts
+        except Exception as error:  # any error of a class that relies on its number of experts
             raise ValueError(
                 f"experts: whole ones must be able to go from {config.model_type!r}, got {type(error).__name__}: {error}. "
                 "Set experts: channels."
@@ -155,7 +155,7 @@ def _measure(kind: Any, small: PreTrainedConfig) -> Routing:
     for key in sorted(keys, key=lambda name: "expert" not in name):
         try:
             wide, narrow = (_build(kind, small, key, number) for number in (_WIDE, _NARROW))
-        except Exception as error:  # another size that the key may say
+        except Exception as error:  # the key may hold another size
             problem = f"{key}: {error}"
             continue
         numbers = [{module.num_experts for _, module in get_non_linearized_moes(m)} for m in (wide, narrow)]
@@ -177,9 +177,9 @@ def _list_layers(model: Any) -> list[nn.Module]:
 
 
 def _compare(wide: Any, narrow: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return what differs between layers of two numbers of experts, as :class:`Routing` has it.
+    """Return ``tensors`` and ``counts`` of :class:`Routing`, from the differences between layers with two numbers of experts.
 
-    :raises ValueError: something that is not as long as there are experts
+    :raises ValueError: a differing tensor does not have one entry per expert
     """
     tensors, counts = dict[str, int](), dict[tuple[str, str], None]()
     for layer, other in zip(_list_layers(wide), _list_layers(narrow), strict=True):
@@ -205,9 +205,9 @@ def _compare(wide: Any, narrow: Any) -> tuple[dict[str, int], list[tuple[str, st
 
 
 def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
-    """Refuse routers that do not give, without some experts, what the class gives that never had them.
+    """Raise where a model with removed experts differs from an instance of the class built with fewer experts.
 
-    :raises ValueError: the same
+    :raises ValueError: the logits differ, or the experts do not receive the routing
     """
     tokens, given = draw_tokens(wide.config, 2, 24), set[int]()
     take_apart(wide)

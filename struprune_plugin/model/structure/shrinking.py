@@ -1,6 +1,6 @@
-"""Copies of configurations with sizes cut, by a table of the names that classes give them and a few rules.
+"""Copies of configurations with reduced sizes, by a table of the keys that classes use for sizes and a few rules.
 
-Layers, patterns, activations, scales, caps and flags stay as they are.
+Layers, patterns, activations, scales, caps and flags do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from struprune_plugin.model.structure.config_parts import (
 
 Changes = MutableMapping[str, Any]
 HIDDEN, HEADS, HEAD, WIDTH, VOCABULARY = 96, 6, 16, 112, 160
-_TABLE = {  # size that a measured number is known by -> names that classes give it
+_TABLE = {  # size in the tiny instance -> keys that classes use for it
     HIDDEN: "hidden_size d_model n_embd dim emb_dim embedding_dim model_dim dim_model out_hidden_size projector_input_dim "
     "projector_output_dim vision_output_dim hidden_size_global ext_pw_out_channel depthwise_separable_out_channel "
     "nemo_conv_channels shape_embed_dim pronunciation_embed_dim",
@@ -59,9 +59,9 @@ SIZES = {name: size for size, names in _TABLE.items() for name in names.split()}
 LAYER_KEYS = (
     "num_hidden_layers depth num_layers layers encoder_layers num_blocks conf_num_hidden_layers num_global_layers"
 )
-TOWER_SIZES = SIZES | dict.fromkeys(LAYER_KEYS.split(), 2)  # of what is not the decoder, layers go too
+TOWER_SIZES = SIZES | dict.fromkeys(LAYER_KEYS.split(), 2)  # outside the decoder, number of layers too
 TOWER_SIZES |= {"image_size": 56, "num_position_embeddings": 64, "window_size": 10**9, "chunk_size": 10**9}
-_PART = re.compile(r"(attn|attention|ffn|moe|ssm)_config$")  # dictionaries that belong to the decoder's own values
+_PART = re.compile(r"(attn|attention|ffn|moe|ssm)_config$")  # dictionaries that belong to the decoder's values
 _TOWER = re.compile(r"vision|audio|speech|image|video|encoder_config|vq_config|perceiver")
 _HIDDEN_KEYS = tuple(_TABLE[HIDDEN].split()[:8])
 _NAMES = {
@@ -80,10 +80,10 @@ _DROPOUT = re.compile(r"drop(out|layer)?(_p|_prob|_rate)?$|dropout|_pdrop$|layer
 
 
 def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy whose sizes are cut so that an instance has about 10⁵ to 10⁶ parameters.
+    """Return a copy whose sizes are reduced so that an instance has about 10⁵ to 10⁶ parameters.
 
-    Sizes differ from each other where the class allows it; those that are smaller already stay, so that shrinking twice is
-    shrinking once. Per-layer lists keep their lengths. The original is left as it is.
+    Sizes differ from each other where the class allows it. Sizes that are already smaller do not change, so that shrinking is
+    idempotent. Per-layer lists keep their lengths. The original does not change.
     """
     small = copy.deepcopy(config)
     _shrink(small, {}, {}, tower=False)
@@ -94,7 +94,7 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> None:
-    """Cut the sizes of one configuration, or of one dictionary in it, and of those inside."""
+    """Reduce the sizes of one configuration, or of one dictionary in it, and of those nested in it."""
     own = dict(list_values(node))
     old = ChainMap(own, {"model_type": getattr(node, "model_type", "")}, dict(old_outer))
     changes: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> Non
 
 
 def _cut(value: Any, size: int) -> Any:
-    """Return at most ``size``; of a list's values, the smallest at most that, and the others different from each other."""
+    """Return ``value`` limited to ``size``; in a list the smallest value is limited, and different values stay different."""
     if isinstance(value, (list, tuple)):
         few = _keep_apart({part: _cut(part, size) for part in value if isinstance(part, int)})
         return type(value)(few[part] if isinstance(part, int) else part for part in value)
@@ -129,7 +129,7 @@ def _cut(value: Any, size: int) -> Any:
 
 
 def _keep_apart(sizes: dict[int, int]) -> dict[int, int]:
-    """Return cut sizes, by the original ones, so that different ones stay so and in their order."""
+    """Return the reduced sizes, by original size, such that different sizes stay different and in order."""
     last = None
     for size in sorted(sizes):
         step = 16 if sizes[size] >= 80 else 8 if sizes[size] > 8 else 2
@@ -138,7 +138,7 @@ def _keep_apart(sizes: dict[int, int]) -> dict[int, int]:
 
 
 def _shrink_layers(node: Any, own: dict[str, Any], old: Values, new: Values) -> None:
-    """Cut what single layers have of their own (transformers' ``per_layer_config``), so that layers that differ still do."""
+    """Reduce per-layer overrides (transformers' ``per_layer_config``) such that layers with different sizes still differ."""
     layers = own["_heterogeneity_spec"].per_layer_overrides.values()
     before = [dict(layer) for layer in layers]
     for layer in layers:
@@ -156,11 +156,11 @@ def _shrink_layers(node: Any, own: dict[str, Any], old: Values, new: Values) -> 
 
 
 def _cut_heads(old: Values, new: Changes) -> None:
-    """Cut the query heads with the hidden size, and the key and value heads to as many, one, or two; make two of one head."""
+    """Reduce the query heads with the hidden size, and the KV heads to as many, one or two; raise a single head to two."""
     hidden, small = find_first(old, _HIDDEN_KEYS), find_first(new, _HIDDEN_KEYS)
-    if isinstance(old.get("hidden_dim"), int):  # the width where the hidden size is called dim
+    if isinstance(old.get("hidden_dim"), int):  # the FFN width where the hidden size is called dim
         new["hidden_dim"] = min(old["hidden_dim"], WIDTH if "dim" in old else HIDDEN)
-    if find_first(old, _HEADS_KEYS) == 1:  # of two heads it shows what is a head's
+    if find_first(old, _HEADS_KEYS) == 1:  # two heads show which rows belong to one head
         for name in (*_HEADS_KEYS, *_KV_KEYS):
             if old.get(name) == 1:
                 new[name] = 2
@@ -196,7 +196,7 @@ def _rotary_size(values: Values) -> int:
 
 
 def _cut_head_sizes(old: Values, new: Changes) -> None:
-    """Cut head sizes; one that is the sum of others, a fraction of the hidden size or of a head stays so."""
+    """Reduce head sizes; a size that is a sum of others or a fraction of the hidden size or of a head keeps that relation."""
     hidden, heads = find_first(old, _HIDDEN_KEYS), find_first(old, _HEADS_KEYS)
     rope, nope = (find_first(old, (f"qk_{part}_head_dim",)) for part in ("rope", "nope"))
     for name in ("head_dim", "qk_head_dim", "attention_head_dim"):
@@ -218,7 +218,7 @@ def _cut_head_sizes(old: Values, new: Changes) -> None:
 
 
 def _cut_state_space(old: Values, new: Changes) -> None:
-    """Cut the heads of state-space layers to what the expanded hidden size is made of, and those of linear attention."""
+    """Reduce the heads of state-space layers to match the expanded hidden size, and the heads of linear attention."""
     hidden, small = find_first(old, _HIDDEN_KEYS), find_first(new, _HIDDEN_KEYS)
     keys, values = old.get("linear_num_key_heads"), old.get("linear_num_value_heads")
     if keys and values:
@@ -237,7 +237,7 @@ def _cut_state_space(old: Values, new: Changes) -> None:
 
 
 def _cut_experts(old: Values, new: Changes) -> None:
-    """Cut groups of experts to two of three, one of them taken, where there are several."""
+    """Reduce grouped routing to at most two groups of experts, of which one is selected."""
     for name, few in (("n_group", 2), ("num_expert_group", 2), ("topk_group", 1)):
         if isinstance(old.get(name), int):
             new[name] = min(old[name], few)
@@ -246,7 +246,7 @@ def _cut_experts(old: Values, new: Changes) -> None:
 
 
 def _cut_rest(old: Values, new: Changes) -> None:
-    """Set dropouts to zero; keep lists of a tower's layers inside its layers."""
+    """Set dropouts to zero; clamp lists of a tower's layer indices to its reduced number of layers."""
     for name, value in old.items():
         if _DROPOUT.search(name) and isinstance(value, float):
             new[name] = 0.0
@@ -256,7 +256,7 @@ def _cut_rest(old: Values, new: Changes) -> None:
 
 
 def _cut_rope(rope: dict[str, Any], scale: float) -> None:
-    """Cut the per-frequency lists of rope parameters, which may be held per kind of layer."""
+    """Reduce the per-frequency lists of rope parameters, which may be nested per kind of layer."""
     for name, value in rope.items():
         if isinstance(value, dict):
             _cut_rope(value, scale)

@@ -13,7 +13,7 @@ from struprune_plugin.model.structure.shrinking import shrink_config
 
 
 def find_auto_class(config: PreTrainedConfig) -> Any:
-    """Return the auto class that loads a checkpoint whole: of a wrapper around a text decoder, and images, the wrapper."""
+    """Return the auto class that loads a whole checkpoint: for a wrapper around a text decoder and images, the wrapper's."""
     known = [
         auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping
     ]
@@ -31,9 +31,9 @@ def _list_classes(auto: Any, config: PreTrainedConfig) -> list[Any]:
 
 
 def find_class(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> tuple[Any, PreTrainedConfig]:
-    """Return the class that :func:`find_auto_class` makes of a configuration, and the (part of the) configuration it takes.
+    """Return the class that :func:`find_auto_class` instantiates from a configuration, and the configuration (part) it takes.
 
-    :param kind: the class, where it is known, as for code that is not transformers' own
+    :param kind: the class where it is known, for instance of custom code outside transformers
     :raises ValueError: no class is known
     """
     if kind is None:
@@ -53,22 +53,22 @@ def build_tiny(config: PreTrainedConfig, seed: int = 0, kind: type[PreTrainedMod
     """Build a random instance of a configuration's class with the sizes of :func:`shrink_config`.
 
     Float32, on the CPU, in eval mode, with eager attention. Norms, biases, gates and the like vary around their initial
-    values, so that nothing is zero or one by chance of initialisation. Torch's random state is left as it was found.
+    values, so that nothing is zero or one by chance of initialisation. Torch's random state does not change.
 
-    :param seed: of the weights
-    :param kind: as :func:`find_class` takes it
+    :param seed: random seed of the weights
+    :param kind: as in :func:`find_class`
     :raises ValueError: as :func:`find_class` does
     """
     return build_instance(*find_class(shrink_config(config), kind), seed)
 
 
 def build_instance(kind: Any, small: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Build an instance as :func:`build_tiny` does, of a configuration whose sizes are small already."""
+    """Build an instance as :func:`build_tiny` does, from a configuration whose sizes are already small."""
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        torch.use_deterministic_algorithms(True, warn_only=True)  # what a class leaves uninitialised becomes NaN
+        torch.use_deterministic_algorithms(True, warn_only=True)  # uninitialised memory becomes NaN
         try:
             model = kind._from_config(small, **options)
         finally:
@@ -78,9 +78,9 @@ def build_instance(kind: Any, small: PreTrainedConfig, seed: int = 0) -> PreTrai
 
 
 def draw_tokens(config: PreTrainedConfig, rows: int, length: int, seed: int = 0) -> Tensor:
-    """Return random ids for an instance, shape [rows, length], int64, none of them that of padding, an image or the like.
+    """Return random token ids for an instance, shape [rows, length], int64, without special tokens (padding, image and so on).
 
-    :param config: of the instance
+    :param config: configuration of the instance
     """
     values = [(name, value) for part in walk_parts(config) for name, value in vars(part).items()]
     found = [value if isinstance(value, list) else [value] for name, value in values if SPECIAL_TOKEN.search(name)]
@@ -91,7 +91,7 @@ def draw_tokens(config: PreTrainedConfig, rows: int, length: int, seed: int = 0)
 
 @torch.no_grad()
 def _vary(model: nn.Module) -> None:
-    """Draw the weights of linears and the like anew, of unit scale; move other parameters a little."""
+    """Redraw the weights of linears and similar modules at unit scale; add a little noise to other parameters."""
     linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -108,7 +108,7 @@ def _vary(model: nn.Module) -> None:
 
 
 def _is_random(values: Tensor) -> bool:
-    """Return whether initial values are zero or noise around zero, not a pattern."""
+    """Return whether initial values are zero or noise around zero, and not a pattern."""
     return values.numel() == 0 or (abs(values.mean().item()) <= 0.1 and values.abs().max().item() <= 6.0)
 
 

@@ -1,4 +1,4 @@
-"""The proof that units are units: without their rows, a tiny model gives what it gives without their columns alone."""
+"""Trial removal of units: a tiny model without their rows must give the same logits as without only their columns."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from struprune_plugin.model.structure.layout import Part
 
-_CLOSE = 1e-5  # of the largest logit
+_CLOSE = 1e-5  # relative to the largest logit
 
 
 @dataclass(frozen=True)
 class Trial:
-    """About a third of the units of one module.
+    """Trial removal of about a third of the units of one module.
 
     :param consumer: the linear that loses columns
-    :param columns: those, indices
-    :param rows: that go with them, indices by producer
-    :param slices: whether linears without them fit the module as it is
+    :param columns: indices of these columns
+    :param rows: indices of the rows removed with them, by producer
+    :param slices: whether the module is also run with sliced linears
     """
 
     consumer: str
@@ -32,9 +32,9 @@ class Trial:
 
 
 def make_trial(consumer: str, reached: Mapping[str, Tensor], columns: Tensor, slices: bool) -> Trial:
-    """Return a trial: with columns go the rows that reach them and no others.
+    """Return a trial that removes columns and the rows that reach these columns and no others.
 
-    :param reached: what the rows of every producer reach of the consumer's columns, shape [rows, columns], bool
+    :param reached: per producer, whether a row reaches a column of the consumer, shape [rows, columns], bool
     """
     gone = torch.zeros(next(iter(reached.values())).shape[1], dtype=torch.bool)
     gone[columns] = True
@@ -44,10 +44,10 @@ def make_trial(consumer: str, reached: Mapping[str, Tensor], columns: Tensor, sl
 
 @torch.no_grad()
 def find_flaw(layers: Sequence[nn.Module], trial: Trial, run: Callable[[], Tensor]) -> str:
-    """Return what is wrong with the units of one module; nothing where they are units.
+    """Return why the units of one module are not removable; empty where they are.
 
-    :param layers: that have the module
-    :param run: gives the model's logits
+    :param layers: layers that have the module
+    :param run: returns the model's logits
     """
     with _change(layers, trial, zero_rows=False):
         wanted = run()
@@ -58,7 +58,7 @@ def find_flaw(layers: Sequence[nn.Module], trial: Trial, run: Callable[[], Tenso
     try:
         with _slice(layers, trial):
             return _compare(run(), wanted, "without its rows the module gives something else")
-    except Exception as error:  # whatever a module raises that counts on its width
+    except Exception as error:  # any error of a module that relies on its width
         return f"the module does not take another width ({type(error).__name__})"
 
 
@@ -70,12 +70,12 @@ def mixes(
     matrix: Tensor,
     run: Callable[[], Tensor],
 ) -> bool:
-    """Return whether a model stays the same when the channels of every head are mixed by an orthogonal matrix.
+    """Return whether a model's logits do not change when the channels of every head are mixed by an orthogonal matrix.
 
-    A permutation shows that channels can stand at each other's place; any other, that values may be rotated.
+    A permutation shows that channels are interchangeable; any other matrix shows that values may be rotated.
 
     :param consumer: the linear that reads the channels, head by head
-    :param rows: that make them, as :func:`~struprune_plugin.model.structure.units.list_channel_rows` returns them
+    :param rows: rows that produce them, as :func:`~struprune_plugin.model.structure.units.list_channel_rows` returns them
     :param matrix: shape [width, width]
     """
     wanted, columns = run(), torch.arange(_view(layers[0].get_submodule(consumer)).shape[1]).view(-1, len(matrix))
@@ -98,13 +98,13 @@ def _compare(given: Tensor, wanted: Tensor, problem: str) -> str:
 
 
 def _view(linear: Any) -> Tensor:
-    """Return a linear's weights, shape [rows, columns]; transposed modules hold them the other way."""
+    """Return a view of a linear's weights, shape [rows, columns]; Conv1D stores them transposed."""
     return linear.weight.data if isinstance(linear, nn.Linear) else linear.weight.data.mT
 
 
 @contextmanager
 def _change(layers: Sequence[nn.Module], trial: Trial, zero_rows: bool) -> Iterator[None]:
-    """Set a consumer's columns to zero, and where asked for the producers' rows."""
+    """Set a consumer's columns to zero, and the producers' rows where ``zero_rows``."""
     with _keep(layers, (trial.consumer, *trial.rows)):
         for layer in layers:
             _view(layer.get_submodule(trial.consumer))[:, trial.columns] = 0
@@ -118,7 +118,7 @@ def _change(layers: Sequence[nn.Module], trial: Trial, zero_rows: bool) -> Itera
 
 @contextmanager
 def _keep(layers: Sequence[nn.Module], names: Sequence[str]) -> Iterator[None]:
-    """Restore the present weights of linears when the block ends."""
+    """Restore the present weights of linears on exit."""
     linears: list[Any] = [layer.get_submodule(name) for layer in layers for name in names]
     before = [{name: p.data.clone() for name, p in linear.named_parameters(recurse=False)} for linear in linears]
     try:
@@ -131,7 +131,7 @@ def _keep(layers: Sequence[nn.Module], names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _slice(layers: Sequence[nn.Module], trial: Trial) -> Iterator[None]:
-    """Remove columns from the consumer and rows from the producers."""
+    """Remove columns from the consumer and rows from the producers inside the block."""
     changes: list[tuple[Any, dict[str, Any]]] = []
     for layer in layers:
         for name in (trial.consumer, *trial.rows):

@@ -1,4 +1,4 @@
-"""Read units off the measured couplings of a decoder layer's linears."""
+"""Units of a decoder layer, derived from the measured couplings of its linears."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from struprune_plugin.model.structure.couplings import Coupling, list_linears
 from struprune_plugin.model.structure.layout import AttentionLayout, FFNLayout, LayerLayout, Part, Rows
 
 _ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2", "tanh", "sigmoid")
-_MOST = 0.6  # of the columns
+_MOST = 0.6  # fraction of the columns
 _WIDTH_NAMES = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
 
 
@@ -24,9 +24,9 @@ class Measured:
     """Measurements of one run of a tiny layer.
 
     :param layer: the layer
-    :param inputs: of the linears that are called once, in order, by name
-    :param outputs: theirs
-    :param couplings: by (producer, consumer)
+    :param inputs: inputs of the linears that are called once, in order, by name
+    :param outputs: outputs of the same linears
+    :param couplings: couplings by (producer, consumer)
     """
 
     layer: nn.Module
@@ -36,13 +36,13 @@ class Measured:
 
     @property
     def layer_linears(self) -> list[str]:
-        """The linears that see every token once, in the order of the layer's modules."""
+        """Names of the linears that see every token once, in the order of the layer's modules."""
         return [name for name in list_linears(self.layer) if name in self.inputs]
 
     def reach(self, consumer: str) -> dict[str, Coupling]:
-        """Return the linears of which some row reaches only a part of a consumer's columns.
+        """Return the linears that have a row which reaches only a part of a consumer's columns.
 
-        Others reach it through the residual stream or a norm, but for the columns that an activation holds at zero.
+        Others reach it through the residual stream or a norm, and so all columns but those that an activation holds at zero.
         """
         found = {first: coupling for (first, second), coupling in self.couplings.items() if second == consumer}
         shares = {name: coupling.reached.float().mean(1) for name, coupling in found.items()}
@@ -50,7 +50,7 @@ class Measured:
 
 
 def read_units(measured: Measured) -> LayerLayout:
-    """Return the units of a layer, without how its modules meet the residual stream."""
+    """Return the units of a layer, without the joins of its modules with the residual stream."""
     attentions, ffns, left = list[AttentionLayout](), list[FFNLayout](), dict[str, str]()
     for consumer in dict.fromkeys(second for _, second in measured.couplings):
         ffn = _read_ffn(measured, consumer)
@@ -61,13 +61,13 @@ def read_units(measured: Measured) -> LayerLayout:
             attentions.append(values)
         elif reason := _explain(measured, consumer):
             left[consumer] = reason
-    attentions.sort(key=lambda attention: not attention.rotates)  # else a state-space mixer would do
+    attentions.sort(key=lambda attention: not attention.rotates)  # prefer attention to a state-space mixer
     left |= {other.output: "another module of the layer has values" for other in attentions[1:]}
     return LayerLayout(next(iter(attentions), None), tuple(ffns), left)
 
 
 def _explain(measured: Measured, consumer: str) -> str:
-    """Return why no units were found; empty where the consumer reads the residual stream, which keeps its width."""
+    """Return the reason why no units were found; empty where the consumer reads the residual stream, which keeps its width."""
     thin = measured.reach(consumer)
     if not thin:
         return ""
@@ -80,7 +80,7 @@ def _explain(measured: Measured, consumer: str) -> str:
 
 
 def _read_ffn(measured: Measured, consumer: str) -> FFNLayout | None:
-    """Return the FFN that a linear closes: every column depends on the same few rows, of the same token, and on no others."""
+    """Return the FFN that ends in a linear: each column depends on its own one or two rows per producer, of the same token only."""
     thin = measured.reach(consumer)
     columns = measured.inputs[consumer].shape[-1]
     producers: dict[str, tuple[Part, ...]] = {}
@@ -101,7 +101,7 @@ def _read_ffn(measured: Measured, consumer: str) -> FFNLayout | None:
 
 
 def _find_activation(measured: Measured, ffn: FFNLayout) -> FFNLayout:
-    """Return an FFN with its gate first and the name of its activation, where it is one of transformers'."""
+    """Return an FFN with its gate first and the name of its activation where transformers has the function."""
     parts = [
         (name, part)
         for name, kinds in ffn.producers.items()
@@ -126,7 +126,7 @@ def _split(rows: Tensor, count: int, alternates: bool) -> tuple[Tensor, ...]:
 
 
 def _list_activations(layer: nn.Module) -> list[str]:
-    """Return the names of activations that a layer's configuration speaks of, and the usual ones."""
+    """Return the names of activations in the layer's configuration, and the usual ones."""
     configs = [vars(module).get("config") for module in layer.modules()]
     values = [value for config in configs if config is not None for value in vars(config).values()]
     named = [value for value in values if isinstance(value, str) and value in ACT2FN]
@@ -137,7 +137,7 @@ def _list_activations(layer: nn.Module) -> list[str]:
 
 
 def _read_values(measured: Measured, consumer: str) -> AttentionLayout | None:
-    """Return the attention that a linear closes: some rows each reach, at later tokens, one column of every head of a group."""
+    """Return the attention that ends in a linear: value rows each reach, at later tokens, one column per head of a group."""
     thin, columns = measured.reach(consumer), measured.inputs[consumer].shape[-1]
     owners = dict.fromkeys(name.rpartition(".")[0] for name in (consumer, *thin))
     for module_name, width_name, width in (
@@ -173,8 +173,8 @@ def _read_values(measured: Measured, consumer: str) -> AttentionLayout | None:
 def _find_shared(
     measured: Measured, consumer: str, labels: Mapping[str, list[tuple[str, int, int]]], heads: int
 ) -> dict[str, list[tuple[str, int, int]]]:
-    """Return the labels of keys that all heads share, whose rows reach every column, and of a single head's queries; they lie
-    beside the linear that makes the values, and are as wide as one head's queries."""
+    """Return the labels of keys that all heads share, whose rows reach every column, and of a single head's queries; their linears
+    lie in the module of the linear that produces the values, and are as wide as one head's queries."""
     beside = {name.rpartition(".")[0] for name, rows in labels.items() if rows[0][0] == "value"}
     parts = {label for rows in labels.values() for label, *_ in rows}
     wide = {len(rows) // heads for rows in labels.values() if {label for label, *_ in rows} == {"query"}}
@@ -194,16 +194,16 @@ def _find_shared(
 
 
 def _list_widths(module: Any) -> list[tuple[str, int]]:
-    """Return the attributes of an attention module that may be the width of a head's values."""
+    """Return (name, value) of an attention module's attributes that may be the width of a head's values."""
     known = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
     names = [*(name for name in _WIDTH_NAMES if name in known), *(name for name in known if "head" in name)]
     return [(name, known[name]) for name in dict.fromkeys(names)]
 
 
 def _label_rows(coupling: Coupling, repeats: int, width: int) -> list[tuple[str, int, int]]:
-    """Return for every row (part, value head or head, channel): of queries and keys, which couple channels, the part alone.
+    """Return (part, value head or head, channel) per row; rows of queries and keys, which couple channels, have only the part.
 
-    What a query row changes is of its own token; a key is seen by later ones.
+    A query row changes only its own token; a key row changes later tokens, too.
     """
     labels = []
     for reached, later in zip(coupling.reached, coupling.later, strict=True):
@@ -222,9 +222,9 @@ def _label_rows(coupling: Coupling, repeats: int, width: int) -> list[tuple[str,
 
 
 def list_channel_rows(measured: Measured, attention: AttentionLayout, width: int) -> list[tuple[str, Part, Tensor]]:
-    """Return the rows of every producer that make values or gates, channel by channel.
+    """Return the rows of every producer that produce values or gates, channel by channel.
 
-    :param width: of a head's values
+    :param width: width of a head's values
     :return: (producer, part, indices of shape [heads or value heads, width])
     """
     found: list[tuple[str, Part, Tensor]] = []
@@ -243,7 +243,7 @@ def list_channel_rows(measured: Measured, attention: AttentionLayout, width: int
 def _lay_out(
     labels: Mapping[str, list[tuple[str, int, int]]], heads: int, repeats: int, width: int
 ) -> tuple[dict[str, tuple[Part, ...]], dict[str, Rows]] | None:
-    """Return the parts of the producers and how their rows repeat; None where the rows of the values do not fit."""
+    """Return the parts of the producers and how their rows repeat; None where the value rows do not cover all channels."""
     blocks = heads // repeats
     values = [label for rows in labels.values() for label in rows if label[0] == "value"]
     if sorted(label[1:] for label in values) != [(b, c) for b in range(blocks) for c in range(width)]:
@@ -261,7 +261,7 @@ def _lay_out(
 def _fit_rows(
     rows: list[tuple[str, int, int]], heads: int, repeats: int, width: int
 ) -> tuple[tuple[Part, ...], Rows] | None:
-    """Return the parts of one producer in the order of its rows, and how they repeat; None where they follow no order."""
+    """Return the parts of one producer in the order of its rows, and how they repeat; None where the rows have no known order."""
     blocks = heads // repeats
     for repeat, runs in (("", 1), ("block", blocks), ("head", heads)):
         if len(rows) % runs:
@@ -277,12 +277,12 @@ def _fit_rows(
 
 
 def _find_segments(rows: list[tuple[str, int, int]]) -> list[tuple[str, int]]:
-    """Return the runs of rows of one kind."""
+    """Return (part, length) of the runs of rows with the same part."""
     return [(label, len(list(group))) for label, group in itertools.groupby(label for label, *_ in rows)]
 
 
 def _count_up(rows: list[tuple[str, int, int]], width: int) -> bool:
-    """Return whether the channels of every part come in order."""
+    """Return whether the channels of every part are in order."""
     for part in ("value", "gate"):
         places = [head * width + channel for label, head, channel in rows if label == part]
         if places != list(range(len(places))):

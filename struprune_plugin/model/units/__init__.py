@@ -1,11 +1,11 @@
-"""Find the coupled units of every decoder layer.
+"""Coupled units of every decoder layer.
 
-A *unit* is the smallest thing that can go: an FFN channel, an attention head (under grouped-query attention a KV head
+A *unit* is the smallest removable structure: an FFN channel, an attention head (under grouped-query attention a KV head
 with its query heads), or one value channel of one value head. A *group* is all units of one module that share a
-consuming linear: the linear whose input columns go with them (``fc2``, ``o_proj``). Its producing linears lose the
+consuming linear: the linear whose input columns are removed with them (``fc2``, ``o_proj``). Its producing linears lose the
 matching output rows.
 
-Everything outside the model's rooms sees the consumer's columns in *unit order*: those of one unit side by side.
+All code outside ``struprune_plugin.model`` sees the consumer's columns in *unit order*: the columns of one unit are adjacent.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def find_groups(
     ignore: Sequence[str] = (),
     prune_experts: bool = False,
 ) -> list[UnitGroup]:
-    """Find the groups of coupled units to prune, in the order in which the model computes them, those beside experts last.
+    """Return the groups of coupled units to prune, in the order in which the model computes them, those beside experts last.
 
-    :param attention_unit: ``head`` (method.md section 1), ``value_channels`` (the same number from every head) or
+    :param attention_unit: ``head`` (method.md section 1), ``value_channels`` (the same number per head) or
         ``none``
-    :param targets: names of consuming linears, exact or ``re:<pattern>``, as in the host's recipes
-    :param ignore: the same, for those to leave alone
-    :param prune_experts: whether channels of experts go; the experts have been taken apart
+    :param targets: names of consuming linears, exact or ``re:<pattern>``, as in llm-compressor's recipes
+    :param ignore: the same, for linears that are not pruned
+    :param prune_experts: whether channels of experts are pruned; the experts have been split
     :raises ValueError: unsupported architecture; a target or the whole choice matches nothing
     """
     groups = []
     layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
     kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn else []), *([EXPERT] if prune_experts else [])]
     for index, ((layer, layout), (name, _)) in enumerate(layers):
-        costs: dict[str, int] = {}  # of a unit: experts of a layer are alike
+        costs: dict[str, int] = {}  # per unit: experts of a layer are alike
         found = [group for kind in kinds for group in kind.describe(layout, layer)]
         for group in sort_groups(found):
             key = group.experts or group.consumer
@@ -76,7 +76,7 @@ def find_groups(
 
 
 def sort_groups(groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-    """Return groups in the order in which they are pruned: layer by layer, attention, FFNs, experts, and what is beside these."""
+    """Return groups in pruning order: layer by layer; in a layer attention, FFNs, experts, shared experts beside these."""
 
     def rank(group: UnitGroup) -> tuple[int, bool, bool, bool]:
         is_beside = bool(group.join.block) and not group.experts
@@ -86,7 +86,7 @@ def sort_groups(groups: Sequence[UnitGroup]) -> list[UnitGroup]:
 
 
 def list_head_weights(layer: nn.Module, layout: LayerLayout) -> list[Tensor]:
-    """Return all weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per head.
+    """Return the weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per head.
 
     Under grouped-query attention a head is a KV head with its query heads.
     """

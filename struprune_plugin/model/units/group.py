@@ -1,4 +1,4 @@
-"""A group of coupled units, and what a kind of units has to say of itself."""
+"""Group of coupled units, and the interface of a kind of units."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from struprune_plugin.model.structure.layout import Join, LayerLayout, Part, Pro
 
 
 class UnitKind(ABC):
-    """One kind of units; adding a kind means adding one of these.
+    """Kind of units; a new kind is a new subclass.
 
-    :cvar name: in recipes and manifests
-    :cvar is_ffn: whether units are of the FFN, else of attention; groups of one module kind are allocated together
-    :cvar solve_copies: float64 Gram matrices alive together in the worst solve, float32 ones counted half
+    :cvar name: name in recipes and manifests
+    :cvar is_ffn: whether units belong to the FFN, else to attention; groups of one module kind are allocated together
+    :cvar solve_copies: number of float64 Gram matrices alive at the same time in the worst solve, float32 ones counted half
     """
 
     name: ClassVar[str]
@@ -28,57 +28,57 @@ class UnitKind(ABC):
 
     @abstractmethod
     def describe(self, layout: LayerLayout, layer: nn.Module) -> Iterable[UnitGroup]:
-        """Give the groups of a layer, without its place in the model."""
+        """Yield the groups of a layer, without the layer's position in the model."""
 
     @abstractmethod
     def find_owners(self, group: UnitGroup, part: Part) -> Tensor:
-        """Return the unit that every row of one part of a producer belongs to, -1 where it always stays.
+        """Return the unit that every row of one part of a producer belongs to, -1 for rows that are never removed.
 
         :return: shape [heads, rows of one head], or [1, rows] for the FFN
         """
 
     def resize_rows(self, group: UnitGroup, num_units: int) -> Mapping[Part, int]:
-        """Return the rows of one part of a head when the group has another number of units."""
+        """Return the number of rows per part of a head when the group has another number of units."""
         return group.part_rows
 
     def update_counts(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:  # noqa: B027 - the FFN has none
-        """Let the attention module know how many units its linears now hold."""
+        """Update the attention module's attributes to the number of units that its linears now hold."""
 
     def count_heads(self, group: UnitGroup, num_units: int) -> int:
-        """Return the heads that read and write values when a group has that many units; 0 in the FFN."""
+        """Return the number of heads that read and write values when a group has ``num_units`` units; 0 for the FFN."""
         return 0
 
 
 @dataclass(frozen=True)
 class UnitGroup:
-    """The coupled units of one module of one decoder layer, its linears, and how its output joins the residual stream.
+    """Coupled units of one module of one decoder layer, its linears, and how its output joins the residual stream.
 
     Names of linears and submodules are relative to the layer.
 
     :param unit: the kind of the units
-    :param producers: linears that lose rows, each with the parts of which its rows consist
-    :param consumer: the linear that loses the columns
+    :param producers: linears that lose rows, each with the parts of its rows in order
+    :param consumer: the linear that loses columns
     :param join: how the consumer's output joins the residual stream
-    :param name: full name of the consuming linear; what recipes target and messages name
+    :param name: full name of the consuming linear, used by targets in recipes and in messages
     :param layer_index: position of the decoder layer
     :param layer_name: full name of the decoder layer
-    :param num_units: units now present
+    :param num_units: number of present units
     :param unit_cost: parameters that removing one unit frees
-    :param num_blocks: equal runs of units that keep the same number each: the value heads for value channels, else 1
-    :param columns_per_unit: input columns of the consumer that belong to one unit
-    :param repeats: for value channels, query heads that share one value head; else 1
-    :param heads_per_block: query heads that share one value head
-    :param part_rows: rows of one part: of one value head and the query heads that share it; empty for the FFN
-    :param repeated: producers whose rows come head by head, block by block or channel by channel, not part by part
+    :param num_blocks: number of equal runs of units that each keep the same number: the value heads for value channels, else 1
+    :param columns_per_unit: number of the consumer's input columns per unit
+    :param repeats: for value channels, number of query heads that share one value head; else 1
+    :param heads_per_block: number of query heads that share one value head
+    :param part_rows: number of rows per part, for one value head and the query heads that share it; empty for the FFN
+    :param repeated: producers whose rows are ordered head by head, block by block or channel by channel, not part by part
     :param rotates: whether the units of a block may be rotated into each other first
-    :param activation: of an FFN, as transformers calls it; empty where it is none of its
-    :param attention: the attention module; empty for the FFN
-    :param experts: the list of experts that the module is one of; empty elsewhere
-    :param all_tokens: whether the statistics of the module count the tokens of all experts beside it
-    :param tie: groups of one tie keep the same number of units; empty where a group's number is its own
-    :param sublayer: what goes with the last unit; None where one stays
-    :param rest: parameters that go with it beside the units
-    :param query_key: the linears that make queries and keys, where no positions are rotated in between; empty else
+    :param activation: for an FFN, the activation's name in transformers; empty where transformers does not have it
+    :param attention: name of the attention module; empty for the FFN
+    :param experts: name of the list of experts that contains the module; empty elsewhere
+    :param all_tokens: whether the statistics of an expert count the tokens of all experts of its list
+    :param tie: groups with the same tie keep the same number of units; empty where a group's number is independent
+    :param sublayer: modules removed with the last unit; None where at least one unit stays
+    :param rest: number of parameters removed with ``sublayer`` besides the units
+    :param query_key: linears that produce queries and keys, where no position encoding lies in between; else empty
     """
 
     unit: UnitKind
@@ -116,7 +116,7 @@ class UnitGroup:
 
     @property
     def output_name(self) -> str:
-        """Full name of the module whose output an error of this one is felt in: its consumer, or the list of its experts."""
+        """Full name of the module whose output error is measured: the consumer, or the list of experts."""
         return f"{self.layer_name}.{self.experts}" if self.experts else self.name
 
     @property
@@ -129,7 +129,7 @@ class UnitGroup:
         return int(self.consumer.removeprefix(f"{self.experts}.").partition(".")[0])
 
     def find_row_owners(self, producer: str) -> Tensor:
-        """Return the unit that every row of a producing linear belongs to, -1 where it always stays, shape [rows]."""
+        """Return the unit that every row of a producing linear belongs to, -1 for rows that are never removed, shape [rows]."""
         owners = [self.unit.find_owners(self, part) for part in self.producers[producer]]
         repeated = self.repeated.get(producer, "")
         if repeated:
@@ -138,11 +138,11 @@ class UnitGroup:
         return torch.cat([owner.flatten() for owner in owners])
 
     def count_rows(self, producer: str) -> int:
-        """Return the rows of a producing linear that go with one unit."""
+        """Return the number of rows of a producing linear per unit."""
         return int((self.find_row_owners(producer) == 0).sum())
 
     def find_kept_rows(self, producer: str, keep: Tensor) -> Tensor:
-        """Return the rows of a producing linear that stay with the kept units, sorted, shape [kept rows]."""
+        """Return the row indices of a producing linear that stay with the kept units, sorted, shape [kept rows]."""
         owners = self.find_row_owners(producer)
         stays = torch.zeros(self.num_units + 1, dtype=torch.bool)  # the last entry stands for owner -1
         stays[keep.cpu()] = stays[-1] = True
@@ -153,13 +153,13 @@ class UnitGroup:
         return replace(self, num_units=num_units, part_rows=self.unit.resize_rows(self, num_units))
 
     def to_unit_order(self, columns: Tensor) -> Tensor:
-        """Bring consumer columns (the last dimension) from the module's order to unit order."""
+        """Return consumer columns (the last dimension) reordered from the module's order to unit order."""
         if self.repeats == 1:
             return columns
         return columns.unflatten(-1, (self.num_blocks, self.repeats, -1)).transpose(-1, -2).flatten(-3)
 
     def to_module_order(self, columns: Tensor) -> Tensor:
-        """Bring consumer columns (the last dimension), of all or of the kept units, back to the module's order."""
+        """Return consumer columns (the last dimension), of all or of the kept units, reordered to the module's order."""
         if self.repeats == 1:
             return columns
         return columns.unflatten(-1, (self.num_blocks, -1, self.repeats)).transpose(-1, -2).flatten(-3)
@@ -171,7 +171,7 @@ def select_groups(groups: Sequence[UnitGroup], layer_name: str) -> list[UnitGrou
 
 
 def count_unit_parameters(layer: nn.Module, group: UnitGroup) -> int:
-    """Count the parameters that go with one unit: its rows with their biases, and its columns."""
+    """Return the number of parameters per unit: its rows with their biases, and its columns."""
     count = group.columns_per_unit * find_linear(layer, group.consumer).out_features
     for name in group.producers:
         producer = find_linear(layer, name)

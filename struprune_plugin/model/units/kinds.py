@@ -1,4 +1,4 @@
-"""The kinds of units: FFN channels, those of experts, whole attention heads, value channels."""
+"""Kinds of units: FFN channels, channels of experts, whole attention heads, value channels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from struprune_plugin.model.units.group import UnitGroup, UnitKind
 
 
 class FFNChannel(UnitKind):
-    """A row of every producing linear and a column of the consuming one."""
+    """FFN channel: the rows of every producing linear and the column of the consuming linear that belong to it."""
 
     name = "ffn"
     is_ffn = True
@@ -37,7 +37,7 @@ class FFNChannel(UnitKind):
 
 
 class ExpertChannel(FFNChannel):
-    """The same of one expert of a mixture, whose experts have been taken apart."""
+    """FFN channel of one expert of a mixture whose experts have been split."""
 
     name = "experts"
 
@@ -59,7 +59,7 @@ class ExpertChannel(FFNChannel):
 
 
 class Head(UnitKind):
-    """A whole attention head: under grouped-query attention a KV head with its query heads."""
+    """Attention head; under grouped-query attention a KV head with its query heads."""
 
     name = "head"
 
@@ -81,7 +81,10 @@ class Head(UnitKind):
 
 
 class ValueChannel(UnitKind):
-    """The same number from every value head, with the columns of all query heads that share it, and the rows that gate it."""
+    """Value channel, with its columns in all query heads that share the value head, and the rows that gate it.
+
+    Every value head keeps the same number of channels.
+    """
 
     name = "value_channels"
     solve_copies = 17
@@ -132,9 +135,9 @@ class ValueChannel(UnitKind):
 
 
 def describe_padding(group: UnitGroup) -> tuple[dict[str, dict], dict]:
-    """Return what linears of values that lose channels need to know, so that stock attention sees heads of the dense width.
+    """Return the padding of linears that lose value channels, with which stock attention sees heads of the dense width.
 
-    :return: (by producer, of the consumer): ``outer`` runs of ``segments``, each (count, kept width, dense width)
+    :return: (padding by producer, padding of the consumer): ``outer`` runs of ``segments``, each (count, kept width, dense width)
     """
     width, blocks, heads = group.part_rows["value"], group.num_blocks, group.num_blocks * group.heads_per_block
     counts = {"value": blocks, "gate": heads}

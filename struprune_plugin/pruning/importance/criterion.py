@@ -1,4 +1,4 @@
-"""The contract of an importance: how the units of one group are ranked. A file in this folder is one method, or two alike."""
+"""Base class of an importance, which ranks the units of one group. A file in this folder is one method, or two alike."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from struprune_plugin.storage.registry import Config, Registry
 class Ranking:
     """Inputs of an importance.
 
-    :param module: not yet sliced
-    :param moments: of the group's consumer, inputs in unit order
-    :param damped: the same, damped; weighed by the sensitivity for an importance that eliminates
-    :param sparsity: asked of the whole model
-    :param dampening_frac: of all but the closing solve
+    :param module: module before slicing
+    :param moments: moments of the group's consumer, inputs in unit order
+    :param damped: the same, damped; weighted by the sensitivity for an importance that eliminates
+    :param sparsity: sparsity asked of the whole model
+    :param dampening_frac: dampening of every solve but the closing one
     """
 
     module: ModuleView
@@ -41,17 +41,17 @@ class Ranking:
         return self.module.group
 
 
-Order = tuple[Tensor, Tensor]  # units, first removed first, at least those asked for; the score of every unit
+Order = tuple[Tensor, Tensor]  # removal order of at least the requested units; score of every unit
 
 
 class Importance(Config):
     """Base class of a ranking of units.
 
-    :cvar eliminates: whether it removes units one by one on damped moments: the sensitivity then weighs them, and values may
+    :cvar eliminates: whether it removes units one by one on damped moments: the sensitivity then weights them, and values may
         be rotated
-    :cvar gradients: whether it needs :attr:`Sensitivity.saliency`, which :meth:`measure` finds
+    :cvar gradients: whether it needs :attr:`Sensitivity.saliency`, which :meth:`measure` computes
     :cvar keeps_budget: whether it works under a memory budget
-    :cvar aims: whether scores depend on the sparsity that is asked for
+    :cvar aims: whether scores depend on the requested sparsity
     :cvar takes_experts: whether it ranks channels of experts
     """
 
@@ -63,7 +63,7 @@ class Importance(Config):
     method: str
 
     def rank(self, ranking: Ranking, num_remove: int) -> Order:
-        """Return the units, first removed first, at least ``num_remove`` of them, and every unit's score; lowest goes first."""
+        """Return the removal order of at least ``num_remove`` units, lowest score first, and every unit's score."""
         group = ranking.group
         dense = ranking.module.read_dense()
         columns = unit_columns(torch.arange(group.num_units, device=dense.device), group.columns_per_unit)
@@ -74,20 +74,20 @@ class Importance(Config):
         """Return the score of every unit, shape [units], float64.
 
         :param dense: the consumer's weights, shape [d, n + 1], bias last
-        :param columns: of every unit, shape [units, columns_per_unit], int64
+        :param columns: columns of every unit, shape [units, columns_per_unit], int64
         """
         raise NotImplementedError
 
     def measure(
         self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup]
     ) -> dict[str, Tensor]:
-        """Return every unit's saliency in the whole dense model, by group name, where :attr:`gradients` says so."""
+        """Return every unit's saliency in the whole dense model, by group name; required if :attr:`gradients` is set."""
         raise NotImplementedError
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        """Refuse a model that the method is not defined for.
+        """Raise if the method is not defined for a model.
 
-        :raises ValueError: the same
+        :raises ValueError: the method is not defined for it
         """
 
 
@@ -95,11 +95,11 @@ IMPORTANCES: Registry[Importance] = Registry(Importance)
 
 
 def sum_columns(per_column: Tensor, columns: Tensor, producer_rows: Iterable[Tensor] = ()) -> Tensor:
-    """Return the sum over every unit's columns, and over the rows that go with it, shape [units].
+    """Return the sum over every unit's columns and producer rows, shape [units].
 
     :param per_column: shape [n]
     :param columns: shape [units, columns_per_unit], int64
-    :param producer_rows: what every unit's rows come to, one tensor of shape [units] per producing linear
+    :param producer_rows: sum over every unit's rows, one tensor of shape [units] per producing linear
     """
     found = per_column[columns].sum(1)
     return found + sum((rows.to(found.dtype) for rows in producer_rows), torch.zeros_like(found))

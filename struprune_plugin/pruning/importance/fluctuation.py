@@ -1,4 +1,4 @@
-"""``fluctuation``: how much a unit's inputs vary about their mean."""
+"""``fluctuation``: variance of a unit's inputs about their mean."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Fluctuation(Importance):
 def score_fluctuation(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) -> Tensor:
     """Score units by ``sum_i Var_t(x_it) * ||W_:i||_2^2``.
 
-    What a unit gives on average a bias can give in its place; that is what a least-squares solve with bias does.
+    A bias can replace the mean of a unit's output, as a least-squares solve with bias does.
     Source: FLAP (An et al. 2024), Eq. 5, the weighted input feature variance. Differs from the source: scores of different
-    modules are not standardised against each other, for a rule of allocation spreads the budget over modules.
+    modules are not standardised against each other, because an allocation rule spreads the budget over modules.
 
-    :param moments: of the consuming linear
-    :param weight: of the consuming linear, shape [d, n]
+    :param moments: moments of the consuming linear
+    :param weight: weight of the consuming linear, shape [d, n]
     :param unit_columns: shape [units, columns_per_unit], int64
     :return: shape [units], float64, at least 0
     """

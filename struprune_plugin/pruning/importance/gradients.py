@@ -1,4 +1,4 @@
-"""Importances read off gradients of the whole dense model's loss at its linears, batch by batch."""
+"""Importances from gradients of the whole dense model's loss at its linears, batch by batch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from struprune_plugin.runtime.distributed import gather, sum_over_ranks
 
 @dataclass(frozen=True)
 class LinearGradient:
-    """One linear in one backward pass.
+    """Activations and gradient of one linear in one backward pass.
 
-    :param group: that the linear belongs to
-    :param name: in the layer
+    :param group: group that the linear belongs to
+    :param name: name in the layer
     :param inputs: shape [batch, sequence, n]
     :param outputs: shape [batch, sequence, rows]
-    :param gradient: of the summed loss, at the inputs of a consumer where these were asked for, else at the outputs
+    :param gradient: gradient of the summed loss, at the inputs of a consumer if requested, else at the outputs
     """
 
     group: UnitGroup
@@ -42,9 +42,9 @@ class LinearGradient:
 
 
 class GradientImportance(Importance):
-    """An importance that is measured before anything is pruned: every linear's sum over all batches, counted by units.
+    """Importance that is measured before pruning: sums of every linear over all batches, aggregated by unit.
 
-    :cvar at_consumer_inputs: take the gradient at the consumers' inputs; at their outputs else
+    :cvar at_consumer_inputs: whether the gradient is taken at the consumers' inputs instead of their outputs
     """
 
     gradients: ClassVar[bool] = True
@@ -84,16 +84,15 @@ class GradientImportance(Importance):
         return scores
 
     def count_held_bytes(self, linear: nn.Linear) -> int:
-        """Return the bytes of what is held of a linear from batch to batch, where they count."""
+        """Return the bytes that are held of a linear between batches, 0 if negligible."""
         return 0
 
     def find_terms(self, part: LinearGradient) -> Iterable[Tensor]:
-        """Return what one batch adds to the sum of a linear."""
+        """Return the terms that one batch adds to the sum of a linear."""
         raise NotImplementedError
 
     def weigh(self, linear: nn.Linear, total: Tensor) -> Tensor:
-        """Return what the sum of a linear says of its weights, shape [rows, n]; or of a consumer's columns alone, [n], and
-        a producer's rows, [rows]."""
+        """Return the saliency of a linear's weights, [rows, n], or of a consumer's columns, [n], and a producer's rows, [rows]."""
         return total
 
     def finish(self, scores: Tensor) -> Tensor:
@@ -104,7 +103,7 @@ class GradientImportance(Importance):
 def _sum_units(group: UnitGroup, weighed: dict[str, Tensor]) -> Tensor:
     """Return the sum over all rows and columns of every unit, shape [units], float64.
 
-    :param weighed: of every linear of the group, by name, as :meth:`GradientImportance.weigh` returns it
+    :param weighed: saliency of every linear of the group, by name, as :meth:`GradientImportance.weigh` returns it
     """
     consumer = weighed[group.consumer]
     consumer = group.to_unit_order(consumer if consumer.dim() == 1 else consumer.sum(0)).double()
@@ -115,14 +114,14 @@ def _sum_units(group: UnitGroup, weighed: dict[str, Tensor]) -> Tensor:
 
 
 def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, method: str, extra_bytes: int = 0) -> None:
-    """Refuse gradients of a model that, with its activations, exceeds the free memory.
+    """Raise if a model and its activations exceed the free memory.
 
-    Weights once, and per layer and token about 34 hidden sizes of activations plus the attention maps, and the logits
-    three times, all in the model's dtype or float32.
+    Counts the weights once in the model's dtype and, in float32, about 34 hidden sizes of activations per layer and token plus
+    the attention maps, and the logits three times.
 
-    :param method: for the message
-    :param extra_bytes: that the method holds besides
-    :raises ValueError: the estimate and what is free
+    :param method: name of the method in the message
+    :param extra_bytes: bytes that the method holds besides
+    :raises ValueError: the memory is too small; the message states the estimate and the free memory
     """
     batch, length = batch_shape
     config = model.config.get_text_config(decoder=True)
@@ -145,11 +144,11 @@ def visit_gradients(
     progress: str,
     at_consumer_inputs: bool = False,
 ) -> Iterator[tuple[int, list[LinearGradient]]]:
-    """Run the model forth and back on every batch; give (tokens predicted, every linear's gradient).
+    """Yield (number of predicted tokens, every linear's gradient) after a forward and backward pass on each batch.
 
-    The loss is next-token cross entropy, summed, padding left out. Only activations get gradients; weights collect none.
+    The loss is next-token cross entropy, summed, without padding. Only activations get gradients; weights do not.
 
-    :param at_consumer_inputs: take the gradient at the consumers' inputs; at their outputs else
+    :param at_consumer_inputs: whether the gradient is taken at the consumers' inputs instead of their outputs
     """
     linears = {
         (group.name, name): (group, find_linear(model.get_submodule(group.layer_name), name))
@@ -183,11 +182,11 @@ def visit_gradients(
 
 
 def _find_loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the summed next-token cross entropy, and over how many tokens."""
+    """Return the summed next-token cross entropy and the number of its tokens."""
     mask = batch.get("attention_mask")
     labels = batch["input_ids"] if mask is None else batch["input_ids"].masked_fill(mask == 0, -100)
     labels = labels[:, 1:]
     logits = model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).logits[:, :-1].float()
     labels = labels.to(logits.device).flatten()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")  # a mean is the batch's
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")  # a mean is per batch
     return loss, int((labels != -100).sum())

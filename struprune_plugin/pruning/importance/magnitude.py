@@ -30,11 +30,11 @@ class Magnitude(Importance):
 
 
 def score_magnitude(weight: Tensor, unit_columns: Tensor, producer_rows: Sequence[Tensor]) -> Tensor:
-    """Score units by ``sum |W|`` over all rows and columns that go with them.
+    """Score units by ``sum |W|`` over all of their rows and columns.
 
     Source: paper, table "Other structured methods".
 
-    :param weight: of the consuming linear, shape [d, n]
+    :param weight: weight of the consuming linear, shape [d, n]
     :param unit_columns: shape [units, columns_per_unit], int64
     :param producer_rows: l1 norm of every unit's rows, one tensor of shape [units] per producing linear
     :return: shape [units], float64

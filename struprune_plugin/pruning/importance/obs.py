@@ -1,4 +1,4 @@
-"""``obs``: units are eliminated one by one, each the one whose loss the others make up best."""
+"""``obs``: backward elimination of units, each time the one whose removal the others compensate best."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OBS(Importance):
     method: Literal["obs"] = "obs"
 
     def rank(self, ranking: Ranking, num_remove: int) -> Order:
-        """Return the order of elimination; units that stay get the score infinity."""
+        """Return the order of elimination and every unit's score; kept units have the score infinity."""
         group = ranking.group
         elimination = eliminate_units(ranking.damped, group.columns_per_unit, group.name, group.num_blocks, num_remove)
         scores = elimination.increase.new_full((group.num_units,), torch.inf)

@@ -16,7 +16,7 @@ from struprune_plugin.pruning.importance.gradients import GradientImportance, Li
 class Taylor(GradientImportance):
     """``sum |w * dloss/dw|`` over all rows and columns of a unit.
 
-    Source: LLM-Pruner (Ma et al. 2023), Eq. 5, first order, elements summed over a group. Holds a gradient per weight of the
+    Source: LLM-Pruner (Ma et al. 2023), Eq. 5, first order, elements summed over a group. Holds one gradient per weight of the
     linears to prune, in float32.
     """
 

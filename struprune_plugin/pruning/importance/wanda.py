@@ -38,8 +38,8 @@ def score_wanda(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) ->
 
     Source: paper, Algorithms 2 and 3, step 3 (``||W_i x_i||_1`` averaged over samples).
 
-    :param moments: of the consuming linear
-    :param weight: of the consuming linear, shape [d, n]
+    :param moments: moments of the consuming linear
+    :param weight: weight of the consuming linear, shape [d, n]
     :param unit_columns: columns of every unit, shape [units, columns_per_unit], int64
     :return: shape [units], float64, at least 0
     """

@@ -186,7 +186,7 @@ def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float,
     """
     total = sum(group.num_parameters for group in groups)
     removed = total - sum(group.find_cost(count) for group, count in zip(groups, kept, strict=True))
-    allowed = slack or max(group.step * group.unit_cost for group in groups)
+    allowed = max(group.step * group.unit_cost for group in groups) if slack is None else slack
     if abs(removed - share * total) > allowed:
         raise ValueError(
             f"width_multiple: must let the modules remove {share * total:,.0f} parameters to within {allowed:,}, got "

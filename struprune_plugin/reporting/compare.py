@@ -101,7 +101,7 @@ def format_comparison(found: Mapping[str, Any], every: bool = False) -> list[Any
         if every or any(share < 1 for share in told["alike"].values()) or len(told["alike"]) < len(outputs)
     ]
     if modules:
-        parts.append(Table(["kept units (shared with the first)", *outputs], modules))
+        parts.append(Table(["kept units (overlap with the first: intersection over union)", *outputs], modules))
     if left_out := len(found["modules"]) - len(modules):
         parts.append(f"{left_out} module{'s' if left_out > 1 else ''} the same in all")
     if not found["same_dense_model"]:

@@ -257,7 +257,7 @@ def test_compare_shows_where_outputs_differ(made, opt, tmp_path, capsys):
         shared = len(first[module] & second[module]) / len(first[module] | second[module])
         assert told["alike"][str(other)] == pytest.approx(shared)
     assert cli.main(["compare", str(made), str(other)]) == 0
-    assert "kept units (shared with the first)" in capsys.readouterr().out
+    assert "kept units (overlap with the first: intersection over union)" in capsys.readouterr().out
 
 
 def test_compare_leaves_out_what_is_alike(made, out, capsys):

@@ -545,7 +545,7 @@ def test_recipes_run(opt, tmp_path):
     run_oneshot(str(opt), str(recipe), output_dir=str(tmp_path / "out"))
     manifest = read_manifest(tmp_path / "out")
     assert abs(manifest.budget.met_sparsity - 0.3) < 0.005
-    assert manifest.recovery.settings["weights"] == "all"
+    assert manifest.recovery.settings["adapters"]["rank"] == 8
 
 
 def test_prune_recover_quantise_in_one_recipe(opt, tmp_path):

@@ -42,6 +42,7 @@ _OVER_COUNTED = 2.5  # rough ratio of a run's time to that of its operations at 
 _WIDTHS = ("hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _PROMPT, _REPEATS = 256, 15
+_SAMPLES = (16, 16)  # sequences of the sensitivity and of the allocation, by default
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,9 @@ def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload)
         pruned = AutoModelForCausalLM.from_pretrained(f"{scratch}/out", dtype=torch.float32)
     layers, hidden = shapes.config.num_hidden_layers, shapes.config.hidden_size
     prefill, decode = _measure_speed(dense.float(), pruned, layers)
-    here = _count_work(dense, shapes.config, small.work, _LAYERS)
-    there = _count_work(shapes.model, shapes.config, work, layers)
+    samples = (modifier.sensitivity_samples or _SAMPLES[0], getattr(modifier.allocation, "samples", _SAMPLES[1]))
+    here = _count_work(dense, shapes.config, small.work, _LAYERS, samples)
+    there = _count_work(shapes.model, shapes.config, work, layers, samples)
     parts = _split_seconds({stage.name: stage.seconds for stage in stages}, seconds)
     memory = _count_memory(hidden, widest, work)
     memory /= _count_memory(dense.config.hidden_size, widest / small.divisor, small.work)
@@ -240,17 +242,22 @@ def _split_seconds(stages: dict[str, float], whole: float) -> dict[str, float]:
     return {**parts, "passes": passes, "rest": max(whole - inside, 0.0)}
 
 
-def _count_work(model: nn.Module, config: Any, work: Workload, layers: int) -> dict[str, float]:
-    """Return operation counts by kind of work, for a model with ``layers`` layers."""
+def _count_work(
+    model: nn.Module, config: Any, work: Workload, layers: int, samples: tuple[int, int] = _SAMPLES
+) -> dict[str, float]:
+    """Return operation counts by kind of work, for a model with ``layers`` layers.
+
+    :param samples: sequences of the sensitivity and of the allocation
+    """
     modules = [module for _, layer in find_decoder_layers(model) for module in layer.modules()]
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     body = float(sum(m.in_features * m.out_features for m in linears))
     inner = [float(m.in_features) for m in linears if m.out_features == config.hidden_size]
     head = float(config.vocab_size * config.hidden_size)
     tokens = float(work.num_samples * work.seq_length)
-    sensed = float(min(16, work.num_samples) * work.seq_length)
+    sensed = float(min(samples[0], work.num_samples) * work.seq_length)
     widest = max(inner, default=1.0)
-    allotted = min(tokens, max(16.0 * work.seq_length, 4.0 * widest))
+    allotted = min(tokens, max(float(samples[1] * work.seq_length), 4.0 * widest))
     maps = 4.0 * work.seq_length * config.hidden_size * layers
     gram = sum(n * (n + config.hidden_size) for n in inner)
     solves = sum(n**3 + 4 * n * n * config.hidden_size for n in inner)

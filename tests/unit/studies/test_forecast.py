@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.models import make_dataset, run_oneshot, save_model, save_opt, save_wide_opt
+from helpers.models import make_dataset, make_opt, run_oneshot, save_model, save_opt, save_wide_opt
 from transformers import AutoModelForCausalLM, Cohere2Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from struprune_plugin import read_manifest
@@ -18,7 +18,7 @@ from struprune_plugin.recipes.shipped import find_default, list_recipes
 from struprune_plugin.reporting.tables import measure_cache_bytes, measure_weight_bytes
 from struprune_plugin.studies import probe
 from struprune_plugin.studies.plan import Fit, choose_fit, list_engines
-from struprune_plugin.studies.probe import Workload, _choose_probe
+from struprune_plugin.studies.probe import Workload, _choose_probe, _count_work
 from struprune_plugin.studies.sizes import Shapes, outline_run, read_shapes
 
 SMALL = ["--num-samples", "8", "--seq-length", "32"]
@@ -243,3 +243,12 @@ def test_a_configuration_that_nobody_meant_is_refused(tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     assert cli.main(["plan", str(folder), "--no-probe"]) == 2
     assert "num_hidden_layers must be in [1, 4096]" in capsys.readouterr().err
+
+
+def test_work_grows_with_the_samples_of_the_effort():
+    model = make_opt()
+    few = _count_work(model, model.config, Workload(128, 64, 8), 3)
+    more = _count_work(model, model.config, Workload(128, 64, 8), 3, (64, 64))
+    assert more["sensitivity"] == 4 * few["sensitivity"]
+    assert more["allocate"] > few["allocate"]
+    assert (more["solve"], more["passes"]) == (few["solve"], few["passes"])

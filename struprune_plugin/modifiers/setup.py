@@ -271,7 +271,8 @@ def place_run(
         if is_unable and not strict:
             return WHOLE
         if is_unable:
-            raise ValueError(f"memory_budget: must be left out for {name}, which keeps none. Leave one out.")
+            preset = " (effort: best sets it; null leaves it out)" if name == "ffn_tuning" else ""
+            raise ValueError(f"memory_budget: must be left out for {name}{preset}, which keeps none. Leave one out.")
     sizes = read_sizes(model, groups, next(iter(loader))["input_ids"].shape)
     hold_out = not together and modifier.dampening_frac == "auto"
     demands = Demands(together, hold_out, modifier.sensitivity_samples is not None)

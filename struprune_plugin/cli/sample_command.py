@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.cli.options import Device, Dtype, Model, Overwrite, Seed, check_names, option, prepare, whole
 
@@ -22,7 +20,6 @@ class Sampling:
     tokens: Annotated[int, whole("tokens to write")] = 200_000
     length: Annotated[int, whole("tokens per text", low=2)] = 256
     batch_size: Annotated[int, whole("texts that are sampled together")] = 64
-    temperature: Annotated[float, typer.Option(metavar="T", help="temperature of the distribution", min=0.01)] = 1.0
     seed: Seed = 0
     dtype: Dtype = "auto"
     overwrite: Overwrite = False
@@ -46,9 +43,7 @@ def sample(model: Model, sampling: Sampling, screen: Screen) -> None:
         raise ValueError(f"--output: must be a new file, {sampling.output} exists. Choose another, or add --overwrite.")
     loaded, tokenizer = load_checkpoint(model, sampling.dtype)
     began, count = time.perf_counter(), -(-sampling.tokens // sampling.length)
-    windows = sample_windows(
-        *(loaded, tokenizer, count, sampling.length, sampling.batch_size, sampling.temperature, sampling.seed)
-    )
+    windows = sample_windows(loaded, tokenizer, count, sampling.length, sampling.batch_size, sampling.seed)
     lines = [json.dumps({"text": write_window(tokenizer, window)}) for window in windows]
     write_whole(sampling.output, "".join(f"{line}\n" for line in lines))
     seconds = time.perf_counter() - began

@@ -20,7 +20,6 @@ def sample_windows(
     num_windows: int,
     length: int,
     batch_size: int = 64,
-    temperature: float = 1.0,
     seed: int = 0,
 ) -> Tensor:
     """Return token windows that a model samples from its own distribution.
@@ -31,7 +30,6 @@ def sample_windows(
 
     :param length: tokens per window, including the initial ones
     :param batch_size: windows that are sampled together
-    :param temperature: temperature of the distribution
     :param seed: seed of the first tokens and of the sampling
     :return: shape [num_windows, length], int64, on the host
     :raises ValueError: ``length`` does not exceed the initial tokens
@@ -43,9 +41,7 @@ def sample_windows(
         )
     own = num_windows // 2 if 0 < len(turn) < length else 0  # windows that begin as a user's turn
     starts = [_draw_starts(tokenizer, before, num_windows - own, seed), torch.tensor([turn]).expand(own, -1)]
-    config = GenerationConfig(
-        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=0, max_length=length
-    )
+    config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, max_length=length)
     bar = tqdm(total=num_windows, desc="sampling text")
     devices = [] if model.device.type in ("cpu", "mps") else [model.device]
     kinds = []

@@ -45,6 +45,7 @@ from struprune_plugin.recovery.states import TrainedStates, list_trained
 from struprune_plugin.recovery.step import Stepper
 from struprune_plugin.reporting.tables import format_table
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.offload_plan import MAX_LOGITS
 from struprune_plugin.storage.files import format_bytes
 
 TEXTS = {"wikitext2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
@@ -236,23 +237,26 @@ def measure_steps(work: Work, pruned: Path, repeats: int) -> dict[str, Any]:
         _make_step(model, samples, context, resident=False)()
     peaks["under one layer"] = peak[0]
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    with _train_all(model):
-        peaks["ordinary loop"] = weights + count_live_bytes(_make_plain_step(model, samples))
-        model.zero_grad()
-        runs["ordinary loop"] = _make_plain_step(model, samples)
-        seconds = time_side_by_side(runs, repeats)
+    seconds: dict[str, float] = {}
+    for name, embeddings in (("ordinary loop", False), ("ordinary loop, embeddings too", True)):
+        with _train_all(model, embeddings):
+            peaks[name] = weights + count_live_bytes(_make_plain_step(model, samples))
+            model.zero_grad()
+            seconds |= time_side_by_side({**runs, name: _make_plain_step(model, samples)}, repeats)
     layer = max(sum(p.numel() * 4 for p in layer.parameters()) for _, layer in find_decoder_layers(model))
     return {"seconds": seconds, "peak_bytes": peaks, "layer_bytes": layer, "model_bytes": weights}
 
 
 class _train_all:  # used as a function
-    """Let all weights of a model collect gradients while the block lasts."""
+    """Let the weights of a model collect gradients while the block lasts, embeddings and head only on request."""
 
-    def __init__(self, model: PreTrainedModel):
-        self._model = model
+    def __init__(self, model: PreTrainedModel, embeddings: bool):
+        self._model, self._embeddings = model, embeddings
 
     def __enter__(self) -> None:
         self._model.requires_grad_(True)
+        for ends in (self._model.get_input_embeddings(), self._model.get_output_embeddings()):
+            ends.requires_grad_(self._embeddings)
 
     def __exit__(self, *_: object) -> None:
         self._model.requires_grad_(False)
@@ -262,7 +266,8 @@ class _train_all:  # used as a function
 def _make_step(
     model: PreTrainedModel, samples: list[Sample], context: DeviceContext, resident: bool
 ) -> Callable[[], object]:
-    runner = LayerwiseRunner(model, context, CPU, torch.float32, ahead=False, vocabulary=1024)
+    vocabulary = MAX_LOGITS // len(samples[0].tokens) if resident else 1024
+    runner = LayerwiseRunner(model, context, CPU, torch.float32, ahead=False, vocabulary=vocabulary)
     with context.on_host():
         states = TrainedStates(list_trained(runner, "all"), Optimizer())
     config = RecoveryConfig(memory="model" if resident else "layer")

@@ -3,7 +3,7 @@
     python -m eval.recovery --model MODEL --data DATA --tokens 400000 --output results/recovery
     python -m eval.recovery --model MODEL --data DATA --only steps --output results/recovery
     python -m eval.recovery --model MODEL --pruned ours=FOLDER,FASP=FOLDER --data DATA --train books_train.jsonl \
-        --items ITEMS --rows "LoRA, KL" --zeroshot --only curves --output results/recovery
+        --items ITEMS --rows "LoRA, KL" --only curves --output results/recovery
 
 DATA holds the texts to train on (--train, in equal parts), to calibrate on and to score. MODEL is pruned once by the default,
 unless --pruned names folders, and recovered anew for every row. Finished rows are read back, not computed again, and a row that
@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from eval.account import count_memory
 from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model, identify_text
 from eval.measure import count_live_bytes, count_own_seconds, time_side_by_side
-from eval.zeroshot import METRICS, TASKS, format_scores, identify_tasks, score_tasks
 from struprune_plugin import RecoveryModifier, StruPruneModifier, oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, tokenize_texts
@@ -50,22 +49,16 @@ from struprune_plugin.storage.files import format_bytes
 
 TEXTS = {"wikitext2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 TRAINING = "books_train.jsonl,wikitext2_valid.jsonl"
-ITEMS = (
-    "hellaswag.jsonl",
-    "piqa.jsonl",
-)  # of a zero-shot task each: their questions with the right answers are a text, too
+ITEMS = ("hellaswag.jsonl", "piqa.jsonl")  # zero-shot items, whose questions with the right answers are a text
 ROWS: dict[str, dict[str, Any]] = {
     "LoRA, cross entropy": {"adapters": {}, "loss": {"cross_entropy": 1.0}},
     "LoRA but on values, cross entropy": {  # FASP leaves zeros in value channels, which must stay
         "adapters": {"targets": [r"re:.*((?<!\.v)_proj|\.fc\d)$"]},
         "loss": {"cross_entropy": 1.0},
     },
-    "LoRA of rank 32, cross entropy": {"adapters": {"rank": 32, "alpha": 64.0}, "loss": {"cross_entropy": 1.0}},
     "full, cross entropy": {"loss": {"cross_entropy": 1.0}},
     "LoRA, KL": {"adapters": {}, "loss": {"kl": 1.0}},
-    "LoRA, KL + cross entropy": {"adapters": {}, "loss": {"kl": 1.0, "cross_entropy": 1.0}},
     "full, KL": {"loss": {"kl": 1.0}},
-    "full, KL + cross entropy": {"loss": {"kl": 1.0, "cross_entropy": 1.0}},
     "full, KL + hidden": {"loss": {"kl": 1.0, "hidden": 1.0}},
 }
 CPU = torch.device("cpu")
@@ -92,7 +85,6 @@ class Work:
     items: Path | None
     learning_rate: float | None
     checkpoint_steps: int
-    zeroshot: bool
     keep: bool
 
     @property
@@ -115,9 +107,8 @@ class Work:
         told |= {name: getattr(self, name) for name in ("batch_size", "compute", "memory", "points", "learning_rate")}
         texts += [str(self.items / name) for name in ITEMS] if self.items else []
         return {
-            "code": describe_code(Path(__file__), EVAL / "ledger.py", EVAL / "zeroshot.py"),
+            "code": describe_code(Path(__file__), EVAL / "ledger.py"),
             "model": identify_model(self.model),
-            "tasks": identify_tasks(tuple(TASKS) if self.zeroshot else ()),
             "texts": [identify_text(text) for text in texts],
             **told,
         }
@@ -125,7 +116,10 @@ class Work:
 
 def prune(work: Work) -> Path:
     """Return the folder of the model that the default prunes, made where it is not there."""
-    folder = work.output / f"pruned-{digest_text(json.dumps(work.describe(), sort_keys=True))}"
+    told = {name: getattr(work, name) for name in ("sparsity", "window", "num_samples")}
+    told |= {"model": identify_model(work.model), "text": identify_text(str(work.calibration))}
+    told["code"] = describe_code(Path(__file__))
+    folder = work.output / f"pruned-{digest_text(json.dumps(told, sort_keys=True))}"
     if not folder.is_dir():
         tokenizer = AutoTokenizer.from_pretrained(work.model)
         dataset = make_calibration_dataset(work.calibration, tokenizer, work.num_samples, work.window)
@@ -182,7 +176,7 @@ def recover(work: Work, pruned: Path, name: str, fields: dict[str, Any]) -> dict
     oneshot(
         model=str(pruned),
         recipe=modifier,
-        output_dir=folder if work.zeroshot or work.keep else None,
+        output_dir=folder if work.keep else None,
         tokenizer=work.model,
         checkpoint_dir=folder.with_name(f"checkpoint-{folder.name}"),
     )
@@ -199,8 +193,7 @@ def recover(work: Work, pruned: Path, name: str, fields: dict[str, Any]) -> dict
     ]
     best = next(i for i, row in enumerate(record["holdout"]) if row["step"] == record["best_step"])
     told = {"steps": record["steps"], "best": best, "curve": curve, "stage_seconds": record["seconds"]}
-    told["perplexity"] = {name: curve[best][name] for name in watched}
-    return {**told, "zeroshot": score_folder(folder)} if work.zeroshot else told
+    return {**told, "perplexity": {name: curve[best][name] for name in watched}}
 
 
 def score_dense(work: Work) -> dict[str, Any]:
@@ -208,11 +201,6 @@ def score_dense(work: Work) -> dict[str, Any]:
     model, _ = load_checkpoint(work.model, "auto")
     texts = {name: torch.cat([sample.tokens for sample in samples]) for name, samples in read_watched(work).items()}
     return {"perplexity": {name: measure_perplexity(model, text, work.window) for name, text in texts.items()}}
-
-
-def score_folder(folder: Path) -> dict[str, dict[str, float]]:
-    """Return the zero-shot scores of a model."""
-    return score_tasks(*load_checkpoint(str(folder), "auto"), list(TASKS))
 
 
 def find_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -313,12 +301,6 @@ def format_curves(rows: dict[str, dict[str, Any]], dense: dict[str, float]) -> s
     return format_table(header, lines)
 
 
-def format_zeroshot(rows: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return the table of accuracies, plain and normalised by length."""
-    lines = [[name, *(cell for task in TASKS for cell in format_scores(row[task]))] for name, row in rows.items()]
-    return format_table(["row", *(f"{task}, {metric}" for task in TASKS for metric in METRICS)], lines)
-
-
 def format_steps(told: dict[str, Any]) -> str:
     """Return the table of what a step costs."""
     plain = told["seconds"]["ordinary loop"]
@@ -346,7 +328,7 @@ def read_folders(given: str) -> dict[str, Path]:
 
 
 def finish_rows(ledger: Ledger, work: Work, folders: dict[str, Path], names: list[str]) -> dict[str, Any]:
-    """Finish every row on every pruned model, and the zero-shot scores of the dense, pruned and recovered ones."""
+    """Finish every row on every pruned model, and the dense model's perplexities."""
     began, curves = work.describe(), {}
     told = {"dense": ledger.finish("dense", began, partial(score_dense, work))["perplexity"]}
     for method, pruned in folders.items():
@@ -354,18 +336,7 @@ def finish_rows(ledger: Ledger, work: Work, folders: dict[str, Path], names: lis
             how = {**began, "pruned": identify_model(str(pruned)), "fields": ROWS[name]}
             key = f"{method} | {name}"
             curves[key] = ledger.finish(key, how, partial(recover, work, pruned, key, ROWS[name]))
-    told["curves"] = curves
-    if not work.zeroshot:
-        return told
-    scores = {}
-    for name, folder in {"dense": Path(work.model), **folders}.items():
-        how = {"code": began["code"], "model": identify_model(str(folder)), "tasks": began["tasks"]}
-        scores[name] = ledger.finish(f"{name}, zero-shot", how, partial(_score, folder))["zeroshot"]
-    return {**told, "zeroshot": scores | {key: row["zeroshot"] for key, row in curves.items()}}
-
-
-def _score(folder: Path) -> dict[str, Any]:
-    return {"zeroshot": score_folder(folder)}
+    return {**told, "curves": curves}
 
 
 def main() -> None:
@@ -389,7 +360,6 @@ def main() -> None:
     parser.add_argument("--only", default="curves,steps", help="parts of the report")
     parser.add_argument("--checkpoint-steps", type=int, default=10, help="steps between checkpoints of a row")
     parser.add_argument("--keep", action="store_true", help="keep the recovered models in OUTPUT, too")
-    parser.add_argument("--zeroshot", action="store_true", help="score tasks on all models, and keep recovered ones")
     parser.add_argument("--rows", default=";".join(ROWS), help="separated by semicolons")
     parser.add_argument("--repeats", type=int, default=5, help="of a step that is timed")
     parser.add_argument("--output", type=Path, required=True, help="folder for the files")
@@ -408,7 +378,6 @@ def main() -> None:
         if "curves" in only:
             told |= finish_rows(ledger, work, folders, names)
             parts.append(format_curves(told["curves"], told["dense"]))
-            parts += [format_zeroshot(told["zeroshot"])] if work.zeroshot else []
         if "steps" in only:
             pruned = next(iter(folders.values()))
             how = {**work.describe(), "pruned": identify_model(str(pruned)), "repeats": repeats}

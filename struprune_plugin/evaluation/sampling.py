@@ -32,12 +32,14 @@ def sample_windows(
     :param batch_size: windows that are sampled together
     :param seed: seed of the first tokens and of the sampling
     :return: shape [num_windows, length], int64, on the host
-    :raises ValueError: ``length`` does not exceed the initial tokens
+    :raises ValueError: ``length`` does not exceed the initial tokens, or exceeds the model's positions
     """
     turn, before = _find_user_turn(tokenizer), tokenizer("")["input_ids"]
-    if length <= len(before) + 1:
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or length
+    if not len(before) + 1 < length <= positions:
         raise ValueError(
-            f"seq_length: must be above {len(before) + 1} tokens, with which a sampled window begins, got {length}. Raise it."
+            f"seq_length: must be above the {len(before) + 1} tokens with which a sampled window begins, and at most the model's "
+            f"{positions} positions, got {length}. Change it (--length of struprune sample)."
         )
     own = num_windows // 2 if 0 < len(turn) < length else 0  # windows that begin as a user's turn
     starts = [_draw_starts(tokenizer, before, num_windows - own, seed), torch.tensor([turn]).expand(own, -1)]

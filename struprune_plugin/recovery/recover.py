@@ -130,8 +130,8 @@ class Recovery:
         """Return the manifest's record. Adapters have been merged and rounded to the model's dtype."""
         curve = run.curve
         told: dict[str, Any] = {
-            "trained_parameters": sum(value.numel() for value in run.parameters.values()),
-            "state_bytes": run.state_bytes,
+            "trained_parameters": sum(value.numel() for value in run.states.parameters.values()),
+            "state_bytes": run.states.num_bytes,
             "samples": {"trained": len(self.texts.train), "held_out": len(self.texts.holdout)},
             "teacher": teacher and {"name": self.teacher, **teacher.describe()},
             "steps": len(curve.loss),

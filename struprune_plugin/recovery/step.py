@@ -135,7 +135,7 @@ class Stepper:
         """Run each micro-batch forward and backward with its graph kept; then pass all summed gradients to the sink."""
         losses, rest = self.objective.make_zeros(), self.runner.fetch_rest()
         layers = dict(self.runner.stream_layers(range(len(self.runner.layers))))
-        owners = {**{str(index): weights for index, weights in reversed(layers.items())}, REST: rest}
+        owners = {REST: rest, **{str(index): weights for index, weights in reversed(layers.items())}}
         with ExitStack() as stack:
             sums = {
                 owner: stack.enter_context(self._watch_gradients(weights, self._trained.get(owner, [])))
@@ -150,8 +150,8 @@ class Stepper:
                 self._run_head_backward(losses, rest, micro_batch, num_targets)
                 for index in range(len(layers) - 1, self._lowest - 1, -1):
                     self._run_layer_backward(losses, index, graph.pop(index), micro_batch, num_targets)
-        for owner in (REST, *(owner for owner in owners if owner != REST)):
-            self._pass_on(owner, sums[owner], sink)
+        for owner, summed in sums.items():
+            self._pass_on(owner, summed, sink)
         return self.objective.average(losses, num_targets)
 
     def _pass_on(self, owner: str, sums: Sums, sink: Sink) -> None:

@@ -109,8 +109,7 @@ class RecoveryRun:
     :param store: holds the best values and, where it outlasts the run, what a killed one goes on from
     :param durable: whether it does
     :ivar curve: how it went
-    :ivar parameters: that are trained, by name
-    :ivar state_bytes: of the copies and moments that this process holds
+    :ivar states: the trained parameters with their moments
     """
 
     def __init__(
@@ -122,8 +121,7 @@ class RecoveryRun:
         store: ResumeStore,
         durable: bool,
     ):
-        self.curve, self.parameters = RunCurve(), stepper.states.parameters
-        self.state_bytes = stepper.states.num_bytes
+        self.curve, self.states = RunCurve(), stepper.states
         self._config, self._texts, self._stepper = config, texts, stepper
         self._teacher, self._store, self._durable = teacher, store, durable
         self._objective, self._plain = stepper.objective, Objective(stepper.runner, Loss(cross_entropy=1.0))
@@ -222,7 +220,7 @@ class RecoveryRun:
         earlier = [row["loss"] for row in curve.holdout[:-1]]
         if not earlier or losses["loss"] < min(earlier):
             curve.best_step = step
-            self._store.write("best", {"step": step}, self._stepper.states.list_values())
+            self._store.write("best", {"step": step}, self.states.list_values())
         patience = self._config.holdout.patience if self._config.holdout else None
         since = sum(row["step"] > (curve.best_step or 0) for row in curve.holdout)
         return patience is not None and since >= patience
@@ -234,10 +232,8 @@ class RecoveryRun:
                 raise OSError(
                     f"{self._store.folder}: the best values must be there to be read, got none. Run it again."
                 )
-            self._stepper.states.take(held[1])
-        self._check_finite(
-            0.0 if self._stepper.states.is_finite() else math.nan, "what is trained", len(self.curve.loss)
-        )
+            self.states.take(held[1])
+        self._check_finite(0.0 if self.states.is_finite() else math.nan, "what is trained", len(self.curve.loss))
 
     def _check_finite(self, value: float, what: str, step: int) -> None:
         if not math.isfinite(value):
@@ -254,7 +250,7 @@ class RecoveryRun:
             return
         record = {"step": step, "curve": asdict(self.curve), "data": self._texts.describe()}
         before = self._store.list_parts(_STATE)
-        self._store.write(f"{_STATE}{step:08d}", record, self._stepper.states.list_tensors())
+        self._store.write(f"{_STATE}{step:08d}", record, self.states.list_tensors())
         for part in before:
             self._store.remove(part)
 
@@ -273,6 +269,6 @@ class RecoveryRun:
                     "choose another folder."
                 )
             self.curve = RunCurve(**held[0]["curve"])
-            self._stepper.states.take(held[1])
+            self.states.take(held[1])
             return int(held[0]["step"])
         return 0

@@ -58,7 +58,7 @@ def find_rank() -> int:
 def send_from(tensor: Tensor, rank: int) -> None:
     """Broadcast a tensor from one process to all, in place; the processes may share the tensor's memory."""
     if is_distributed():
-        wire = tensor.to(_find_device())
+        wire = tensor.to(_find_device()).contiguous()
         dist.broadcast(wire, src=rank)
         if wire is not tensor and dist.get_rank() != rank:
             tensor.copy_(wire)

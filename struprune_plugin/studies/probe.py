@@ -85,7 +85,8 @@ def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload)
     modifier.sparsity, modifier.budget = sparsity, []
     groups = modifier.find_groups(shapes.model)
     widest = max(group.num_columns for group in groups)
-    small = _choose_probe(shapes, widest, work)
+    samples = (modifier.sensitivity_samples or _SAMPLES[0], getattr(modifier.allocation, "samples", _SAMPLES[1]))
+    small = _choose_probe(shapes, widest, work, samples)
     with tempfile.TemporaryDirectory() as scratch, watch_memory() as peaks:
         before = psutil.Process().memory_info().rss
         dense = _make_model(small, Path(scratch))
@@ -108,7 +109,6 @@ def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload)
         pruned = AutoModelForCausalLM.from_pretrained(f"{scratch}/out", dtype=torch.float32)
     layers, hidden = shapes.config.num_hidden_layers, shapes.config.hidden_size
     prefill, decode = _measure_speed(dense.float(), pruned, layers)
-    samples = (modifier.sensitivity_samples or _SAMPLES[0], getattr(modifier.allocation, "samples", _SAMPLES[1]))
     here = _count_work(dense, shapes.config, small.work, _LAYERS, samples)
     there = _count_work(shapes.model, shapes.config, work, layers, samples)
     parts = _split_seconds({stage.name: stage.seconds for stage in stages}, seconds)
@@ -145,17 +145,18 @@ class _Probe:
         return told if self.divisor == 1 else f"{told}, widths over {self.divisor}"
 
 
-def _choose_probe(shapes: Shapes, widest: int, work: Workload) -> _Probe:
+def _choose_probe(shapes: Shapes, widest: int, work: Workload, samples: tuple[int, int] = _SAMPLES) -> _Probe:
     """Return the largest probe that fits the time at this machine's rate; it has all sequences and widths if they fit.
 
     :param widest: input columns of the widest solve
+    :param samples: sequences of the sensitivity and of the allocation
     """
     rate = measure_rate(shapes.dtype)
     chosen = _Probe(_shrink(shapes.config, 1), work, 1, shapes.dtype)
     while True:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(chosen.config))
-        counted = sum(_count_work(model, chosen.config, chosen.work, _LAYERS).values())
+        counted = sum(_count_work(model, chosen.config, chosen.work, _LAYERS, samples).values())
         if _OVER_COUNTED * counted / rate <= _SECONDS:
             return chosen
         fewer = chosen.work.num_samples // 2

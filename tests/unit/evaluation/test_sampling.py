@@ -78,11 +78,10 @@ def test_what_is_written_is_read_again(tokenizer):
     assert tokenizer(write_window(tokenizer, window))["input_ids"] == window.tolist()
 
 
-def test_too_short_a_window_is_refused(tokenizer):
-    with pytest.raises(
-        ValueError, match="seq_length: must be above 2 tokens, with which a sampled window begins, got 2"
-    ):
-        sample_windows(make_opt(), tokenizer, 1, 2)
+@pytest.mark.parametrize("length", [2, 100_000])
+def test_too_short_and_too_long_windows_are_refused(tokenizer, length):
+    with pytest.raises(ValueError, match=f"seq_length: must be above the 2 tokens .* positions, got {length}"):
+        sample_windows(make_opt(), tokenizer, 1, length)
 
 
 def test_a_model_is_pruned_without_any_data(tmp_path):

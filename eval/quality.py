@@ -59,12 +59,22 @@ EFFORTS: dict[str, Row] = {  # and what uniform allocation leaves of the default
     "default": Row(),
     "effort: best": Row({"effort": "best"}, text=4),
 }
+PARTS: dict[str, Row] = {  # the default without one of its parts
+    "default": Row(),
+    "uniform allocation": Row({"allocation": "uniform"}),
+    "no trials": Row({"allocation": {"rule": "error_curve", "trial_samples": 0}}),
+    "no rotation": Row({"rotate_values": False}),
+    "no sensitivity": Row({"sensitivity": "none"}),
+    "local targets": Row({"reconstruct": "local"}),
+    "dampening 0.01": Row({"dampening_frac": 0.01}),
+}
 PEERS: dict[str, Row] = {"FASP": FASP, "SliceGPT": SLICEGPT, **MORE_PEERS}
 ROWS: dict[str, dict[str, Row]] = {
     "ladder": {**PEERS, **LADDER},
     "peers": PEERS,
     "aside": {"FASP": FASP, **ASIDE},
     "efforts": {"FASP": FASP, **EFFORTS},
+    "parts": PARTS,
     "all": {**PEERS, **LADDER, **ASIDE},
 }
 STUDY_TOKENS = (16_384, 32_768, 65_536, 131_072, 262_144)

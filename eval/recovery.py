@@ -18,34 +18,24 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from loguru import logger
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
-from eval.account import count_memory
 from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model, identify_text
-from eval.measure import count_live_bytes, count_own_seconds, time_side_by_side
+from eval.measure import count_own_seconds
+from eval.recovery_steps import format_steps, measure_steps
 from struprune_plugin import RecoveryModifier, StruPruneModifier, oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, tokenize_texts
-from struprune_plugin.layerwise.runner import LayerwiseRunner
 from struprune_plugin.layerwise.samples import Sample
-from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.recovery.objective import Objective
-from struprune_plugin.recovery.recovery_config import Holdout, Loss, Optimizer, RecoveryConfig, Text
-from struprune_plugin.recovery.states import TrainedStates, list_trained
-from struprune_plugin.recovery.step import Stepper
+from struprune_plugin.recovery.recovery_config import Holdout, Text
 from struprune_plugin.reporting.tables import format_table
-from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.offload_plan import MAX_LOGITS
-from struprune_plugin.storage.files import format_bytes
 
 TEXTS = {"wikitext2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 TRAINING = "books_train.jsonl,wikitext2_valid.jsonl"
@@ -56,12 +46,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "adapters": {"targets": [r"re:.*((?<!\.v)_proj|\.fc\d)$"]},
         "loss": {"cross_entropy": 1.0},
     },
+    "LoRA on consumers, cross entropy": {  # the linears whose inputs were removed
+        "adapters": {"targets": [r"re:.*\.(o_proj|out_proj|down_proj|fc2)$"]},
+        "loss": {"cross_entropy": 1.0},
+    },
+    "LoRA of rank 32, cross entropy": {"adapters": {"rank": 32, "alpha": 64.0}, "loss": {"cross_entropy": 1.0}},
+    "LoRA, cross entropy + hidden": {"adapters": {}, "loss": {"cross_entropy": 1.0, "hidden": 1.0}},
     "full, cross entropy": {"loss": {"cross_entropy": 1.0}},
     "LoRA, KL": {"adapters": {}, "loss": {"kl": 1.0}},
     "full, KL": {"loss": {"kl": 1.0}},
     "full, KL + hidden": {"loss": {"kl": 1.0, "hidden": 1.0}},
 }
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class Work:
         told |= {name: getattr(self, name) for name in ("batch_size", "compute", "memory", "points", "learning_rate")}
         texts += [str(self.items / name) for name in ITEMS] if self.items else []
         return {
-            "code": describe_code(Path(__file__), EVAL / "ledger.py"),
+            "code": describe_code(Path(__file__), EVAL / "recovery_steps.py", EVAL / "ledger.py"),
             "model": identify_model(self.model),
             "texts": [identify_text(text) for text in texts],
             **told,
@@ -203,81 +198,6 @@ def score_dense(work: Work) -> dict[str, Any]:
     return {"perplexity": {name: measure_perplexity(model, text, work.window) for name, text in texts.items()}}
 
 
-def find_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of sequences, summed over predicted tokens, by one pass over the whole model."""
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-
-
-# -- seconds and bytes of a step ------------------------------------------------------------------------------------
-
-
-def measure_steps(work: Work, pruned: Path, repeats: int) -> dict[str, Any]:
-    """Return seconds and peak bytes of one full fine-tuning step on the pruned model: under one layer, with the whole model on
-    the device, and by the ordinary loop (autograd over the model, torch's AdamW)."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(pruned).float().eval().requires_grad_(False)
-    samples = read_watched(work)["books"][: work.batch_size]
-    runs: dict[str, Callable[[], object]] = {}
-    peaks: dict[str, int] = {}
-    for name, resident in (("under one layer", False), ("RecoveryModifier, memory: model", True)):
-        runs[name] = _make_step(model, samples, DeviceContext(), resident)
-    with count_memory(), DeviceContext.open() as context, context.watch() as peak:
-        _make_step(model, samples, context, resident=False)()
-    peaks["under one layer"] = peak[0]
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    seconds: dict[str, float] = {}
-    for name, embeddings in (("ordinary loop", False), ("ordinary loop, embeddings too", True)):
-        with _train_all(model, embeddings):
-            peaks[name] = weights + count_live_bytes(_make_plain_step(model, samples))
-            model.zero_grad()
-            seconds |= time_side_by_side({**runs, name: _make_plain_step(model, samples)}, repeats)
-    layer = max(sum(p.numel() * 4 for p in layer.parameters()) for _, layer in find_decoder_layers(model))
-    return {"seconds": seconds, "peak_bytes": peaks, "layer_bytes": layer, "model_bytes": weights}
-
-
-class _train_all:  # used as a function
-    """Let the weights of a model collect gradients while the block lasts, embeddings and head only on request."""
-
-    def __init__(self, model: PreTrainedModel, embeddings: bool):
-        self._model, self._embeddings = model, embeddings
-
-    def __enter__(self) -> None:
-        self._model.requires_grad_(True)
-        for ends in (self._model.get_input_embeddings(), self._model.get_output_embeddings()):
-            ends.requires_grad_(self._embeddings)
-
-    def __exit__(self, *_: object) -> None:
-        self._model.requires_grad_(False)
-        self._model.zero_grad()
-
-
-def _make_step(
-    model: PreTrainedModel, samples: list[Sample], context: DeviceContext, resident: bool
-) -> Callable[[], object]:
-    vocabulary = MAX_LOGITS // len(samples[0].tokens) if resident else 1024
-    runner = LayerwiseRunner(model, context, CPU, torch.float32, ahead=False, vocabulary=vocabulary)
-    with context.on_host():
-        states = TrainedStates(list_trained(runner, "all"), Optimizer())
-    config = RecoveryConfig(memory="model" if resident else "layer")
-    stepper = Stepper(runner, states, Objective(runner, Loss(cross_entropy=1.0)), config, None if resident else 0)
-    count = sum(sample.num_targets for sample in samples)
-    return lambda: stepper.take([runner.embed([sample]) for sample in samples], count, 1, 1e-9)
-
-
-def _make_plain_step(model: PreTrainedModel, samples: list[Sample]) -> Callable[[], object]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
-    count = sum(sample.num_targets for sample in samples)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for sample in samples:
-            (find_loss(model, sample.tokens[None]) / count).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
-
-
 # -- report ---------------------------------------------------------------------------------------------------------
 
 
@@ -298,18 +218,6 @@ def format_curves(rows: dict[str, dict[str, Any]], dense: dict[str, float]) -> s
                 [name if index == 0 else "", *cells, f"{point['holdout']:.4f}", f"{point['seconds']:.0f}", mark]
             )
     header = ["row", "tokens trained", *texts, *(f"{text}, left" for text in texts), "held-out loss", "seconds", ""]
-    return format_table(header, lines)
-
-
-def format_steps(told: dict[str, Any]) -> str:
-    """Return the table of what a step costs."""
-    plain = told["seconds"]["ordinary loop"]
-    lines = []
-    for name, seconds in told["seconds"].items():
-        peak = told["peak_bytes"].get(name)
-        cells = ["", ""] if peak is None else [format_bytes(peak), f"{peak / told['layer_bytes']:.1f}"]
-        lines.append([name, f"{seconds:.3f}", f"{seconds / plain:.2f} ×", *cells])
-    header = ["one step", "seconds", "to the ordinary", "peak on the device", "in layers (float32)"]
     return format_table(header, lines)
 
 
@@ -380,8 +288,9 @@ def main() -> None:
             parts.append(format_curves(told["curves"], told["dense"]))
         if "steps" in only:
             pruned = next(iter(folders.values()))
+            samples = read_watched(work)["books"][: work.batch_size]
             how = {**work.describe(), "pruned": identify_model(str(pruned)), "repeats": repeats}
-            told["steps"] = ledger.finish("steps", how, lambda: measure_steps(work, pruned, repeats))
+            told["steps"] = ledger.finish("steps", how, lambda: measure_steps(pruned, samples, repeats))
             parts.append(format_steps(told["steps"]))
     text = (
         f"# Recovery of {Path(work.model).name}, {work.sparsity:.0%} removed\n\n```\n" + "\n\n".join(parts) + "\n```\n"

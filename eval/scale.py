@@ -97,6 +97,7 @@ SMALLER = (  # of LLaMA's family: what the growth of a recovery's bytes is read 
     Size("13B class", hidden=5120, ffn=13824, layers=40, kv_width=5120, linears=3, other=2 * 32000 * 5120),
     Size("33B class", hidden=6656, ffn=17920, layers=60, kv_width=6656, linears=3, other=2 * 32000 * 6656),
 )
+EIGHT = Size("8B class", hidden=4096, ffn=14336, layers=32, kv_width=1024, linears=3, other=2 * 128256 * 4096)
 HOST_RATE = 200e9  # bytes a second of the host's memory, read and written, two sockets
 OPT_LAB = Size("opt-lab", hidden=256, ffn=1024, layers=8, kv_width=256, linears=2)
 
@@ -276,6 +277,44 @@ def make_recovery_tables(size: Size, job: Recovery) -> str:
     header = ["recovery", "hours, no budget", "hours, all gradients there"]
     tables = [format_table(header, rows), format_table(["bytes", "GB", "of 80 GB"], cells)]
     return "\n\n".join([head, *tables, describe_growth((*SMALLER, size), job)])
+
+
+def count_adapters(size: Size, job: Recovery, rates: Rates) -> dict[str, float]:
+    """Return minutes of every part of a recovery by adapters and cross entropy under one layer, none of them overlapped.
+
+    A token takes 6 operations per weight (forward, again, and once that backward) and 4 per weight of the head. A step moves the
+    weights up twice and every layer takes 10 bytes per value of its hidden states. Adapters are too small to count.
+    """
+    left, steps = size.layer * (1 - job.sparsity), job.tokens / job.step_tokens
+    maps = 4 * job.length * size.hidden
+    parts = {
+        "layers": job.tokens * size.layers * (6 * left + 3 * maps) / rates.model,
+        "head": job.tokens * 4 * size.other / 2 / rates.model,
+        "traffic: weights": steps * size.layers * left * 2 * 2 / rates.host,
+        "traffic: hidden states": job.tokens * size.layers * size.hidden * 10 / rates.host,
+    }
+    return {name: seconds / 60 for name, seconds in parts.items()}
+
+
+def make_adapter_table(sizes: Sequence[Size], job: Recovery) -> str:
+    """Return what the recipe ``struprune_recover`` takes on one card, on paper."""
+    columns = []
+    for size in sizes:
+        minutes, memory = count_adapters(size, job, CARD), count_recovery_memory(size, job)
+        card, weights, hidden = (
+            memory[name] / 1e9
+            for name in (
+                "card, no budget: three layers and activations",
+                "host, weights",
+                "host, hidden states of a step",
+            )
+        )
+        cells = [f"{value:.1f} min" for value in (*minutes.values(), sum(minutes.values()))]
+        columns.append([*cells, f"{card:.1f} GB", f"{weights + hidden:.0f} GB"])
+    names = [*count_adapters(sizes[0], job, CARD), "counted, nothing overlapped", "on the card", "on the host"]
+    rows = [list(row) for row in zip(names, *columns, strict=True)]
+    head = f"struprune_recover (adapters, cross entropy, one layer): {job.tokens:,.0f} tokens, {job.batch} × {job.length} per step"
+    return f"{head}\n\n{format_table(['on paper', *(size.name for size in sizes)], rows)}"
 
 
 def describe_growth(sizes: Sequence[Size], job: Recovery) -> str:
@@ -525,6 +564,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.recovery:
         print(make_recovery_tables(RECOVERED, Recovery(sparsity=args.sparsity)))
+        recipe = Recovery(tokens=400_000, batch=4, length=512, sparsity=args.sparsity)
+        print("\n" + make_adapter_table((EIGHT, RECOVERED), recipe))
         return
     if args.profile is None and not args.mixtures and not args.widths:
         parser.error("--profile: must be given, or --recovery, --mixtures or --widths")

@@ -86,3 +86,15 @@ def test_scale_counts_a_recovery(capsys, monkeypatch):
     larger = scale.count_recovery(scale.RECOVERED, scale.Recovery(batch=2 * job.batch), scale.CARD)
     weights = "traffic: weights, gradients"
     assert larger[weights] == pytest.approx(hours[weights] / 2), "weights travel once a step, not once a sequence"
+
+
+def test_scale_counts_the_recipe_of_adapters():
+    job = scale.Recovery(tokens=400_000, batch=4, length=512)
+    small, large = (scale.count_adapters(size, job, scale.CARD) for size in (scale.EIGHT, scale.RECOVERED))
+    assert all(large[name] > small[name] for name in small if name != "head")
+    wider = scale.count_adapters(scale.EIGHT, scale.replace(job, batch=16), scale.CARD)
+    assert wider["traffic: weights"] == pytest.approx(small["traffic: weights"] / 4), "weights travel once per step"
+    assert wider["layers"] == pytest.approx(small["layers"]), "operations are counted per token"
+    table = scale.make_adapter_table((scale.EIGHT, scale.RECOVERED), job)
+    assert "8B class" in table
+    assert f"{sum(large.values()):.1f} min" in table

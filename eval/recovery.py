@@ -2,8 +2,8 @@
 
     python -m eval.recovery --model MODEL --data DATA --tokens 400000 --output results/recovery
     python -m eval.recovery --model MODEL --data DATA --only steps --output results/recovery
-    python -m eval.recovery --model MODEL --pruned ours=FOLDER,FASP=FOLDER --data DATA --train books_train.jsonl \
-        --items ITEMS --rows "LoRA, KL" --only curves --output results/recovery
+    python -m eval.recovery --model MODEL --peers FASP --data DATA --train books_train.jsonl --items ITEMS \
+        --rows "LoRA but on values, cross entropy" --only curves --output results/recovery
 
 DATA holds the texts to train on (--train, in equal parts), to calibrate on and to score. MODEL is pruned once by the default,
 unless --pruned names folders, and recovered anew for every row. Finished rows are read back, not computed again, and a row that
@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import re
+import tempfile
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +28,11 @@ import torch
 from loguru import logger
 from transformers import AutoTokenizer
 
-from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model, identify_text
+from eval.ledger import EVAL, Ledger, describe_code, digest_text, identify_model, identify_text, read_names
 from eval.measure import count_own_seconds
+from eval.peers.fasp import prune_fasp
+from eval.peers.osscar import prune_osscar
+from eval.peers.saving import save_as_stock
 from eval.recovery_steps import format_steps, measure_steps
 from struprune_plugin import RecoveryModifier, StruPruneModifier, oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
@@ -57,6 +61,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "full, KL": {"loss": {"kl": 1.0}},
     "full, KL + hidden": {"loss": {"kl": 1.0, "hidden": 1.0}},
 }
+
+
+PEERS = {"FASP": prune_fasp, "OSSCAR": prune_osscar}  # whose models their stock class loads
 
 
 @dataclass(frozen=True)
@@ -111,10 +118,7 @@ class Work:
 
 def prune(work: Work) -> Path:
     """Return the folder of the model that the default prunes, made where it is not there."""
-    told = {name: getattr(work, name) for name in ("sparsity", "window", "num_samples")}
-    told |= {"model": identify_model(work.model), "text": identify_text(str(work.calibration))}
-    told["code"] = describe_code(Path(__file__))
-    folder = work.output / f"pruned-{digest_text(json.dumps(told, sort_keys=True))}"
+    folder = work.output / f"pruned-{_digest_pruning(work)}"
     if not folder.is_dir():
         tokenizer = AutoTokenizer.from_pretrained(work.model)
         dataset = make_calibration_dataset(work.calibration, tokenizer, work.num_samples, work.window)
@@ -130,6 +134,28 @@ def prune(work: Work) -> Path:
             **given,
         )
     return folder
+
+
+def prune_by_peer(work: Work, name: str) -> Path:
+    """Return the folder of the model that a peer prunes on the same windows, made where it is not there."""
+    folder = work.output / f"pruned-{name}-{_digest_pruning(work, EVAL / 'peers')}"
+    if not folder.is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(work.model)
+        dataset = make_calibration_dataset(work.calibration, tokenizer, work.num_samples, work.window)
+        result = PEERS[name](work.model, torch.tensor(dataset["input_ids"]), work.sparsity)
+        with tempfile.TemporaryDirectory(dir=work.output) as made:
+            save_as_stock(result.model, Path(made) / folder.name)
+            tokenizer.save_pretrained(Path(made) / folder.name)
+            (Path(made) / folder.name).rename(folder)
+    return folder
+
+
+def _digest_pruning(work: Work, *sources: Path) -> str:
+    """Return the digest of everything that a pruned model depends on."""
+    told = {name: getattr(work, name) for name in ("sparsity", "window", "num_samples")}
+    told |= {"model": identify_model(work.model), "text": identify_text(str(work.calibration))}
+    told["code"] = describe_code(Path(__file__), *sources)
+    return digest_text(json.dumps(told, sort_keys=True))
 
 
 def read_watched(work: Work) -> dict[str, list[Sample]]:
@@ -251,6 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--pruned", help="MODEL's pruned folders, NAME=FOLDER,...; the default's is made if unset")
+    parser.add_argument("--peers", default="", help=f"prune and recover by {' and '.join(PEERS)}, too, comma-separated")
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--calibration", type=Path, help="DATA/books_calibration.jsonl if unset")
     parser.add_argument("--sparsity", type=float, default=0.3)
@@ -273,7 +300,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the files")
     args = vars(parser.parse_args())
     only, names, repeats = args.pop("only").split(","), args.pop("rows").split(";"), args.pop("repeats")
-    given = args.pop("pruned")
+    given, peers = args.pop("pruned"), args.pop("peers")
+    peers = read_names(parser, "--peers", peers, PEERS) if peers else []
     args["calibration"] = args["calibration"] or args["data"] / "books_calibration.jsonl"
     work = Work(**args)
     logger.remove()
@@ -283,6 +311,7 @@ def main() -> None:
     told: dict[str, Any] = {}
     with count_own_seconds():
         folders = read_folders(given) if given else {"ours": prune(work)}
+        folders |= {name: prune_by_peer(work, name) for name in peers}
         if "curves" in only:
             told |= finish_rows(ledger, work, folders, names)
             parts.append(format_curves(told["curves"], told["dense"]))

@@ -61,6 +61,31 @@ def test_recovery_tells_curves_and_what_a_step_costs(texts, tmp_path, monkeypatc
     run(monkeypatch, recovery, *words, "--only", "curves", "--output", tmp_path / "out")
 
 
+def test_recovery_of_what_a_peer_left(texts, tmp_path, monkeypatch):
+    model = save_opt(tmp_path / "model")
+    words = (
+        "--model",
+        model,
+        "--data",
+        texts,
+        "--window",
+        32,
+        "--num-samples",
+        4,
+        "--tokens",
+        512,
+        "--max-tokens",
+        128,
+    )
+    words += ("--points", 1, "--rows", "full, cross entropy", "--only", "curves", "--peers", "FASP")
+    run(monkeypatch, recovery, *words, "--output", tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "recovery.json").read_text())
+    assert set(told["curves"]) == {"ours | full, cross entropy", "FASP | full, cross entropy"}
+    first, last = (told["curves"]["FASP | full, cross entropy"]["curve"][i]["tokens"] for i in (0, -1))
+    assert first == 0
+    assert last > 0
+
+
 def test_memory_of_recovery_is_three_layers_and_a_micro_batch(tmp_path, monkeypatch):
     for module in (paper_sizes, memory):
         monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (128, 2, 4), "OPT-350M": (160, 2, 4)})

@@ -2,13 +2,14 @@
 
     struprune costs MODEL --dtype float32 --output tf.json
     struprune costs MODEL --dtype float32 --engine llama.cpp --python .venv-llama/bin/python --output llama.json
-    python -m eval.clock --model MODEL --data ../shared/testbed/data --tables tf.json,llama.json \
-        --python .venv-llama/bin/python --output results/clock
+    struprune costs MODEL --dtype float32 --engine vllm --python .venv-vllm/bin/python --output vllm.json
+    python -m eval.clock --model MODEL --data ../shared/testbed/data --tables tf.json,llama.json,vllm.json \
+        --python .venv-llama/bin/python --vllm-python .venv-vllm/bin/python --output results/clock
 
 ``--rows speeds`` plans every speed-up of every table on one set of error curves (with ``--allocation uniform`` on none), and times
-the planned sizes, of the whole model, in both engines: a speed depends on sizes alone. ``--rows quality`` prunes, scores and times:
-by parameters, and by the clock. Finished rows are read back. Writes rows.json, speeds.md, quality.md and a picture per engine and
-phase: perplexity against measured tokens a second.
+the planned sizes, of the whole model, in every engine whose Python is named: a speed depends on sizes alone. ``--rows quality``
+prunes, scores and times: by parameters, and by the clock. Finished rows are read back. Writes rows.json, speeds.md, quality.md and
+a picture per engine and phase: perplexity against measured tokens a second.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from struprune_plugin.allocation.costs.cost_table import PHASES, CostTable, read
 from struprune_plugin.allocation.costs.llama_cpp_engine import time_files
 from struprune_plugin.allocation.costs.measure_costs import Run
 from struprune_plugin.allocation.costs.transformers_engine import time_pair
+from struprune_plugin.allocation.costs.vllm_engine import time_folders, write_pruned, write_stock
 from struprune_plugin.allocation.rules.rule import GroupStatistics, tie_statistics
 from struprune_plugin.evaluation.calibration import make_calibration_dataset
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
@@ -73,6 +76,8 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="rows of quality whose name holds this")
     parser.add_argument("--python", default="", help="a Python with llama-cpp-python; without it llama.cpp is left out")
+    parser.add_argument("--vllm-python", default="", help="a Python with vLLM; without it vLLM is left out")
+    parser.add_argument("--attention-unit", choices=("value_channels", "head", "none"), default="value_channels")
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=6000, help="scored of every text")
@@ -132,7 +137,7 @@ class Study:
         """Plan every budget of the clock by error curves, and time the planned sizes."""
         rows = {}
         for name, budget in self.list_budgets().items():
-            how = self._how | {"speed": budget, "allocation": self.args.allocation}
+            how = self._how | {"speed": budget, "allocation": self.args.allocation, "unit": self.args.attention_unit}
             if self.turn.takes(self.ledger.find(f"speed | {name}", how)):
                 rows[name] = self.ledger.finish(f"speed | {name}", how, lambda b=budget: self._measure_plan(b))  # type: ignore[misc]
         return rows
@@ -144,7 +149,7 @@ class Study:
         fields |= {name: {"budget": [budget]} for name, budget in self.list_budgets().items()}
         rows = {}
         for name, own in fields.items():
-            how = self._how | {"fields": own}
+            how = self._how | {"fields": own, "unit": self.args.attention_unit}
             found = self.ledger.find(f"quality | {name}", how)
             if found is None and self.args.only not in name and name != "dense":
                 continue
@@ -157,7 +162,7 @@ class Study:
         return rows
 
     def _prune(self, fields: Mapping[str, Any], out: Path) -> None:
-        modifier = StruPruneModifier(**fields)
+        modifier = StruPruneModifier(**fields, attention_unit=self.args.attention_unit)
         modifier.set_cache(self._cache)
         oneshot(
             model=self.args.model,
@@ -171,7 +176,8 @@ class Study:
         )
 
     def _measure_plan(self, budget: dict[str, Any]) -> dict[str, Any]:
-        modifier, model = StruPruneModifier(budget=[budget], allocation=self.args.allocation), self._dense
+        rule, unit, model = self.args.allocation, self.args.attention_unit, self._dense
+        modifier = StruPruneModifier(budget=[budget], allocation=rule, attention_unit=unit)
         groups = modifier.find_groups(model)
         sizes = measure_groups(groups, find_roundings(model, groups, (), 1))
         targets = find_targets(modifier, model, groups, sizes, (), torch.float32)
@@ -206,20 +212,27 @@ class Study:
         cut = self._cut(kept)
         tokens = draw_tokens(self._dense.config, run.batch, run.length)
         found: dict[str, Any] = {}
-        if engine != "llama.cpp":
+        if engine in ("", "transformers"):
             found["transformers"] = _time_again(lambda: time_pair(self._dense, cut, run, tokens))
-        if run.python and engine != "transformers":
+        if run.python and engine in ("", "llama.cpp"):
             with tempfile.TemporaryDirectory() as scratch:
                 dense, changed = Path(scratch) / "dense.gguf", Path(scratch) / "cut.gguf"
                 for file, model in ((dense, self._dense), (changed, cut)):
                     write_random_gguf(model.config, list_sizes(model), torch.float32, file)
                 found["llama.cpp"] = _time_again(lambda: time_files(dense, changed, run))
+        if self.args.vllm_python and engine in ("", "vllm"):
+            there = replace(run, python=self.args.vllm_python)
+            with tempfile.TemporaryDirectory() as scratch:
+                folders = [Path(scratch) / "dense", Path(scratch) / "cut"]
+                write_stock(self._dense, folders[0])
+                write_pruned(cut, folders[1])
+                found["vllm"] = _time_again(lambda: time_folders(folders, self._dense.config, torch.float32, there)[0])
         return found
 
     def _cut(self, kept: Kept) -> Any:
         """Return the dense model cut to sizes, in the classes that pruned models have, its weights without meaning."""
         cut = AutoModelForCausalLM.from_pretrained(self.args.model, dtype=torch.float32).eval()
-        groups = [group for group in find_groups(cut, "value_channels") if group.name in kept]
+        groups = [group for group in find_groups(cut, self.args.attention_unit) if group.name in kept]
         adopt_attention(cut, groups)
         cut_units(cut, groups, kept)
         return cut
@@ -242,7 +255,7 @@ class Study:
                 told["planned"] = [limit.planned for limit in manifest.budget.limits]
                 told["taken"] = manifest.allocation.taken
             else:
-                kept = {group.name: group.num_units for group in find_groups(self._dense, "value_channels")}
+                kept = {group.name: group.num_units for group in find_groups(self._dense, self.args.attention_unit)}
             model = load_checkpoint(str(folder))[0].float()
             told["perplexity"] = {
                 name: measure_perplexity(
@@ -277,7 +290,7 @@ def _mean_kept(groups: Sequence[Any], kept: Kept) -> float:
 
 
 def format_speeds(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a line per budget: asked, planned, measured in its engine, how far off; the other engine's beside it."""
+    """Return a line per budget: asked, planned, measured in its engine, how far off; other engines' beside it."""
     cells = []
     for name, row in rows.items():
         engine, phase, _ = name.split(", ")

@@ -17,12 +17,14 @@ class Timing:
     """Settings of the timing."""
 
     output: Annotated[Path, option("file to write, for a recipe's budget.engine", "FILE.json")]
-    engine: Annotated[str, option("transformers, or llama.cpp (through llama-cpp-python)", "NAME")] = "transformers"
+    engine: Annotated[str, option("transformers, llama.cpp (through llama-cpp-python) or vllm", "NAME")] = (
+        "transformers"
+    )
     phases: Annotated[str, option("prompt, token or both", "a,b")] = "prompt,token"
     units: Annotated[str, option("kinds of units [default: all of the model]", "a,b")] = ""
     batch: Annotated[int, whole("sequences per batch")] = 1
     length: Annotated[int, whole("tokens of the prompt, or in the cache")] = 512
-    python: Annotated[str, option("Python with llama-cpp-python [default: this one]", "PATH")] = ""
+    python: Annotated[str, option("Python with llama-cpp-python or vLLM [default: this one]", "PATH")] = ""
     dtype: Dtype = "auto"
     device: Device = "auto"
 
@@ -38,7 +40,7 @@ def costs(model: Model, timing: Timing, screen: Screen) -> None:
     units = _split("--units", timing.units, _UNITS) if timing.units else []
     check_names(timing.device, None, [model], [])
     prepare(timing.device, screen)
-    from struprune_plugin.allocation.costs.cost_table import write_table
+    from struprune_plugin.allocation.costs.cost_table import ENGINE_NAMES, write_table
     from struprune_plugin.allocation.costs.engines import ENGINES, find_table, list_units
     from struprune_plugin.allocation.costs.measure_costs import Run
     from struprune_plugin.reporting.cost_summary import format_costs
@@ -47,7 +49,7 @@ def costs(model: Model, timing: Timing, screen: Screen) -> None:
 
     if timing.engine not in ENGINES:
         raise ValueError(
-            f"--engine: must be {' or '.join(ENGINES)}, the engines that can be timed, got {timing.engine!r}. Name one of them."
+            f"--engine: must be {ENGINE_NAMES}, the engines that can be timed, got {timing.engine!r}. Name one of them."
         )
     check_place("--output", timing.output.absolute().parent)
     shapes = read_shapes(model, timing.dtype)

@@ -24,8 +24,8 @@ class BudgetConfig(Config):
         the cache
     :param batch: sequences per batch
     :param length: tokens of the prompt, or in the cache
-    :param engine: ``transformers``, timed by the run itself; or the file that ``struprune costs`` wrote on the machine
-        that will serve
+    :param engine: ``transformers``, or ``llama.cpp`` or ``vllm`` where this Python has them, timed by the run itself; or
+        the file that ``struprune costs`` wrote on the machine that will serve
     """
 
     parameters: float | None = Field(default=None, ge=0, lt=1)

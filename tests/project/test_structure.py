@@ -36,7 +36,17 @@ ROOMS = {  # from the ground up: each imports only rooms before it -> third part
     "evaluation": {"torch", "transformers", "compressed_tensors", "tqdm", "lm_eval", "datasets"},
     "recovery": {"pydantic", "torch", "transformers", "compressed_tensors", "peft", "safetensors", "tqdm", "loguru"},
     "pruning": {"torch", "transformers", "psutil", "pydantic", "tqdm"},
-    "allocation": {"torch", "transformers", "llmcompressor", "loguru", "psutil", "pydantic", "tqdm", "llama_cpp"},
+    "allocation": {
+        "torch",
+        "transformers",
+        "llmcompressor",
+        "loguru",
+        "psutil",
+        "pydantic",
+        "tqdm",
+        "llama_cpp",
+        "vllm",
+    },
     "paper": {"torch", "transformers", "loguru", "pydantic", "tqdm"},  # a guest
     "modifiers": {"torch", "transformers", "compressed_tensors", "llmcompressor", "loguru", "pydantic"},
     "recipes": {"llmcompressor", "pydantic", "yaml"},

@@ -19,6 +19,7 @@ from struprune_plugin.storage.files import shorten_error, shorten_value, write_w
 from struprune_plugin.storage.records import CLOSED, Count
 
 PHASES = ("prompt", "token")
+ENGINE_NAMES = "transformers, llama.cpp or vllm"  # for messages
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -181,7 +182,7 @@ def read_table(path: str | Path) -> CostTable:
     file = Path(path)
     if not file.is_file():
         raise ValueError(
-            "budget.engine: must be transformers or llama.cpp, the engines that can be timed, or a file of struprune costs, "
+            f"budget.engine: must be {ENGINE_NAMES}, the engines that can be timed, or a file of struprune costs, "
             f"got {str(path)!r}. Correct it."
         )
     try:

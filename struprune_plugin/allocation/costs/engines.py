@@ -14,6 +14,7 @@ from struprune_plugin.allocation.costs.cost_table import CostTable, read_table
 from struprune_plugin.allocation.costs.llama_cpp_engine import LlamaCppEngine
 from struprune_plugin.allocation.costs.measure_costs import Engine, Run, check_measurable, measure_costs
 from struprune_plugin.allocation.costs.transformers_engine import TransformersEngine
+from struprune_plugin.allocation.costs.vllm_engine import VLLMEngine
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_heads
 from struprune_plugin.model.layers import find_layouts
@@ -23,6 +24,7 @@ from struprune_plugin.model.units.group import UnitGroup
 ENGINES: dict[str, Callable[[PreTrainedModel, torch.dtype, Run], Engine]] = {
     "transformers": TransformersEngine,
     "llama.cpp": LlamaCppEngine,
+    "vllm": VLLMEngine,
 }
 _measured: dict[str, CostTable] = {}  # tables of this process, shared by two stages or the points of a sweep
 

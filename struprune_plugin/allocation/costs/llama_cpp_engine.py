@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import platform
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation.costs.engine_process import EngineProcess
 from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run, choose_layers
 from struprune_plugin.export.random_gguf import check_random_gguf, write_random_gguf
 from struprune_plugin.export.stock_config import list_sizes
@@ -22,7 +20,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import HEAD, VALUE
 from struprune_plugin.runtime.stopwatch import compare_rounds
 
-_WORKER = Path(__file__).with_name("llama_cpp_worker.py")
+_PROCESS = EngineProcess("llama.cpp", "llama-cpp-python", Path(__file__).with_name("llama_cpp_worker.py"))
 _REPEATS = {"prompt": 5, "token": 25}
 
 
@@ -35,18 +33,7 @@ def time_files(dense: Path, changed: Path, run: Run) -> dict[str, tuple[float, f
     """
     job = {"files": [str(dense), str(changed)], "phases": list(run.phases), "batch": run.batch, "length": run.length}
     job |= {"threads": torch.get_num_threads(), "repeats": _REPEATS}
-    command = [run.python or sys.executable, "-P", str(_WORKER)]
-    try:
-        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True)
-    except OSError as error:
-        raise ValueError(f"--python: must be a Python with llama-cpp-python, got {error}. Correct the path.") from None
-    if done.returncode:
-        told = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no word")
-        raise ValueError(
-            f"llama.cpp: {command[0]} must have llama-cpp-python and run the files, got {told:.300}. Install it there, or name "
-            "another with --python."
-        )
-    first, second = json.loads(done.stdout.splitlines()[-1])
+    first, second = _PROCESS.ask(job, run.python)["seconds"]
     return {phase: compare_rounds(first[phase], second[phase]) for phase in run.phases}
 
 

@@ -1,7 +1,7 @@
 """Script that times GGUF files in llama.cpp, in turn, through llama-cpp-python, without the rest of this package.
 
 Reads ``{"files", "phases", "batch", "length", "threads", "repeats"}`` as JSON from standard input, and prints the seconds of every
-file in every round, by phase, as one line of JSON.
+file in every round, by phase, as one line of JSON, under ``seconds``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
 
     llama_cpp.llama_log_set(tell, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    print(json.dumps(time_files(job)), file=answers, flush=True)
+    print(json.dumps({"seconds": time_files(job)}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from struprune_plugin.allocation.costs.few_layers import adopt_all, cut_alike, shorten_class
 from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run, choose_layers
 from struprune_plugin.export.any_class import replace_conv1d
-from struprune_plugin.export.convert import adopt_attention, can_narrow
 from struprune_plugin.model.layers import find_decoder_layers, find_linear
 from struprune_plugin.model.structure.locate import locate_layers
-from struprune_plugin.model.structure.tiny import draw_tokens, find_class
-from struprune_plugin.model.surgery import cut_units
-from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.model.units.kinds import VALUE
 from struprune_plugin.runtime.stopwatch import compare_rounds, time_rounds
 
 _REPEATS = {"prompt": 5, "token": 25}
@@ -37,12 +34,8 @@ class TransformersEngine(Engine):
     name = "transformers"
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run):
-        config = copy.deepcopy(model.config)
         self.num_layers = choose_layers(model, dtype.itemsize)
-        config.num_hidden_layers = self.num_layers
-        if isinstance(getattr(config, "layer_types", None), list):
-            config.layer_types = config.layer_types[: self.num_layers]
-        kind, part = find_class(config, type(model))
+        kind, part = shorten_class(model, self.num_layers)
         self._device = (
             torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
         )
@@ -51,14 +44,13 @@ class TransformersEngine(Engine):
             self._dense = kind._from_config(part, dtype=dtype).to(self._device).eval()
         replace_conv1d(self._dense)
         self._whole = copy.deepcopy(self._dense)
-        if can_narrow(self._whole):
-            adopt_attention(self._whole, ())
+        adopt_all(self._whole)
         self.dtype, self._run = str(dtype).removeprefix("torch."), run
         where = (
             torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
         )
         self.machine = f"{where}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-        self._tokens = draw_tokens(config, run.batch, run.length).to(self._device)
+        self._tokens = draw_tokens(part, run.batch, run.length).to(self._device)
 
     @torch.no_grad()
     def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
@@ -68,15 +60,8 @@ class TransformersEngine(Engine):
         elif not change.units:
             self._remove(changed, change.group)
         elif change.units < change.group.num_units:
-            self._cut(changed, change)
+            cut_alike(changed, change)
         return time_pair(self._dense, changed, self._run, self._tokens)
-
-    def _cut(self, model: PreTrainedModel, change: Change) -> None:
-        unit: Any = "none" if change.group.unit.is_ffn else change.group.kind
-        groups = [group for group in find_groups(model, unit) if group.consumer == change.group.consumer]
-        if change.group.unit is VALUE and not can_narrow(self._dense):
-            adopt_attention(model, groups)
-        cut_units(model, groups, {group.name: change.units for group in groups})
 
     def _remove(self, model: PreTrainedModel, group: UnitGroup) -> None:
         """Replace the modules of one kind, in every layer, by ones that return zeros without computation."""

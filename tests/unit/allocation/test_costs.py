@@ -178,7 +178,7 @@ def test_a_file_that_is_no_table_is_refused(llama, tmp_path, change, told):
 
 def test_files_that_are_none(tmp_path):
     with pytest.raises(
-        ValueError, match=r"must be transformers or llama.cpp, .* or a file of struprune costs, got 'no.json'"
+        ValueError, match=r"must be transformers, llama.cpp or vllm, the .* or a file of struprune costs, got 'no.json'"
     ):
         read_table("no.json")
     (tmp_path / "junk.json").write_text("{")

@@ -116,8 +116,8 @@ def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
         (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--device", "tpu"], "--device: must be"),
         (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(ROOT / "tests")], "must be empty or absent"),
         (
-            ["costs", str(DEMO_MODEL), "--engine", "vllm", "--output", "costs.json"],
-            "--engine: must be transformers or llama.cpp, the engines that can be timed, got 'vllm'",
+            ["costs", str(DEMO_MODEL), "--engine", "exllama", "--output", "costs.json"],
+            "--engine: must be transformers, llama.cpp or vllm, the engines that can be timed, got 'exllama'",
         ),
         (["inspect", str(ROOT / "tests")], "must be a pruned folder with a struprune.json"),
         (["eval", "nowhere"], "must be a model folder or a hub name"),

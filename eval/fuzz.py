@@ -37,7 +37,7 @@ from struprune_plugin.reporting.tables import format_table, summarize_layers, su
 from struprune_plugin.storage.checkpoint import check_checkpoint
 from struprune_plugin.storage.manifest import digest_manifest, read_manifest
 
-_FORM = re.compile(r".+( must .+|[.):] [A-Z`].+[.?])")  # a contract or a remedy, in one line: a dot matches no line break
+_FORM = re.compile(r".+( must .+|[.):] [A-Z`].+[.?])")  # in one line: a dot matches no line break
 _SHARES = {"recipes": 0.55, "manifests": 0.35, "configs": 0.1}
 _OURS = {
     kind.__name__: kind

@@ -30,7 +30,7 @@ def convert(
     for llama.cpp, own sizes per layer (LLaMA only).
     """
     if not path.is_dir():
-        raise ValueError(f"{path}: must be a pruned folder, got none. Correct the path.")
+        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
     check_undamaged(path)
     from struprune_plugin import registration  # noqa: F401
     from struprune_plugin.export.forms import convert_folder

@@ -38,7 +38,7 @@ class Scoring(Scores):
             if getattr(self, name) is not None:
                 needed, option = "--text" if tasks else "--tasks", f"--{name.replace('_', '-')}"
                 raise ValueError(
-                    f"{option}: must be left out without {needed}, got {getattr(self, name)!r}. Give {needed}, too."
+                    f"{option}: has no effect without {needed}, got {getattr(self, name)!r}. Add {needed}, or remove {option}."
                 )
         return tasks
 
@@ -98,7 +98,9 @@ def _score_model(
         tokens = tokenize_texts(tokenizer, texts, scoring.max_tokens)
         positions = getattr(model.config, "max_position_embeddings", scoring.window)
         if scoring.window > positions:
-            raise ValueError(f"--window: must be at most the model's {positions} positions, got {scoring.window}.")
+            raise ValueError(
+                f"--window: must be at most the model's {positions} positions, got {scoring.window}. Lower it."
+            )
         found["perplexity"] = measure_perplexity(model, tokens, scoring.window, scoring.stride, scoring.batch_size)
         found["tokens"] = len(tokens)
     for task in tasks:

@@ -131,7 +131,7 @@ def read_yaml(where: str, text: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
         problem = " ".join(str(error).split())
-        raise ValueError(f"{where} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
+        raise ValueError(f"{where} must be valid YAML, got {text!r}: {problem}. Correct the value.") from None
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,14 @@ class Settings:
         for setting in self.settings or ():
             name, equals, text = setting.partition("=")
             if not name or not equals:
-                raise ValueError(f"--set: must be FIELD=VALUE, got {setting!r}.")
+                raise ValueError(
+                    f"--set: must be FIELD=VALUE, got {setting!r}. Write, for example, --set prune_ffn=false."
+                )
             value = read_yaml(f"--set: {name}", text)
             if name in changes:
-                raise ValueError(f"--set: {name} must be set once, got {changes[name]!r} and {value!r}. Give one.")
+                raise ValueError(
+                    f"--set: {name} must be set once, got {changes[name]!r} and {value!r}. Remove one of the two."
+                )
             changes[name] = value
         return changes
 
@@ -196,7 +200,7 @@ class Scores:
         tasks = [] if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         if not all(tasks):
             raise ValueError(
-                f"--tasks: must be names with commas between them, got {self.tasks!r}. Correct it, or leave it out."
+                f"--tasks: must be names separated by commas, got {self.tasks!r}. Correct it, or remove it."
             )
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(
@@ -221,7 +225,7 @@ def check_device(device: str) -> None:
     """Raise if a word names no device."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ValueError(f"--device: must be device: auto, cpu, cuda or cuda:N, got {device!r}.")
+        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}. Choose one of these.")
 
 
 def _check_model_name(name: str) -> None:
@@ -233,7 +237,7 @@ def _check_model_name(name: str) -> None:
     elif not _HUB_NAME.fullmatch(name):
         found = "no such folder"
     elif constants.HF_HUB_OFFLINE and not cached.is_dir():
-        found = "no such folder, and nothing of that name in the hub's cache while HF_HUB_OFFLINE is set"
+        found = "no such folder, and no model of that name in the hub's cache while HF_HUB_OFFLINE is set"
     if found is not None:
         raise ValueError(
             f"model: {name!r} must be a model folder or a hub name that can be loaded, got {found}. Correct the path or the name."
@@ -256,5 +260,7 @@ def prepare(device: str, screen: Screen, verbose: bool = False) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu.")
+        raise ValueError(
+            f"--device: {device!r} must be present, but torch finds no such GPU. Use --device auto or cpu."
+        )
     screen.set_logging(verbose)

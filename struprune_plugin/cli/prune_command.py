@@ -126,11 +126,11 @@ def _check_push(name: str) -> None:
     if not _HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
         raise ValueError(f"--push-to-hub: must be USER/NAME, got {name!r}. Give both parts.")
     if is_offline_mode():
-        raise ValueError("--push-to-hub: must be left out while HF_HUB_OFFLINE is set, got it. Unset one of them.")
-    if not get_token():
         raise ValueError(
-            "--push-to-hub: must be given by who is logged in to the Hub, got no token. Run `hf auth login`."
+            "--push-to-hub: cannot upload while HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE, or remove --push-to-hub."
         )
+    if not get_token():
+        raise ValueError("--push-to-hub: must have a login at the Hub, got no token. Run `hf auth login`.")
 
 
 def push_folder(folder: Path, name: str) -> str:
@@ -147,7 +147,7 @@ def push_folder(folder: Path, name: str) -> str:
     except Exception as error:  # the Hub's client raises errors of many classes
         told = " ".join(str(error).split()).replace(get_token() or os.devnull, "…")
         failure = OSError(
-            f"--push-to-hub: {name} must take the output, got: {told} {folder} is whole; try again with "
+            f"--push-to-hub: the upload to {name} failed: {told} The output in {folder} is complete. Upload it later by "
             f"`hf upload {name} {folder}`."
         )
         failure.errno = getattr(error, "errno", None) or 5

@@ -33,7 +33,7 @@ def report(path: Folder, page: Page, screen: Screen, device: Device = "auto") ->
     """
     check_device(device)
     if not path.is_dir():
-        raise ValueError(f"{path}: must be a pruned folder, got none. Correct the path.")
+        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
     manifest = read_manifest(path)
     output = page.output or path.resolve().with_name(f"{path.resolve().name}.html")
     for file in filter(None, (output, page.picture)):
@@ -69,10 +69,6 @@ def _write_samples(path: Path, base: str, page: Page) -> list[Any]:
 def _check_new_file(file: Path, overwrite: bool) -> None:
     """Raise if a file exists and may not be replaced, or if its folder does not exist."""
     if file.is_dir() or (file.exists() and not overwrite):
-        raise ValueError(
-            f"--output: {file} must be absent, it is there already. Choose another path, or pass --overwrite."
-        )
+        raise ValueError(f"--output: {file} exists. Choose another path, or pass --overwrite.")
     if not file.parent.is_dir():
-        raise ValueError(
-            f"--output: {file.parent} must be an existing folder, got none. Make it, or choose another path."
-        )
+        raise ValueError(f"--output: the folder {file.parent} does not exist. Create it, or choose another path.")

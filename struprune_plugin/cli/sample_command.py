@@ -40,7 +40,7 @@ def sample(model: Model, sampling: Sampling, screen: Screen) -> None:
 
     check_place("--output", sampling.output.absolute().parent)
     if sampling.output.exists() and not sampling.overwrite:
-        raise ValueError(f"--output: must be a new file, {sampling.output} exists. Choose another, or add --overwrite.")
+        raise ValueError(f"--output: {sampling.output} exists. Choose another path, or pass --overwrite.")
     loaded, tokenizer = load_checkpoint(model, sampling.dtype)
     began, count = time.perf_counter(), -(-sampling.tokens // sampling.length)
     windows = sample_windows(loaded, tokenizer, count, sampling.length, sampling.batch_size, sampling.seed)

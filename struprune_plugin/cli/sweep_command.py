@@ -118,7 +118,7 @@ def read_budgets(texts: Sequence[str]) -> dict[str, Any]:
     """
     found = {text.strip().strip("{[]}").strip(): read_yaml("--budget", text) for text in texts}
     if len(found) < len(texts):
-        raise ValueError(f"--budget: must be given once each, got {list(texts)}. Leave one out.")
+        raise ValueError(f"--budget: each budget must be given once, got {list(texts)}. Remove the repeated one.")
     return found
 
 
@@ -133,7 +133,8 @@ def read_sparsities(text: str) -> list[float]:
         found = []
     if not found or not all(0 < value < 1 for value in found) or len(set(found)) < len(found):
         raise ValueError(
-            f"--sparsity: must be first:last:step or numbers with commas, each above 0 and below 1, got {text!r}. Correct it."
+            f"--sparsity: must be first:last:step or numbers separated by commas, each above 0 and below 1, got {text!r}. "
+            "Write, for example, 0.1:0.6:0.1 or 0.2,0.4."
         )
     return found
 
@@ -152,6 +153,7 @@ def read_pick(text: str) -> tuple[float, bool, str]:
     found = _PICK.fullmatch(text.strip())
     if found is None or (found[1] == "+") != (found[4] == "perplexity"):
         raise ValueError(
-            f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Say how much perplexity may rise or a task fall."
+            f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Give how far perplexity may "
+            "rise, or the score of a task may fall."
         )
     return float(found[2]) / (100 if found[3] else 1), bool(found[3]), found[4]

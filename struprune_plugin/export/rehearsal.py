@@ -73,8 +73,8 @@ def _rehearse(
         _check_pruning(tiny, tokens, allow_sublayers(tiny, groups, sublayers))
     except Exception as error:  # any error of a class that relies on its sizes
         raise ValueError(
-            f"model: a tiny instance of {kind.__name__} must be pruned, saved and loaded without another change of what it "
-            f"gives, got {type(error).__name__}: {error} Choose another attention_unit, or another model."
+            f"model: a tiny instance of {kind.__name__}, pruned, saved and loaded, must work as before, got "
+            f"{type(error).__name__}: {error} Choose another attention_unit, or another model."
         ) from error
 
 
@@ -91,7 +91,7 @@ def rehearse_with_experts(
         if not find_structure(model).has_experts:
             raise
         rehearse(model, attention_unit, prune_ffn, sublayers=sublayers)
-        logger.warning(f"experts stay whole: {error}")
+        logger.warning(f"the experts of the mixture are not pruned: {error}")
         return False
     return True
 

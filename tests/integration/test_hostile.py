@@ -128,7 +128,7 @@ def test_tokens_above_the_vocabulary(model, tmp_path, capsys):
     (model / "tokenizer.json").write_text(json.dumps(content))
     refuse(capsys, tmp_path, "dataset: token ids must be below 2048, the model's number of embeddings", model)
     assert cli.main(["eval", str(model), "--max-tokens", "300"]) == 2
-    assert "text: tokens must be below the model's 2048 embeddings" in capsys.readouterr().err
+    assert "text: token ids must be below 2048, the model's number of embeddings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", TEXTS)

@@ -126,18 +126,18 @@ def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
         (["eval", "nowhere"], "must be a model folder or a hub name"),
         (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
         (["eval", str(DEMO_MODEL), "--window", "8", "--stride", "9"], r"stride in \[1, window\]"),
-        (["eval", str(DEMO_MODEL), "--tasks", ","], "--tasks: must be names with commas"),
+        (["eval", str(DEMO_MODEL), "--tasks", ","], "--tasks: must be names separated by commas"),
         (
             ["eval", str(DEMO_MODEL), "--tasks", "x", "--include-path", "none"],
             "--include-path: must be a folder with task files",
         ),
         (
             ["eval", str(DEMO_MODEL), "--limit", "3"],
-            "--limit: must be left out without --tasks, got 3. Give --tasks, too",
+            "--limit: has no effect without --tasks, got 3. Add --tasks, or remove --limit",
         ),
         (
             ["eval", str(DEMO_MODEL), "--tasks", "x", "--stride", "3"],
-            "--stride: must be left out without --text, got 3",
+            "--stride: has no effect without --text, got 3",
         ),
         (
             ["eval", str(DEMO_MODEL), "--output", f"{RECIPE}/x/y.json"],

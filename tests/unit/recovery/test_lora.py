@@ -514,7 +514,7 @@ def test_changes_reach_the_stage():
         ({"holdout": {"fraction": 1.0}}, "holdout.fraction must .*less than 1"),
         ({"loss": {"kl": {"temperature": 0}}}, "loss.kl.temperature must .*greater than 0"),
         ({"loss": {"kl": {"top_k": 0}}}, "loss.kl.top_k must .*greater than or equal to 1"),
-        ({"loss": {"cross_entropy": 1.0, "teacher": "a"}}, "teacher='a' has no effect with cross_entropy alone"),
+        ({"loss": {"cross_entropy": 1.0, "teacher": "a"}}, "`teacher: a` has no effect with cross_entropy alone"),
         ({"start": 0.0}, "start and end have no effect"),
         ({"seeds": 4}, "seeds is not a field of LoRARecoveryModifier. Did you mean seed"),
     ],

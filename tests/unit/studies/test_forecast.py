@@ -224,7 +224,7 @@ def test_every_type_has_a_default(model_type, name):
     ("argv", "message"),
     [
         (["--sparsity", "0.99"], "Lower sparsity"),
-        (["--recipe", "RECOVERY"], "must hold a StruPruneModifier"),
+        (["--recipe", "RECOVERY"], "must have a StruPruneModifier"),
         (["--recipe", "BARE"], "must give a sparsity"),
     ],
 )

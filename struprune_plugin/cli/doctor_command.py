@@ -48,7 +48,7 @@ class Package:
 
 
 def doctor(screen: Screen) -> int:
-    """Check this machine: packages, devices, engines, the hub.
+    """Check the packages, devices, engines and hub settings of this machine.
 
     Exit status 1 if a required package is missing or its version is not supported.
     """

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import typer
 from huggingface_hub import constants
+from rich.markup import escape
 
 from struprune_plugin.cli.console import Screen, run_command
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
@@ -55,7 +56,7 @@ def make_callback(run: Callable[..., int | None]) -> Callable[..., int]:
 
 def option(help: str, metavar: str | None = None, name: str | None = None, **more: Any) -> Any:
     """Return a typer option; its name defaults to that of the field."""
-    return typer.Option(*filter(None, (name,)), help=help, metavar=metavar, **more)
+    return typer.Option(*filter(None, (name,)), help=escape(help), metavar=metavar, **more)
 
 
 def flag(name: str, help: str) -> Any:
@@ -85,14 +86,14 @@ def _complete_recipe(incomplete: str) -> list[str]:
     return [name for name in list_recipes() if name.startswith(incomplete)]
 
 
-RECIPE = option("a recipe file, or a name that `struprune recipes` lists", "R", autocompletion=_complete_recipe)
+RECIPE = option("recipe: a YAML file, or a name that `struprune recipes` lists", "R", autocompletion=_complete_recipe)
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")]
-Folder = Annotated[Path, typer.Argument(metavar="OUT", help="a pruned folder")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder")]
 Seed = Annotated[int, whole("seed of all random choices", 0, 2**32 - 1)]
-Dtype = Annotated[Floats, option("dtype of the model")]
+Dtype = Annotated[Floats, option("dtype that the model is loaded in")]
 Device = Annotated[str, option("device: auto, cpu, cuda or cuda:N", "D")]
-Overwrite = Annotated[bool, flag("--overwrite", "replace an earlier, unchanged output")]
+Overwrite = Annotated[bool, flag("--overwrite", "replace an earlier output, if its files are unchanged")]
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ class Amount:
     """Size of the calibration text."""
 
     title: ClassVar = "Calibration text"
-    num_samples: Annotated[int | None, whole("number of sequences [default: 64; 256 with --effort best]")] = None
-    seq_length: Annotated[int, whole("tokens per sequence", low=2)] = 256  # a token alone has no context
-    batch_size: Annotated[int, whole("sequences on the device at a time")] = 8
+    num_samples: Annotated[int | None, whole("number of calibration samples [default: 64; 256 with --effort best]")] = (
+        None
+    )
+    seq_length: Annotated[int, whole("tokens per sample", low=2)] = 256  # a token alone has no context
+    batch_size: Annotated[int, whole("samples on the device at a time")] = 8
 
     def count_samples(self, changes: dict[str, Any]) -> int:
         """Return the number of sequences; if none is given, it follows from the effort in the changes to the recipe."""
@@ -114,9 +117,12 @@ class Calibration(Amount):
     """Calibration text and its size."""
 
     data: Annotated[
-        str | None, option("FILE.jsonl, self, c4, wikitext2 or a hub data set [default: a shipped sample]", "SRC")
+        str | None,
+        option(
+            "FILE.jsonl, c4, wikitext2, a hub data set, or self: text of the model [default: a shipped sample]", "SRC"
+        ),
     ] = None
-    text_column: Annotated[str, option("field that holds the text", "NAME")] = "text"
+    text_column: Annotated[str, option("column of the text in the data", "NAME")] = "text"
 
 
 def read_yaml(where: str, text: str) -> Any:
@@ -140,7 +146,8 @@ class Settings:
 
     title: ClassVar = "Changes to the recipe"
     settings: Annotated[
-        list[str] | None, option("set a field, e.g. prune_ffn=false; may be repeated", "FIELD=VALUE", name="--set")
+        list[str] | None,
+        option("set a field of the recipe, e.g. prune_ffn=false; may be repeated", "FIELD=VALUE", name="--set"),
     ] = None
 
     def read(self) -> dict[str, Any]:
@@ -170,14 +177,18 @@ class Settings:
 class Changes(Settings):
     """Changed fields of the recipe, some of them with their own options."""
 
-    sparsity: Annotated[float | None, option("share of the decoder's parameters to remove, in [0, 1)", "R")] = None
+    sparsity: Annotated[
+        float | None, option("fraction of the decoder layers' parameters to remove, in [0, 1)", "R")
+    ] = None
     budget: Annotated[
-        str | None, option("limit for the result, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML")
+        str | None,
+        option("limit for the pruned model, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML"),
     ] = None
     effort: Annotated[
-        Literal["fast", "default", "best"] | None, option("time against quality; best uses four times the text")
+        Literal["fast", "default", "best"] | None,
+        option("fast saves time; best improves quality, with four times the text"),
     ] = None
-    memory_budget: Annotated[int | None, num_bytes("bytes that the device may hold, e.g. 2GB")] = None
+    memory_budget: Annotated[int | None, num_bytes("bytes that the run may use on the device, e.g. 2GB")] = None
 
 
 @dataclass(frozen=True)
@@ -185,12 +196,12 @@ class Scores:
     """Text and tasks of the scoring."""
 
     title: ClassVar = "Scoring"
-    text: Annotated[Path | None, option("text to score [default: a shipped sample]", "FILE.jsonl")] = None
-    window: Annotated[int, whole("context length in tokens")] = 256
-    max_tokens: Annotated[int | None, whole("score the first N tokens")] = None
+    text: Annotated[Path | None, option("text for the perplexity [default: a shipped sample]", "FILE.jsonl")] = None
+    window: Annotated[int, whole("tokens per window of the perplexity")] = 256
+    max_tokens: Annotated[int | None, whole("score only the first N tokens [default: all]")] = None
     tasks: Annotated[str | None, option("lm-eval tasks, e.g. arc_easy,hellaswag", "a,b")] = None
     include_path: Annotated[str | None, option("folder with lm-eval task files, e.g. eval/tasks", "DIR")] = None
-    limit: Annotated[int | None, whole("examples per task")] = None
+    limit: Annotated[int | None, whole("examples per task [default: all]")] = None
 
     def read_tasks(self) -> list[str]:
         """Return the names of lm-eval's tasks.

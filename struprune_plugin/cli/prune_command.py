@@ -43,21 +43,23 @@ class Run:
     seed: Seed = 0
     dtype: Dtype = "auto"
     offload: Annotated[
-        Path | None, option("folder for weights that memory does not hold, during the run", "FOLDER")
+        Path | None, option("folder for weights that do not fit in memory, during the run", "FOLDER")
     ] = None
     checkpoint: Annotated[
-        Path | None, option("folder for finished layers; after a kill, the same command continues", "DIR")
+        Path | None, option("folder for finished layers; after an interruption, the same command continues", "DIR")
     ] = None
     overwrite: Overwrite = False
-    push_to_hub: Annotated[str | None, option("upload the output to a repository, private if new", "USER/NAME")] = None
+    push_to_hub: Annotated[str | None, option("upload the output to a Hub repository, private if new", "USER/NAME")] = (
+        None
+    )
     verbose: Annotated[bool, flag("--verbose", "show llm-compressor's log")] = False
     device: Device = "auto"
 
 
 def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, screen: Screen) -> None:
-    """Prune a model with a recipe and write a loadable folder.
+    """Prune a model by a recipe and write a folder that transformers and lm-eval load.
 
-    transformers and lm-eval load the folder. The recipe may continue with quantisers.
+    The recipe may end with quantisers. Without --data, calibration uses a sample of books that ships with the package.
     """
     changed = changes.read()
     num_samples = calibration.count_samples(changed)

@@ -21,15 +21,15 @@ class Page:
     picture: Annotated[Path | None, option("also write the picture of the layers to this file, as SVG", "FILE")] = None
     prompt: Annotated[list[str] | None, option("prompt of a sample text; may be repeated", "TEXT")] = None
     tokens: Annotated[int, whole("tokens per sample text")] = 40
-    no_samples: Annotated[bool, flag("--no-samples", "skip sample texts; loads no model")] = False
+    no_samples: Annotated[bool, flag("--no-samples", "leave out sample texts, so that no model is loaded")] = False
     overwrite: Annotated[bool, flag("--overwrite", "replace existing files")] = False
 
 
 def report(path: Folder, page: Page, screen: Screen, device: Device = "auto") -> None:
-    """Write one HTML page about a pruned folder.
+    """Write an HTML page about a pruned folder.
 
-    It shows layers to scale, errors, allocation, quality, sample texts of the dense and the pruned model, and the recipe. The page
-    is one file without scripts and needs no network.
+    The page shows the layers to scale, errors, allocation, quality, sample texts of the dense and the pruned model, and the recipe.
+    It is one file without scripts and needs no network.
     """
     check_device(device)
     if not path.is_dir():

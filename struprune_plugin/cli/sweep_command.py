@@ -33,19 +33,21 @@ _PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
 class Points:
     """Settings of a sweep."""
 
-    output: Annotated[Path, option("folder for table, JSON and pictures", "DIR")]
+    output: Annotated[Path, option("folder for the table, JSON and pictures", "DIR")]
     sparsities: Annotated[
         str, option("sparsities: a range, or a list such as 0.2,0.4", "A:B:STEP", name="--sparsity")
     ] = "0.1:0.6:0.1"
     budget: Annotated[
-        list[str] | None, option("budget in place of sparsities, e.g. '{speedup: 1.3}'; may be repeated", "YAML")
+        list[str] | None, option("budget, in place of sparsities, e.g. '{speedup: 1.3}'; may be repeated", "YAML")
     ] = None
-    methods: Annotated[str, option("default, allocation rules (uniform, …) or recipe names", "a,b")] = "default"
+    methods: Annotated[str, option("methods: default, allocation rules (uniform, …) or names of recipes", "a,b")] = (
+        "default"
+    )
     recipe: Annotated[str | None, RECIPE] = None
     pick: Annotated[
         str | None, option("also write the smallest model within this loss, e.g. '+5% perplexity'", "LOSS")
     ] = None
-    picked: Annotated[Path | None, option("where to; DIR/picked if unset", "OUT")] = None
+    picked: Annotated[Path | None, option("folder for the model of --pick [default: DIR/picked]", "OUT")] = None
     seed: Seed = 0
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -59,10 +61,10 @@ def sweep(
     scores: Scores,
     screen: Screen,
 ) -> None:
-    """Prune at several sparsities with several methods and compare the results.
+    """Prune at several sparsities with several methods, and compare quality.
 
-    All points share one calibration, one sensitivity and one set of error curves. DIR keeps finished points, and the same command
-    continues after a stop.
+    All points share one calibration, one sensitivity and one set of error curves. DIR keeps finished points: after an
+    interruption, the same command continues.
     """
     changes, sparsities = settings.read(), read_sparsities(points.sparsities)
     wanted = None if points.pick is None else read_pick(points.pick)

@@ -73,7 +73,7 @@ def _rehearse(
         _check_pruning(tiny, tokens, allow_sublayers(tiny, groups, sublayers))
     except Exception as error:  # any error of a class that relies on its sizes
         raise ValueError(
-            f"model: a tiny instance of {kind.__name__}, pruned, saved and loaded, must work as before, got "
+            f"model: a tiny instance of {kind.__name__} must work as before after pruning, saving and loading, got "
             f"{type(error).__name__}: {error} Choose another attention_unit, or another model."
         ) from error
 
@@ -106,7 +106,7 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     adopt_attention(tiny, groups)
     _remove(tiny, groups, kept, slice_group)
     wanted = run(tiny)
-    _check_equal(wanted, run(masked), "with units gone as with zeros in their place")
+    _check_equal(wanted, run(masked), "with units removed as with zeros in their place")
     drop_layers(tiny)
     adopt_config(tiny)
     with tempfile.TemporaryDirectory() as folder:

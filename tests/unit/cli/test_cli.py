@@ -198,6 +198,14 @@ def test_help_names_every_option(command, capsys):
         assert option in printed
 
 
+def test_help_tells_defaults_that_depend(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    assert cli.main(["prune", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "[default: 64; 256 with --effort best]" in printed  # brackets are rich's markup unless they are escaped
+    assert "[default: a shipped sample]" in printed
+
+
 def test_convert_writes_a_folder_whole_or_not_at_all(pruned, tmp_path, capsys):
     argv = ["convert", str(pruned), "--output", str(tmp_path / "masked"), "--to"]
     assert cli.main([*argv, "masked"]) == 0

@@ -100,7 +100,7 @@ def oneshot(
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)
-        with _adapt_host(config, model, loaded.modifiers), quieten_host():
+        with _adapt_host(config, model, loaded.modifiers), quieten_host(output_dir is not None):
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
             tidy_recipe(folder)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.export.any_class import find_stock, make_dense_config, replace_conv1d
 from struprune_plugin.export.convert import adopt_attention, adopt_config
@@ -109,11 +111,23 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     _check_equal(wanted, run(masked), "with units removed as with zeros in their place")
     drop_layers(tiny)
     adopt_config(tiny)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _hide_bars():
         tiny.save_pretrained(folder)
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         loaded = type(tiny).from_pretrained(folder, dtype=torch.float32, **plain)
     _check_equal(run(loaded.eval()), wanted, "loaded as before it was saved")
+
+
+@contextmanager
+def _hide_bars() -> Iterator[None]:
+    """Hide transformers' progress bars in the block: they would speak of the tiny instance as of the user's model."""
+    is_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _pick_two_thirds(group: UnitGroup) -> Tensor:
@@ -149,7 +163,7 @@ def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
         :func:`~struprune_plugin.layerwise.logits.measure_logits`
     """
     context, head, flows = DeviceContext(), Head.of(model), []
-    for step in stream_layers(model, batches, context, "check"):
+    for step in stream_layers(model, batches, context, ""):
         flows = list(step.flows)
         for flow in flows:
             flow.leave(flow.enter(step.index).run(step.layer, context), context)

@@ -103,7 +103,7 @@ def format_comparison(found: Mapping[str, Any], every: bool = False) -> list[Any
     if modules:
         parts.append(Table(["kept units (overlap with the first: intersection over union)", *outputs], modules))
     if left_out := len(found["modules"]) - len(modules):
-        parts.append(f"{left_out} module{'s' if left_out > 1 else ''} the same in all")
+        parts.append(f"{left_out} module{'s keep' if left_out > 1 else ' keeps'} the same units in all outputs")
     if not found["same_dense_model"]:
         parts.append("The outputs come from different dense models, so their kept units are not compared.")
     return parts

@@ -263,7 +263,7 @@ def test_compare_shows_where_outputs_differ(made, opt, tmp_path, capsys):
 def test_compare_leaves_out_what_is_alike(made, out, capsys):
     assert cli.main(["compare", str(made), str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "6 modules the same in all" in printed
+    assert "6 modules keep the same units in all outputs" in printed
     assert "kept units" not in printed
     assert cli.main(["compare", str(made)]) == cli.main(["compare", str(made), str(made)]) == 2
 

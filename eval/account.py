@@ -1,4 +1,4 @@
-"""What an accelerator would hold, on a CPU: an exact account.
+"""Exact account, on a CPU, of the memory that an accelerator would hold.
 
 On a CPU nothing moves: the host's offload caches, our recorded hidden states and what is computed on are tensors of one memory,
 often the same ones. So the account plays an accelerator: while it is open, moves to and from the device copy (those of

@@ -1,12 +1,12 @@
-"""Which of transformers' causal-LM types are pruned right: one row a type, on tiny random instances of its class.
+"""Check which causal-LM types of transformers are pruned correctly: one row per type, on tiny random instances of its class.
 
 python -m eval.coverage                                   # every type, on the CPU
 python -m eval.coverage --only llama gpt_oss --markdown   # rows for a page
 
-A row's stages: an instance is built and runs; its units are found; 30 % go, of the FFN alone and of everything; the
-pruned model equals the dense one with zeros in the same places; the saved folder loads to the same function, in our
+A row has these stages: an instance is built and runs; its units are found; 30 % are removed, of the FFN alone and of all units;
+the pruned model equals the dense one with zeros in the same places; the saved folder loads to the same function, in our
 class and, with ``output: uniform``, in transformers' own; it generates the same tokens with a cache as without; it is
-pruned again. What a stage raises is the row's verdict.
+pruned again. The error of a stage is the row's verdict.
 """
 
 from __future__ import annotations
@@ -388,9 +388,9 @@ def shorten(verdict: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="TYPE", default=[], help="these types, decoders or not")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", default=[], help="model types to check, decoders or not")
     parser.add_argument("--layers", type=int, default=LAYERS, help="decoder layers of an instance")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, after every type")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows, written after every type")
     parser.add_argument("--markdown", action="store_true", help="print the tables of docs/coverage.md")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")

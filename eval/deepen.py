@@ -1,8 +1,8 @@
-"""A model made deeper than it need be: copies of its layers that add next to nothing, to see whether they are found.
+"""Deepen a model by copies of its layers that contribute almost nothing, to test whether pruning finds them.
 
     python -m eval.deepen --model MODEL --every 5 --scale 0.02 --output DEEP
 
-Behind every fifth layer stands a copy of it whose attention and FFN give a fiftieth of what they give.
+Every fifth layer is followed by a copy whose attention and FFN outputs are scaled by 0.02.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from struprune_plugin.model.structure.finder import find_structure
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder, or a hub name")
-    parser.add_argument("--every", type=int, default=5, help="layers from one copy to the next")
-    parser.add_argument("--scale", type=float, default=0.02, help="of what a copy gives")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the deeper model")
+    parser.add_argument("--model", required=True, help="model folder or hub name")
+    parser.add_argument("--every", type=int, default=5, help="number of layers between copies")
+    parser.add_argument("--scale", type=float, default=0.02, help="factor on the outputs of a copy")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the deeper model")
     args = parser.parse_args()
     if args.every < 1:
         parser.error(f"--every: must be at least 1, got {args.every}")

@@ -1,4 +1,4 @@
-"""The main job on the embedded model: prune, score dense and pruned with lm-eval, print one table.
+"""Prune the embedded demo model, score the dense and the pruned model with lm-eval, and print one table.
 
 python -m eval.demo --output out/demo
 """

@@ -2,8 +2,8 @@
 
     python -m eval.determinism --model ../shared/testbed/opt-mini --num-samples 32
 
-Every run is compared with that of the first batch size and one thread in its dtype. The last digits of weights may differ, for
-sums are made in other orders; kept units must not. The exit status is 1 where one does.
+Every run is compared with that of the first batch size and one thread in its dtype. The last digits of weights may differ, because
+sums have other orders; kept units must not. The exit status is 1 if a kept unit differs.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def count_others(found: Kept, first: Kept) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(DEMO_MODEL), help="a model folder")
-    parser.add_argument("--num-samples", type=int, default=32, metavar="N", help="of 256 tokens")
+    parser.add_argument("--model", default=str(DEMO_MODEL), help="model folder")
+    parser.add_argument("--num-samples", type=int, default=32, metavar="N", help="calibration samples of 256 tokens")
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--threads", default="1,2")

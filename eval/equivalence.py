@@ -1,4 +1,4 @@
-"""Show that a pruned folder is what it says: equal to the dense model with zero masks, exact when saved again.
+"""Check that a pruned folder equals the dense model with zeros in place of the removed units, and is exact when saved again.
 
 python -m eval.equivalence --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30
 """

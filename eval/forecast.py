@@ -1,9 +1,9 @@
-"""What ``struprune plan`` says against what the run then meets.
+"""Compare the predictions of ``struprune plan`` with the figures of the run.
 
     python -m eval.forecast --models ../shared/testbed/opt-lab --num-samples 64 --seq-length 256
 
-Plans, prunes and measures every model in processes of their own, one after the other; prints a line a figure and ends with status 1
-where one is further off than ``--within``.
+Plans, prunes and measures every model in separate processes, one after the other. Prints one line per figure; the exit status is 1
+if a figure differs by more than ``--within``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--sparsity", default="0.3")
     parser.add_argument("--num-samples", default="64")
     parser.add_argument("--seq-length", default="256")
-    parser.add_argument("--set", action="append", default=[], help="as of `struprune prune`")
+    parser.add_argument("--set", action="append", default=[], help="field of the recipe, as in `struprune prune`")
     parser.add_argument("--within", type=float, default=0.25)
     args = parser.parse_args()
     options = ["--sparsity", args.sparsity, "--num-samples", args.num_samples, "--seq-length", args.seq_length]

@@ -1,10 +1,10 @@
-"""Feed broken recipes, configurations and manifests to what reads them: each is accepted, or refused in the house's one line.
+"""Feed broken recipes, configurations and manifests to their readers: each must be accepted, or refused by a one-line message.
 
     python -m eval.fuzz --examples 10000
 
-Recipes: ours and the host's modifiers with fields and values that may make no sense; shipped recipes with characters changed.
-Manifests: of a pruned model with parts changed, moved, taken away, signed again or not. Configurations: a tiny model's, the same
-way. Prints one row a kind; the exit status is 1 where anything but a ValueError in the house's form came back.
+Recipes: modifiers of StruPrune and llm-compressor with random fields and values; shipped recipes with characters changed.
+Manifests: of a pruned model, with parts changed, moved or removed, signed again or not. Configurations: a tiny model's, changed
+likewise. Prints one row per kind; the exit status is 1 if an error is not a ValueError with a one-line message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from struprune_plugin.reporting.tables import format_table, summarize_layers, su
 from struprune_plugin.storage.checkpoint import check_checkpoint
 from struprune_plugin.storage.manifest import digest_manifest, read_manifest
 
-_FORM = re.compile(r".+(must|refuses the recipe: ).+")  # in one line: a dot matches no line break
+_FORM = re.compile(r".+( must .+|[.):] [A-Z`].+[.?])")  # in one line: a dot matches no line break
 _SHARES = {"recipes": 0.55, "manifests": 0.35, "configs": 0.1}
 _OURS = {
     kind.__name__: kind
@@ -347,8 +347,8 @@ def fuzz(kind: str, num_examples: int, start: int = 0) -> Tally:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=10_000, metavar="N", help="in all")
-    parser.add_argument("--only", choices=_KINDS, help="one kind")
+    parser.add_argument("--examples", type=int, default=10_000, metavar="N", help="number of examples, over all kinds")
+    parser.add_argument("--only", choices=_KINDS, help="run one kind only")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")

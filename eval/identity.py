@@ -1,9 +1,9 @@
-"""Compare what two commits make of the same models and recipes, byte by byte: a change of structure changes no output.
+"""Compare the outputs of two commits for the same models and recipes, byte by byte: refactoring changes no output.
 
     python -m eval.identity --against COMMIT
 
-Runs the recipes below on tiny random models and the embedded demo, once with the package as it lies here and once, in a process
-of its own, with the package of another commit; prints one row a run. Weights are compared as the bytes of
+Runs the recipes below on tiny random models and the embedded demo model, once with this working tree and once, in a separate
+process, with another commit; prints one row per run. Weights are compared as the bytes of
 ``model.safetensors``, manifests as JSON without seconds, bytes and versions.
 """
 
@@ -224,13 +224,16 @@ def describe(before: dict[str, str] | None, now: dict[str, str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="COMMIT", help="commit whose package the one here is compared with")
+    parser.add_argument("--against", metavar="COMMIT", help="commit to compare this working tree with")
     parser.add_argument(
-        "--reference", metavar="FILE", type=Path, help="what --write left of that commit; made where absent"
+        "--reference",
+        metavar="FILE",
+        type=Path,
+        help="file of digests of that commit, as --write makes it; made if absent",
     )
-    parser.add_argument("--write", metavar="FILE", type=Path, help="only run, and write the digests here")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="only run, and write the digests to this file")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="runs whose name holds this, e.g. 'llama: ' or default"
+        "--only", default="", metavar="TEXT", help="runs whose name contains this, e.g. 'llama: ' or default"
     )
     args = parser.parse_args()
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,4 +1,4 @@
-"""Kill a real process at random moments of a run, let the same command go on, and compare what comes out.
+"""Kill a real process at random moments of a run, continue it by the same command, and compare the outputs.
 
     python -m eval.kills --recipe pruned --kills 10
     python -m eval.kills --recipe quantised --phase saving --kills 5
@@ -6,10 +6,10 @@
     python -m eval.kills --cost ../shared/testbed/opt-lab
 
 One recipe prunes the embedded demo model, another quantises it afterwards, a third trains it towards the dense one. Every trial
-starts afresh with ``--checkpoint``, is killed (``kill -9``) at a moment drawn from the part of the run that ``--phase`` names, and
-the same command then goes on to its end. ``again`` kills the command that goes on, too, up to five times. Prints a row a trial:
-what was there at the kill, and whether the output has every byte of an uninterrupted run's and nothing else is left. ``--cost``
-prints the share of one run's seconds that its checkpoint takes, both read in that very run.
+starts with an empty ``--checkpoint``, is killed (``kill -9``) at a random moment of the part of the run that ``--phase`` names, and
+the same command then continues to the end. ``again`` also kills the continued command, up to five times. Prints a row per trial:
+the files at the kill, and whether the output equals that of an uninterrupted run in every byte with nothing else left.
+``--cost`` prints the share of a run's seconds that its checkpoint takes, both measured in that run.
 """
 
 from __future__ import annotations
@@ -310,12 +310,16 @@ def measure_cost(args: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=RECIPES, default="pruned")
-    parser.add_argument("--phase", choices=["any", *PHASES[:-1], "again"], default="any", help="when to kill")
-    parser.add_argument("--kills", type=int, default=20, metavar="N", help="trials")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--model", default=str(DEMO_MODEL), help="a model folder")
-    parser.add_argument("--num-samples", type=int, default=32, metavar="N", help="of 256 tokens")
-    parser.add_argument("--cost", metavar="MODEL", help="print what a checkpoint costs on that model; kill nothing")
+    parser.add_argument(
+        "--phase", choices=["any", *PHASES[:-1], "again"], default="any", help="part of the run in which to kill"
+    )
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="number of trials")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--model", default=str(DEMO_MODEL), help="model folder")
+    parser.add_argument("--num-samples", type=int, default=32, metavar="N", help="calibration samples of 256 tokens")
+    parser.add_argument(
+        "--cost", metavar="MODEL", help="print the cost of a checkpoint on this model, and kill nothing"
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = parser.parse_args()
     if args.cost:

@@ -1,7 +1,7 @@
-"""Finished rows on disk, and what a row depends on: told in full, so that a stale row is never taken for a fresh one.
+"""Finished rows on disk with everything that they depend on, so that a stale row is never taken for a fresh one.
 
-A row is read back only where the code that makes it, the libraries, the device, every field, the model's weights and every
-text are what they were. Rows that no longer hold are kept beside, and are found again when what they depend on is back.
+A row is read back only if its code, the libraries, the device, every field, the model's weights and every text are unchanged.
+Stale rows are kept, and are used again when their dependencies are restored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One GGUF file in llama.cpp: greedy tokens, tokens a second, its own quantiser.
+"""Worker for one GGUF file in llama.cpp: greedy tokens, tokens per second, its own quantiser.
 
 Reads ``{"file", "prompts", "new_tokens", "length", "rounds"}`` or ``{"file", "quantised", "type"}`` as JSON from standard input,
-and prints what it found as one line of JSON. The first needs xllamacpp, the second llama-cpp-python; neither needs this package.
+and prints the results as one line of JSON. The first needs xllamacpp, the second llama-cpp-python; neither needs this package.
 """
 
 from __future__ import annotations

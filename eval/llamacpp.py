@@ -1,12 +1,12 @@
-"""Pruned models in a real llama.cpp: the tokens of transformers, its own quantiser, and tokens a second against dense.
+"""Run pruned models in llama.cpp: tokens against transformers, its own quantiser, and tokens per second against dense.
 
     python -m eval.llamacpp --models MODEL,tiny-llama --output results/llamacpp --seconds 300
 
-Models are pruned here as in :mod:`eval.serve`, written as ``struprune convert --to gguf`` does (in float32, so that tokens
-can be compared), and quantised by llama.cpp, whose blocks want widths of whole 32s. ``make llama-test`` gets llama.cpp and runs
-this; finished rows are kept. *tokens* and *log-probabilities* are against transformers in float32, of the same pruned model before
-quantisation. llama.cpp's arithmetic is its own, dense models' too: pruned files must not be further off than three times what the
-dense file of the same type is.
+Models are pruned as in :mod:`eval.serve`, written as ``struprune convert --to gguf`` does (in float32, so that tokens can be
+compared), and quantised by llama.cpp, whose blocks need widths that are multiples of 32. ``make llama-test`` installs llama.cpp and
+runs this; finished rows are kept. *tokens* and *log-probabilities* compare with transformers in float32, for the same pruned model
+before quantisation. llama.cpp rounds differently for dense models, too: a pruned file may differ by at most three times the
+difference of the dense file of the same type.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ DENSE_OFF = 0.05  # of log-probabilities, of a dense file that is not quantised
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=TINY, help="LLaMA folders with commas between them")
-    parser.add_argument("--sparsity", default="0.3", help="with commas between them")
-    parser.add_argument("--types", default="F32,Q8_0,Q4_K_M", help="of llama.cpp's")
+    parser.add_argument("--models", default=TINY, help="LLaMA folders, separated by commas")
+    parser.add_argument("--sparsity", default="0.3", help="sparsities, separated by commas")
+    parser.add_argument(
+        "--types", default="F32,Q8_0,Q4_K_M", help="types of llama.cpp's quantiser, separated by commas"
+    )
     parser.add_argument("--python", type=Path, default=Path(".venv-llama/bin/python"))
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--length", type=int, default=256, help="tokens of the prompt that is timed")
+    parser.add_argument("--length", type=int, default=256, help="tokens of the timed prompt")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no further row after this number of seconds"
+    )
     parser.add_argument("--output", type=Path, default=Path("results/llamacpp"))
     args = parser.parse_args()
     read_names(parser, "--types", args.types, TYPES)

@@ -1,9 +1,9 @@
-"""Write down what the tests ran with: every package of this environment that ours needs, and the hashes of its files.
+"""Write a lock file: every package of this environment that StruPrune needs, with the hashes of its files.
 
     python -m eval.lock --output requirements-lock.txt --wheel torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
 
-Versions are those that are installed; the hashes of all their files come from the package index, by ``uv``, which must be on the
-path. A build that the index does not have, such as torch's for a CPU, is not in it: ``--wheel`` adds the hash of that file.
+Versions are the installed ones; the hashes of all their files come from the package index, by ``uv``, which must be on the path.
+The index lacks some builds, such as torch's for a CPU: ``--wheel`` adds the hash of that file.
 """
 
 from __future__ import annotations
@@ -113,7 +113,14 @@ def add_wheel(lines: str, wheel: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "requirements-lock.txt", metavar="FILE")
-    parser.add_argument("--wheel", type=Path, action="append", default=[], metavar="FILE", help="may be repeated")
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file of a build that the index lacks; may be repeated",
+    )
     args = parser.parse_args()
     try:
         versions = list_installed(read_needs())

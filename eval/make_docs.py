@@ -1,7 +1,7 @@
 """Generator of the field tables in docs/recipes.md, from the modifiers' fields and their docstrings, and of docs/quality.svg.
 
     python -m eval.make_docs              # writes the text between the markers of docs/recipes.md, and the plot
-    python -m eval.make_docs --check      # writes nothing; status 1 if a file is stale
+    python -m eval.make_docs --check      # writes nothing; exit status 1 if a file is stale
 
 A field's meaning, type, default and range come from the code. When to change it, and the meaning of named values, are in this file.
 The plot's figures are those of the tables in docs/results.md.
@@ -236,7 +236,7 @@ RANGES = {  # of fields that a validator checks, not the field itself
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file is stale")
     args = parser.parse_args()
     stale = {file: text for file, text in make_files().items() if not file.is_file() or file.read_text("utf-8") != text}
     for file, text in stale.items():

@@ -1,11 +1,11 @@
-"""Memory of pruning against the size of the model: what the device holds, measured on shapes of OPT-125M to OPT-66B.
+"""Measure the device memory of pruning against the size of the model, on shapes of OPT-125M to OPT-66B.
 
     python -m eval.memory --output results/memory                       # as far as this machine's memory goes
     python -m eval.memory --models OPT-125M,OPT-350M --modes "no budget;4 layers" --output results/memory
     python -m eval.memory --models OPT-125M,OPT-1.3B --modes "recovery;recovery, 5 layers" --output results/memory
 
-Weights are random and made here; nothing is downloaded. A model has the published widths and vocabulary but few decoder
-layers, for the peak does not grow with them. Without an accelerator the peak is an account of what one would hold.
+Weights are random; nothing is downloaded. A model has the published widths and vocabulary but few decoder layers, because the peak
+does not grow with them. Without an accelerator the peak is an account of the memory that one would hold.
 Finished rows are read back, not measured again. Writes memory-growth.md, .json and .png.
 """
 
@@ -187,10 +187,12 @@ def write_report(rows: dict[str, dict[str, Any]], left_out: list[str], length: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(OPT_SIZES))
-    parser.add_argument("--modes", default=";".join((*MODES, *RECOVERY)), help="separated by semicolons")
+    parser.add_argument(
+        "--modes", default=";".join((*MODES, *RECOVERY)), help="memory budgets or recoveries, separated by semicolons"
+    )
     parser.add_argument("--layers", type=int, default=1, help="decoder layers of every model")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence, one at a time")
-    parser.add_argument("--memory", type=float, help="gigabytes of this machine to use; what is free if unset")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the one sequence in a batch")
+    parser.add_argument("--memory", type=float, help="gigabytes of this machine to use [default: the free memory]")
     parser.add_argument("--output", type=Path, required=True, help="folder for the files")
     args = parser.parse_args()
     logger.remove()

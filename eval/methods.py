@@ -1,10 +1,10 @@
-"""Perplexity of pruning methods side by side, and what they really remove.
+"""Compare the perplexity of pruning methods, and the share that they really remove.
 
     python -m eval.methods --model ../shared/testbed/opt-mini --data ../shared/testbed/data \
         --sparsity 0.1,0.2,0.3,0.5 --output results/methods-opt-mini
 
-DATA holds books_calibration.jsonl and the texts to score. Finished rows are read back, not computed again; an output folder
-may gather several sets of rows.
+DATA has books_calibration.jsonl and the texts to score. Finished rows are read back, not computed again; an output folder may
+hold several sets of rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of the architectures that the paper tabulates, counted on models without weights, and what pruning one holds."""
+"""Sizes of the architectures in the paper's tables, counted on models without weights, and the memory of pruning one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's tables and its figure, its own numbers beside ours.
+"""Reproduce the paper's tables and its figure, with its own numbers beside ours.
 
     python -m eval.paper_tables --model facebook/opt-125m --output results/paper             # C4 and WikiText-2 from the hub
     python -m eval.paper_tables --model ../shared/testbed/opt-lab --data ../shared/testbed/data --output results/opt-lab
@@ -259,9 +259,11 @@ TABLES: dict[str, Sequence[Callable[[argparse.Namespace], Table]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
-    parser.add_argument("--table", choices=TABLES, help="all if unset")
+    parser.add_argument("--table", choices=TABLES, help="tables to make [default: all]")
     parser.add_argument("--sparsity", default=",".join(map(str, SPARSITIES)))
-    parser.add_argument("--memory-models", default=",".join(MEMORY_MODELS), help="those that memory is measured on")
+    parser.add_argument(
+        "--memory-models", default=",".join(MEMORY_MODELS), help="models for the memory table, separated by commas"
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder for the tables")
     args = parser.parse_args()
     logger.remove()

@@ -1,4 +1,4 @@
-"""Pictures of the documents: ``struprune report`` and ``struprune sweep`` draw the embedded demo model.
+"""Draw the pictures of the documents by ``struprune report`` and ``struprune sweep`` of the embedded demo model.
 
     python -m eval.pictures
 

@@ -4,8 +4,8 @@
     python -m eval.portability --all --only "2 threads"   # the whole suite under one setting
     python -m eval.portability --python .venv/bin/python .venv-3.13/bin/python
 
-Prints one row per setting; the exit status is 1 where a test failed. A processor can be made to look older, not newer: the row of
-the machine's own kernels says what they are.
+Prints one row per setting; the exit status is 1 if a test failed. A processor can be made to look older, not newer: the row of the
+machine's own kernels names them.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def describe_python(python: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="the whole suite, not the marked tests")
-    parser.add_argument("--only", action="append", choices=SETTINGS, help="one setting; may be given again")
+    parser.add_argument("--all", action="store_true", help="run the whole suite, not only the marked tests")
+    parser.add_argument("--only", action="append", choices=SETTINGS, help="run this setting only; may be repeated")
     parser.add_argument(
-        "--python", nargs="+", default=[sys.executable], help="interpreters; the first runs all settings"
+        "--python", nargs="+", default=[sys.executable], help="Python interpreters; the first runs all settings"
     )
-    parser.add_argument("options", nargs="*", help="more options of pytest, behind --")
+    parser.add_argument("options", nargs="*", help="options of pytest, after --")
     args = parser.parse_args()
     options = [*([] if args.all else ["-m", "portability"]), *args.options]
     names = args.only or list(SETTINGS)

@@ -1,13 +1,13 @@
-"""Where the seconds of a pruning run go, stage by stage, against the least that they could take.
+"""Measure the seconds of a pruning run by stage, against the floor.
 
 python -m eval.profile --model ../shared/testbed/opt-lab --data books_calibration.jsonl --output results/profile
 python -m eval.profile --model ../shared/testbed/opt-lab --data books_calibration.jsonl --fasp --output results/profile
 python -m eval.profile --shape OPT-1.3B --layers 1 --samples 17 --length 512 --batch 1 --output results/profile-1.3b
 
-The floor is the forward passes that the statistics ask for, plus the products that make the Gram matrices, each measured
+The floor is the forward passes that the statistics need, plus the products that give the Gram matrices, each measured
 in the same run: the dense path once, the pruned path twice (attention, then the FFN on pruned attention); on the allocation's
-samples, one pass for the curves and two for the sensitivity (forth and back). The rest of the host's passes, solves,
-saving and loading count as overhead. With one thread on a CPU the seconds are the process' own.
+samples, one pass for the curves and two for the sensitivity (forth and back). The rest of llm-compressor's passes,
+solves, saving and loading count as overhead. With one thread on a CPU the seconds are the process' own.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from struprune_plugin.storage.manifest import read_manifest
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder; or --shape")
-    parser.add_argument("--data", help="a JSON-lines file, with --model")
-    parser.add_argument("--shape", default="OPT-1.3B", help="an OPT's sizes, with random weights and tokens")
-    parser.add_argument("--layers", type=int, default=1, help="so many of the shape's layers")
+    parser.add_argument("--model", help="model folder; or --shape")
+    parser.add_argument("--data", help="JSON-lines file of calibration text, with --model")
+    parser.add_argument(
+        "--shape", default="OPT-1.3B", help="name of an OPT whose sizes to use, with random weights and tokens"
+    )
+    parser.add_argument("--layers", type=int, default=1, help="number of decoder layers of the shape")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sparsity", type=float, default=0.3)
-    parser.add_argument("--fasp", action="store_true", help="with --model: FASP's seconds, in the same run, beside")
+    parser.add_argument("--fasp", action="store_true", help="also measure FASP in the same run, with --model")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 

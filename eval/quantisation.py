@@ -1,12 +1,12 @@
-"""Perplexity and bytes of a model dense, pruned, quantised, and pruned and quantised in one recipe.
+"""Measure perplexity and bytes of a model: dense, pruned, quantised, and pruned and quantised in one recipe.
 
     python -m eval.quantisation --model ../shared/testbed/opt-lab --data ../shared/testbed/data \
         --sparsity 0.2,0.3 --output results/quantisation-opt-lab
 
 The recipes are the shipped ones; the quantised row leaves out their pruning stage, the pruned row their quantiser. Where the
 quantiser's groups rounded the widths, one more row has the combination's kept units and no quantiser: the loss by rounding alone.
-The last columns say what share of the two single increases of perplexity, added up, the combination shows: above 1.2 the
-two harm each other. After the stroke, the same with that row as the pruned one. Finished rows are read back.
+The last columns give the combination's increase of perplexity as a share of the sum of the two single increases: above 1.2 the two
+harm each other. After the slash, the same with that row as the pruned one. Finished rows are read back.
 """
 
 from __future__ import annotations

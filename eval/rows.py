@@ -1,4 +1,4 @@
-"""Rows of a comparison: ways to make a model smaller, run on one workload, each finished row kept on disk."""
+"""Rows of a comparison: ways to make a model smaller, run on one workload; every finished row is kept on disk."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Workload:
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what :func:`read_workload` reads."""
-    parser.add_argument("--model", help="a folder, or a hub name")
+    parser.add_argument("--model", help="model folder or hub name")
     parser.add_argument(
         "--data",
         type=Path,
@@ -135,9 +135,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration", help="a JSON-lines file, in DATA or elsewhere: books_calibration.jsonl; C4 if no --data"
     )
     parser.add_argument("--num-samples", type=int, help="calibration windows: 64 of local text, 128 of C4")
-    parser.add_argument("--recovery-samples", type=int, default=896, help="windows that recovery rows train on")
+    parser.add_argument("--recovery-samples", type=int, default=896, help="training windows of recovery rows")
     parser.add_argument("--window", type=int, help="tokens: 256 on local text, 2048 on the hub's")
-    parser.add_argument("--stride", type=int, help="the window itself if unset")
+    parser.add_argument("--stride", type=int, help="tokens between window starts [default: the window]")
     parser.add_argument("--max-tokens", type=int, help="scored of every text: 60,000 of local ones, all of the hub's")
     parser.add_argument("--divergence", action="store_true", help="KL(dense || pruned) on the texts, too, in nats")
 

@@ -1,4 +1,4 @@
-"""Time, memory and traffic of pruning a model of any size, on paper: what is counted, what is measured and what is assumed.
+"""Estimate time, memory and traffic of pruning a model of any size from counted, measured and assumed figures.
 
 python -m eval.scale --profile results/profile/profile.json --output results/scale
 python -m eval.scale --recovery                # what a recovery of 70 billion parameters takes, on the same card
@@ -552,11 +552,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, help="profile.json of opt-lab, 64 × 256 tokens, one thread")
     parser.add_argument(
-        "--recovery", action="store_true", help="count a recovery instead, for which nothing is measured"
+        "--recovery", action="store_true", help="estimate a recovery instead, for which nothing is measured"
     )
-    parser.add_argument("--mixtures", action="store_true", help="count mixtures of experts instead")
-    parser.add_argument("--widths", help="of an FFN, with commas between them, to measure; wider ones are counted")
-    parser.add_argument("--measured", type=float, help="with --mixtures: seconds of ours on the small one")
+    parser.add_argument("--mixtures", action="store_true", help="estimate mixtures of experts instead")
+    parser.add_argument("--widths", help="FFN widths to measure, separated by commas; wider ones are counted")
+    parser.add_argument("--measured", type=float, help="seconds measured on the small mixture, with --mixtures")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--sparsity", type=float, default=0.3)

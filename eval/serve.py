@@ -1,16 +1,16 @@
-"""Pruned models in a real vLLM server: the same tokens as transformers, and tokens a second under load.
+"""Serve pruned models with vLLM: tokens against transformers, and tokens per second under load.
 
     python -m eval.serve --models MODEL,tiny-llama --output results/serve --seconds 300
 
-A process of vLLM's server on 127.0.0.1 for every model, dense, and for each form of it, pruned here, by the default but for its
-slowest parts, on little text. ``tiny-llama``, ``tiny-qwen3-moe`` and ``tiny-olmoe`` are of random weights. Finished rows are read
-back: a call that ``--seconds`` ends is followed by another. ``make serve-test`` makes vLLM's environment, where llm-compressor
-cannot live, and runs this to its end. A server takes a minute or two to start; ``--engine process`` asks the same engine without
-one, in one process for all rows.
+vLLM's server runs on 127.0.0.1 for every dense model and for each form of the model pruned by the default recipe, without its
+slowest parts, on little text. ``tiny-llama``, ``tiny-qwen3-moe`` and ``tiny-olmoe`` have random weights. Finished rows are read
+back: repeat the command after ``--seconds`` ended it. ``make serve-test`` makes an environment for vLLM, which cannot be installed
+beside llm-compressor, and runs this to the end. A server takes a minute or two to start; ``--engine process`` uses the same engine
+without a server, in one process for all rows.
 
-*tokens*: how many of the greedy ones, of all prompts, transformers would have chosen, too. *log-probabilities*: how far they are
-from transformers' at worst; *grouped kernels*: how far transformers' own ones for all experts at once are from its loop
-over them. *tokens/s*: the best of three rounds, all requests of a round at the same time.
+*tokens*: greedy tokens of all prompts that transformers chooses, too. *log-probabilities*: the largest difference from
+transformers; *grouped kernels*: the largest difference between transformers' kernels for all experts at once and its loop over
+experts. *tokens/s*: the best of three rounds; all requests of a round run at the same time.
 """
 
 from __future__ import annotations
@@ -94,15 +94,19 @@ SMALL = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=f"{DEMO_MODEL},{TINY}", help="folders with commas between them")
+    parser.add_argument("--models", default=f"{DEMO_MODEL},{TINY}", help="model folders, separated by commas")
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM's environment")
+    parser.add_argument(
+        "--python", type=Path, default=Path(".venv-vllm/bin/python"), help="Python of vLLM's environment"
+    )
     parser.add_argument("--engine", choices=("server", "process"), default="server")
-    parser.add_argument("--requests", type=int, default=32, help="at the same time")
+    parser.add_argument("--requests", type=int, default=32, help="number of requests at the same time")
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--patience", type=int, default=400, help="seconds that a server may take to start")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
+    parser.add_argument("--patience", type=int, default=400, help="seconds to wait for a server to start")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no further row after this number of seconds"
+    )
     parser.add_argument("--output", type=Path, default=Path("results/serve"))
     args = parser.parse_args()
     forms = read_names(parser, "--forms", args.forms, FORMS)

@@ -1,16 +1,16 @@
-"""Prefill and decode throughput of pruned models against the dense one, measured in one run, beside the ideal.
+"""Measure prefill and decode throughput of pruned models against the dense model in one run, beside the ideal.
 
 python -m eval.speed --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30 --output results/speed
 python -m eval.speed --dense ../shared/testbed/opt-lab --sparsity 0.1,0.3,0.5 --width-multiple 1,64 --output results/speed
 
-With ``--sparsity`` models are pruned here, all layers alike and fast: their sizes matter, not their weights. ``generate`` writes
-the new tokens, and each is timed. Models take turns: seconds are the fastest tenth's of all turns, a speed-up is the median of
-the ratios that two models have in the same turn. Others may share the machine, so many short turns tell more than a few long ones.
+With ``--sparsity`` models are pruned here, uniformly and by a fast method: their sizes matter, not their weights. ``generate``
+writes the new tokens, and each is timed. Models take turns: seconds are those of the fastest tenth of all turns, a speed-up is the
+median ratio of two models in the same turn. Other jobs may share the machine, so many short turns are better than a few long ones.
 
-*ideal*: the speed-up that the weights kept in all linears would give, the head's too. *linears*: what the products of all linears
-take, everything else left out. *else*: the rest. *reachable*: the speed-up of this model's linears beside the dense model's rest,
-which pruning leaves as it is; a larger speed-up means that this model's rest takes less than the dense one's. ``--compile`` runs
-dense and pruned models through torch.compile, new tokens with a static cache.
+*ideal*: the speed-up by the kept weights of all linears, including the head. *linears*: the seconds of all linears alone. *else*:
+the rest. *reachable*: the speed-up of this model's linears with the dense model's rest, which pruning does not change; a larger
+speed-up means that this model's rest is faster than the dense model's. ``--compile`` compiles dense and pruned models by
+torch.compile, with a static cache for new tokens.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dense", required=True)
     parser.add_argument("--pruned", nargs="*", default=[])
-    parser.add_argument("--sparsity", default="", help="also prune here, by so much each, comma-separated")
-    parser.add_argument("--width-multiple", default="1", help="and with each of these")
+    parser.add_argument("--sparsity", default="", help="also prune here to these sparsities, separated by commas")
+    parser.add_argument("--width-multiple", default="1", help="width multiples for --sparsity, separated by commas")
     parser.add_argument("--attention-unit", default="value_channels")
     parser.add_argument("--batch", default="1,16")
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=4, help="of a turn")
-    parser.add_argument("--repeats", type=int, default=20, help="turns")
-    parser.add_argument("--compile", action="store_true", help="dense and pruned; takes minutes")
+    parser.add_argument("--new-tokens", type=int, default=4, help="new tokens per turn")
+    parser.add_argument("--repeats", type=int, default=20, help="number of turns")
+    parser.add_argument("--compile", action="store_true", help="also measure with torch.compile; takes minutes")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.new_tokens < 2:

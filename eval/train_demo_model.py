@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="JSON lines with a field 'text'")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=32, help="windows per step")
+    parser.add_argument("--batch", type=int, default=32, help="windows per training step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

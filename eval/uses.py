@@ -1,11 +1,11 @@
-"""What people do with a model in transformers, tried on pruned folders: does it run, does it say the same, what does it gain?
+"""Try common uses of a model in transformers on pruned folders: whether they run, whether outputs agree, and the gain.
 
     python -m eval.uses --pruned OUT --dense MODEL --data TEXT --output results/uses --seconds 300
     python -m eval.uses --pruned OUT --dense MODEL --data TEXT --only assisted
 
-``assisted`` lets the pruned model draft for its dense parent: the share of drafted tokens that the parent accepts, and how much
-faster both are than the parent alone. Finished rows are read back; a use that fails is a row, too. With one thread on a CPU,
-seconds are the process' own. ``quantised cache`` needs optimum-quanto, ``adapters`` peft.
+``assisted`` lets the pruned model draft for its dense parent: the share of drafted tokens that the parent accepts, and the speed-up
+over the parent alone. Finished rows are read back; a use that fails is a row, too. With one thread on a CPU, seconds are CPU time
+of the process. ``quantised cache`` needs optimum-quanto, ``adapters`` peft.
 """
 
 from __future__ import annotations
@@ -273,13 +273,15 @@ USES: dict[str, Callable[[Work], str]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pruned", nargs="+", required=True, help="outputs")
-    parser.add_argument("--dense", default=str(DEMO_MODEL), help="the model that all were pruned from")
-    parser.add_argument("--data", default=str(DEMO_CALIBRATION), help="a text to go on with")
+    parser.add_argument("--pruned", nargs="+", required=True, help="pruned folders")
+    parser.add_argument("--dense", default=str(DEMO_MODEL), help="dense model of all pruned folders")
+    parser.add_argument("--data", default=str(DEMO_CALIBRATION), help="JSON-lines file with the prompts")
     parser.add_argument("--only", default=",".join(USES))
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no further row after this number of seconds"
+    )
     parser.add_argument("--output", type=Path, default=Path("results/uses"))
     args = parser.parse_args()
     uses = read_names(parser, "--only", args.only, USES)

@@ -1,8 +1,8 @@
-"""vLLM's engine in one process, for one model after another: greedy tokens, and tokens a second. Needs vLLM and nothing else.
+"""Worker for vLLM's engine in one process, for one model after another: greedy tokens and tokens per second. Needs only vLLM.
 
 With one thread (OMP_NUM_THREADS=1) seconds are the process' own: others may share the machine.
 
-Reads ``{"folder", "dtype", "trust", "prompts", "load", "new_tokens", "rounds"}`` as one line of JSON a model, and answers each
+Reads ``{"folder", "dtype", "trust", "prompts", "load", "new_tokens", "rounds"}`` as one line of JSON per model, and answers each
 with one line.
 """
 

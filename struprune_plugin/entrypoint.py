@@ -100,7 +100,7 @@ def oneshot(
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)
-        with _adapt_host(config, model, loaded.modifiers), quieten_host():
+        with _adapt_host(config, model, loaded.modifiers), quieten_host(output_dir is not None):
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
             tidy_recipe(folder)
@@ -137,8 +137,8 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
         except RuntimeError as error:
             if "resolving mappings" in str(error):  # before any calibration
                 raise ValueError(
-                    f"recipe: SmoothQuantModifier must have mappings that fit the model, got none for {config.model_type!r} that "
-                    "llm-compressor knows or finds. Give its mappings, or leave it out."
+                    f"recipe: llm-compressor finds no SmoothQuantModifier mappings for {config.model_type!r}. Add mappings to the "
+                    "recipe, or remove SmoothQuantModifier."
                 ) from error
             raise
 
@@ -159,7 +159,8 @@ def _make_store(
     for other in others:
         if path == other or path in other.parents or other in path.parents:
             raise ValueError(
-                f"checkpoint_dir: must be apart from what the run reads and writes, got {path} and {other}. Choose another path."
+                f"checkpoint_dir: must be apart from what the run reads and writes, got {path} beside {other}, one of which holds "
+                "the other. Choose another path."
             )
     store = ResumeStore(path)
     for modifier in modifiers:
@@ -180,8 +181,8 @@ def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> Pretra
     find_structure(model)
     if not model.config.name_or_path:
         raise ValueError(
-            "model: must come from a folder or the hub, whose configuration llm-compressor reads again, got a model without a "
-            "config.name_or_path. Save it and pass the folder."
+            "model: must come from a folder or the hub, as llm-compressor reads its configuration again, got a model without "
+            "config.name_or_path. Save the model, and pass the folder."
         )
     return model.config
 

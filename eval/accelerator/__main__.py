@@ -1,4 +1,4 @@
-"""The command: watches a worker process that runs the steps, and starts another where it dies, hangs or is done with its card.
+"""Command that watches a worker process, which runs the steps, and starts another if it dies, hangs or has lost its card.
 
 Imports nothing heavy, so that the deadline counts from the start.
 """
@@ -89,14 +89,19 @@ def supervise(worker: Sequence[str], seconds: float) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="eval.accelerator", description="What only a real accelerator can prove.")
-    parser.add_argument("--output", type=Path, required=True, help="folder of accelerator.json and accelerator.md")
-    parser.add_argument(
-        "--model", type=Path, default=Path("../shared/testbed/opt-lab"), help="pruned too if it is there"
+    parser = argparse.ArgumentParser(
+        prog="eval.accelerator", description="Run the checks that need a real accelerator."
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="steps whose name holds this")
-    parser.add_argument("--deadline", type=float, default=DEADLINE, help="seconds for all")
-    parser.add_argument("--reduced", action="store_true", help="tiny shapes on a card, too")
+    parser.add_argument("--output", type=Path, required=True, help="folder for accelerator.json and accelerator.md")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path("../shared/testbed/opt-lab"),
+        help="model folder that is pruned, too, if it exists",
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only steps whose name contains this")
+    parser.add_argument("--deadline", type=float, default=DEADLINE, help="seconds for all steps")
+    parser.add_argument("--reduced", action="store_true", help="use tiny shapes on a card, too")
     args = parser.parse_args()
     if not args.deadline > 0:
         parser.error(f"--deadline: must be above 0 seconds, got {args.deadline:g}. Leave it out for {DEADLINE:g}.")

@@ -1,4 +1,4 @@
-"""Whether the card gives what the CPU gives: the same units, the same weights, outputs that load again."""
+"""Comparison of the card with the CPU: the same units, the same weights, outputs that load again."""
 
 from __future__ import annotations
 

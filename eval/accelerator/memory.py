@@ -1,4 +1,4 @@
-"""What a card holds while it prunes: by its own counters, by the account, and against budgets that its allocator enforces."""
+"""Memory of a card during pruning: by its own counters, by the account, and against budgets that its allocator enforces."""
 
 from __future__ import annotations
 

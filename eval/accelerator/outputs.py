@@ -1,4 +1,4 @@
-"""How fast pruned layers run on the card, by removed fraction and by what channels are rounded to."""
+"""Speed of pruned layers on the card, by the removed fraction and by the multiple that widths are rounded to."""
 
 from __future__ import annotations
 

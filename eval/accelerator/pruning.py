@@ -1,4 +1,4 @@
-"""How fast a card prunes, against the floor."""
+"""Speed of pruning on a card, against the floor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps have found, as Markdown."""
+"""Report of the results of the steps, as Markdown."""
 
 from __future__ import annotations
 

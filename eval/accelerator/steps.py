@@ -1,4 +1,4 @@
-"""The steps, by worth, and the ledger that knows which of them are done."""
+"""Steps in the order of their worth, and the ledger of finished ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that runs the steps; started by the command."""
+"""Process that runs the steps; the command starts it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ def main() -> int:
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--began", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--lost", help="a step whose process is gone")
-    parser.add_argument("--why", default="", help="what became of it")
-    parser.add_argument("--reference", action="store_true", help="only prune what the card's results are compared with")
+    parser.add_argument("--lost", help="step whose process ended without a result")
+    parser.add_argument("--why", default="", help="reason, for the report")
+    parser.add_argument(
+        "--reference", action="store_true", help="only make the reference on the CPU that the card is compared with"
+    )
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logger.remove()

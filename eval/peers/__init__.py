@@ -1,4 +1,4 @@
-"""Other structured pruning methods, written anew from their papers, to compare with on the same work.
+"""Other structured pruning methods, reimplemented from their papers, for a comparison on the same workload.
 
 All of them take OPT and LLaMA, under grouped-query attention too. FASP, OSSCAR and FLAP load a model in its own dtype, as
 ``oneshot`` does, so that their seconds compare; the others stay in float32.

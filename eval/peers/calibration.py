@@ -1,4 +1,4 @@
-"""Calibration windows into the calls of a model's first decoder layer, from which a peer goes on layer by layer."""
+"""Conversion of calibration windows to calls of the first decoder layer, from which a peer continues layer by layer."""
 
 from __future__ import annotations
 

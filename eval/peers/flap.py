@@ -1,6 +1,6 @@
 """FLAP (An et al. 2024): heads and FFN channels by the fluctuation of their inputs, one threshold for all, biases make up.
 
-Source: "Fluctuation-based Adaptive Structured Pruning for Large Language Models" (AAAI), written anew from the paper, in
+Source: "Fluctuation-based Adaptive Structured Pruning for Large Language Models" (AAAI), reimplemented from the paper, in
 its setting WIFV and AL-AM: statistics of the dense model, one search over all layers and both kinds of modules.
 
 Legend, of a consuming linear (``o_proj``, ``down_proj``):

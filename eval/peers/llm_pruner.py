@@ -1,6 +1,6 @@
-"""LLM-Pruner (Ma et al. 2023): heads and FFN channels by the first-order Taylor importance of all that goes with them.
+"""LLM-Pruner (Ma et al. 2023): heads and FFN channels by the first-order Taylor importance of all coupled weights.
 
-Source: "LLM-Pruner: On the Structural Pruning of Large Language Models" (NeurIPS), written anew from the paper, in its
+Source: "LLM-Pruner: On the Structural Pruning of Large Language Models" (NeurIPS), reimplemented from the paper, in its
 setting Element^1 with block-wise pruning: the importance of a weight is ``|w dL/dw|``, that of a group of coupled
 structures the sum over its weights. The recovery by LoRA is left out.
 """

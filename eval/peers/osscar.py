@@ -1,7 +1,7 @@
 """OSSCAR: greedy removal of heads and FFN channels, then swaps, each judged by the re-solved error.
 
 Source: Meng et al. 2024, "OSSCAR: One-Shot Structured Pruning in Vision and Language Models with Combinatorial
-Optimization" (ICML), written anew from the paper, with the settings of the authors' program. Per consuming linear, from
+Optimization" (ICML), reimplemented from the paper, with the settings of the authors' program. Per consuming linear, from
 the first layer to the last, with P the inputs on the pruned path and Y the dense model's outputs, it looks for the set S
 of kept units with the least ``min_W ||Y - W P_S||^2``.
 

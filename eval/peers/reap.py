@@ -1,4 +1,4 @@
-"""REAP (Lasby et al. 2025): whole experts go, those whose output, weighed by the router, is least; llm-compressor's own code.
+"""REAP (Lasby et al. 2025): removes the experts with the least router-weighted output; llm-compressor's own code.
 
 A router of sigmoids that chooses k experts chooses k among those left, by the scores and the bias of choice that they had; its
 weights are not normed anew where the configuration does not ask for it. No fewer than k experts can stay.

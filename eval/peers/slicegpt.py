@@ -1,6 +1,6 @@
 """SliceGPT for OPT and LLaMA: rotate the residual stream to its principal components and cut the smallest ones off.
 
-Source: Ashkboos et al. 2024, "SliceGPT: Compress Large Language Models by Deleting Rows and Columns" (ICLR), written anew
+Source: Ashkboos et al. 2024, "SliceGPT: Compress Large Language Models by Deleting Rows and Columns" (ICLR), reimplemented
 from the paper, with the settings of the authors' program. As there, norms lose their parameters to the linears behind
 them, layer norms their centring to the linears before them too, each cut has a basis of its own, the residual additions
 get shortcut matrices between the bases, cuts go from the first to the last and see what the cuts before them left, and the

@@ -18,7 +18,7 @@ def compare(
 ) -> None:
     """Show two or more outputs side by side: kept units, size, time and quality."""
     if len(paths) < 2:
-        raise ValueError(f"compare: must be given two or more outputs, got {len(paths)}. Name another.")
+        raise ValueError(f"compare: must be given two or more outputs, got {len(paths)}. Add one.")
     from struprune_plugin.reporting.compare import compare_outputs, format_comparison
 
     found = compare_outputs(paths)

@@ -18,19 +18,19 @@ _FORMS = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"] 
 def convert(
     path: Folder,
     to: Annotated[_FORMS, option("form to write")],
-    output: Annotated[Path, option("folder to write; whole or not at all", "DIR")],
+    output: Annotated[Path, option("folder to write; it appears when it is complete", "DIR")],
     screen: Screen,
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a pruned folder to another form, for stock classes or other engines.
 
-    The function stays the same. uniform-padded: all layers padded with zeros to the largest, for stock classes. masked: the dense
-    shapes with zeros in place of removed units, for stock classes. block_configs: own FFN width per layer in the schema of Nemotron
-    NAS models (LLaMA only). static: own sizes per layer, linears with the same input fused, fastest in transformers. gguf: one file
-    for llama.cpp, own sizes per layer (LLaMA only).
+    The model's outputs stay the same. uniform-padded: all layers padded with zeros to the largest, for stock classes. masked: the
+    dense shapes with zeros in place of removed units, for stock classes. block_configs: a width per FFN, in the schema of Nemotron
+    NAS models (LLaMA only). static: sizes per layer, linears with the same input fused, fastest in transformers. gguf: one file for
+    llama.cpp, sizes per layer (LLaMA only).
     """
     if not path.is_dir():
-        raise ValueError(f"{path}: must be a pruned folder, got none. Correct the path.")
+        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
     check_undamaged(path)
     from struprune_plugin import registration  # noqa: F401
     from struprune_plugin.export.forms import convert_folder

@@ -48,7 +48,7 @@ class Package:
 
 
 def doctor(screen: Screen) -> int:
-    """Check this machine: packages, devices, engines, the hub.
+    """Check the packages, devices, engines and hub settings of this machine.
 
     Exit status 1 if a required package is missing or its version is not supported.
     """
@@ -74,7 +74,7 @@ def doctor(screen: Screen) -> int:
         Table(["package", "installed", "admitted", "state"], rows),
         Table(["device", "free", "memory"], memory),
         Table(["engine", "found"], [[name, found or "no"] for name, found in engines.items()]),
-        f"hub: {'offline, as HF_HUB_OFFLINE says' if offline else 'asked for what is not in its cache'}",
+        f"hub: {'offline, as HF_HUB_OFFLINE is set' if offline else 'online; what is not in the cache is downloaded'}",
     )
     for problem in problems:
         show_error(problem)

@@ -21,12 +21,12 @@ class Scoring(Scores):
     """Settings of the scoring."""
 
     stride: Annotated[int | None, whole("tokens between window starts [default: the window]")] = None
-    text_column: Annotated[str, option("field that holds the text", "NAME")] = "text"
+    text_column: Annotated[str, option("column of the text in --text", "NAME")] = "text"
     batch_size: Annotated[int, whole("sequences per batch")] = 8
     dtype: Annotated[Floats, option("dtype of the computation")] = "float32"
-    no_dense: Annotated[bool, flag("--no-dense", "do not add the dense model that a folder was pruned from")] = False
-    no_keep: Annotated[bool, flag("--no-keep", "do not store the figures in manifest and model card")] = False
-    output: Annotated[Path | None, option("also write the figures to this file, as JSON", "FILE")] = None
+    no_dense: Annotated[bool, flag("--no-dense", "do not score the dense model beside a pruned one")] = False
+    no_keep: Annotated[bool, flag("--no-keep", "do not store the scores in the manifest and the model card")] = False
+    output: Annotated[Path | None, option("also write the scores to this file, as JSON", "FILE")] = None
 
     def read_tasks(self) -> list[str]:
         """Return the names of lm-eval's tasks.
@@ -38,7 +38,7 @@ class Scoring(Scores):
             if getattr(self, name) is not None:
                 needed, option = "--text" if tasks else "--tasks", f"--{name.replace('_', '-')}"
                 raise ValueError(
-                    f"{option}: must be left out without {needed}, got {getattr(self, name)!r}. Give {needed}, too."
+                    f"{option}: has no effect without {needed}, got {getattr(self, name)!r}. Add {needed}, or remove {option}."
                 )
         return tasks
 
@@ -54,9 +54,9 @@ def score(
     screen: Screen,
     device: Device = "auto",
 ) -> None:
-    """Score dense, pruned or quantised folders: perplexity and lm-eval tasks.
+    """Measure perplexity and lm-eval tasks of dense, pruned or quantised models.
 
-    Token perplexity uses fixed windows. Several models give one table.
+    Perplexity is per token, over windows of fixed length; with --tasks alone it is left out. Several models give one table.
     """
     tasks = scoring.read_tasks()
     if scoring.output:
@@ -98,7 +98,9 @@ def _score_model(
         tokens = tokenize_texts(tokenizer, texts, scoring.max_tokens)
         positions = getattr(model.config, "max_position_embeddings", scoring.window)
         if scoring.window > positions:
-            raise ValueError(f"--window: must be at most the model's {positions} positions, got {scoring.window}.")
+            raise ValueError(
+                f"--window: must be at most the model's {positions} positions, got {scoring.window}. Lower it."
+            )
         found["perplexity"] = measure_perplexity(model, tokens, scoring.window, scoring.stride, scoring.batch_size)
         found["tokens"] = len(tokens)
     for task in tasks:
@@ -123,7 +125,7 @@ def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) ->
         if (base := _find_base(path)) is not None:
             results = list_results(found, by_place.get(Path(base).resolve(), {}), settings)
             if problem := keep_results(Path(path), results):
-                show_error(f"results are not kept with the output: {problem}")
+                show_error(f"the scores are not stored with the output: {problem}")
 
 
 def _check_scores_file(file: Path) -> None:

@@ -12,7 +12,7 @@ from struprune_plugin.storage.verify import find_damage
 def inspect(path: Folder, screen: Screen) -> int:
     """Show the content of a pruned folder, layer by layer.
 
-    It comes from the folder's manifest (struprune.json), which --json prints.
+    The figures come from the folder's manifest (struprune.json), which --json prints. Exit status 1 if a file is damaged.
     """
     manifest = read_manifest(path)
     folder = path if path.is_dir() else path.parent

@@ -43,8 +43,8 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "doctor": doctor,
 }
 _EPILOG = (
-    "Exit status: 0 when the whole job is done, 2 for bad input (one line on stderr says what), "
-    "130 and 143 when stopped by Ctrl-C and SIGTERM, 1 otherwise."
+    "Exit status: 0 if the whole job is done, 2 for bad input (one line on stderr names the remedy), "
+    "130 and 143 after Ctrl-C and SIGTERM, 1 for other failures."
 )
 
 
@@ -59,7 +59,7 @@ def struprune(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Structured pruning of large language models: physically smaller, layer by layer."""
+    """Prune large language models structurally: smaller matrices, no sparse kernels."""
 
 
 def make_app() -> typer.Typer:

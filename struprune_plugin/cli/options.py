@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import typer
 from huggingface_hub import constants
+from rich.markup import escape
 
 from struprune_plugin.cli.console import Screen, run_command
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
@@ -55,7 +56,7 @@ def make_callback(run: Callable[..., int | None]) -> Callable[..., int]:
 
 def option(help: str, metavar: str | None = None, name: str | None = None, **more: Any) -> Any:
     """Return a typer option; its name defaults to that of the field."""
-    return typer.Option(*filter(None, (name,)), help=help, metavar=metavar, **more)
+    return typer.Option(*filter(None, (name,)), help=escape(help), metavar=metavar, **more)
 
 
 def flag(name: str, help: str) -> Any:
@@ -85,14 +86,14 @@ def _complete_recipe(incomplete: str) -> list[str]:
     return [name for name in list_recipes() if name.startswith(incomplete)]
 
 
-RECIPE = option("a recipe file, or a name that `struprune recipes` lists", "R", autocompletion=_complete_recipe)
+RECIPE = option("recipe: a YAML file, or a name that `struprune recipes` lists", "R", autocompletion=_complete_recipe)
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="a model folder or a hub name, e.g. facebook/opt-125m")]
-Folder = Annotated[Path, typer.Argument(metavar="OUT", help="a pruned folder")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder")]
 Seed = Annotated[int, whole("seed of all random choices", 0, 2**32 - 1)]
-Dtype = Annotated[Floats, option("dtype of the model")]
+Dtype = Annotated[Floats, option("dtype that the model is loaded in")]
 Device = Annotated[str, option("device: auto, cpu, cuda or cuda:N", "D")]
-Overwrite = Annotated[bool, flag("--overwrite", "replace an earlier, unchanged output")]
+Overwrite = Annotated[bool, flag("--overwrite", "replace an earlier output, if its files are unchanged")]
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ class Amount:
     """Size of the calibration text."""
 
     title: ClassVar = "Calibration text"
-    num_samples: Annotated[int | None, whole("number of sequences [default: 64; 256 with --effort best]")] = None
-    seq_length: Annotated[int, whole("tokens per sequence", low=2)] = 256  # a token alone has no context
-    batch_size: Annotated[int, whole("sequences on the device at a time")] = 8
+    num_samples: Annotated[int | None, whole("number of calibration samples [default: 64; 256 with --effort best]")] = (
+        None
+    )
+    seq_length: Annotated[int, whole("tokens per sample", low=2)] = 256  # a token alone has no context
+    batch_size: Annotated[int, whole("samples on the device at a time")] = 8
 
     def count_samples(self, changes: dict[str, Any]) -> int:
         """Return the number of sequences; if none is given, it follows from the effort in the changes to the recipe."""
@@ -114,9 +117,12 @@ class Calibration(Amount):
     """Calibration text and its size."""
 
     data: Annotated[
-        str | None, option("FILE.jsonl, self, c4, wikitext2 or a hub data set [default: a shipped sample]", "SRC")
+        str | None,
+        option(
+            "FILE.jsonl, c4, wikitext2, a hub data set, or self: text of the model [default: a shipped sample]", "SRC"
+        ),
     ] = None
-    text_column: Annotated[str, option("field that holds the text", "NAME")] = "text"
+    text_column: Annotated[str, option("column of the text in the data", "NAME")] = "text"
 
 
 def read_yaml(where: str, text: str) -> Any:
@@ -131,7 +137,7 @@ def read_yaml(where: str, text: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
         problem = " ".join(str(error).split())
-        raise ValueError(f"{where} must be valid YAML, got {text!r}: {problem}. Correct it.") from None
+        raise ValueError(f"{where} must be valid YAML, got {text!r}: {problem}. Correct the value.") from None
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,8 @@ class Settings:
 
     title: ClassVar = "Changes to the recipe"
     settings: Annotated[
-        list[str] | None, option("set a field, e.g. prune_ffn=false; may be repeated", "FIELD=VALUE", name="--set")
+        list[str] | None,
+        option("set a field of the recipe, e.g. prune_ffn=false; may be repeated", "FIELD=VALUE", name="--set"),
     ] = None
 
     def read(self) -> dict[str, Any]:
@@ -154,10 +161,14 @@ class Settings:
         for setting in self.settings or ():
             name, equals, text = setting.partition("=")
             if not name or not equals:
-                raise ValueError(f"--set: must be FIELD=VALUE, got {setting!r}.")
+                raise ValueError(
+                    f"--set: must be FIELD=VALUE, got {setting!r}. Write, for example, --set prune_ffn=false."
+                )
             value = read_yaml(f"--set: {name}", text)
             if name in changes:
-                raise ValueError(f"--set: {name} must be set once, got {changes[name]!r} and {value!r}. Give one.")
+                raise ValueError(
+                    f"--set: {name} must be set once, got {changes[name]!r} and {value!r}. Remove one of the two."
+                )
             changes[name] = value
         return changes
 
@@ -166,14 +177,18 @@ class Settings:
 class Changes(Settings):
     """Changed fields of the recipe, some of them with their own options."""
 
-    sparsity: Annotated[float | None, option("share of the decoder's parameters to remove, in [0, 1)", "R")] = None
+    sparsity: Annotated[
+        float | None, option("fraction of the decoder layers' parameters to remove, in [0, 1)", "R")
+    ] = None
     budget: Annotated[
-        str | None, option("limit for the result, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML")
+        str | None,
+        option("limit for the pruned model, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML"),
     ] = None
     effort: Annotated[
-        Literal["fast", "default", "best"] | None, option("time against quality; best uses four times the text")
+        Literal["fast", "default", "best"] | None,
+        option("fast saves time; best improves quality, with four times the text"),
     ] = None
-    memory_budget: Annotated[int | None, num_bytes("bytes that the device may hold, e.g. 2GB")] = None
+    memory_budget: Annotated[int | None, num_bytes("bytes that the run may use on the device, e.g. 2GB")] = None
 
 
 @dataclass(frozen=True)
@@ -181,12 +196,12 @@ class Scores:
     """Text and tasks of the scoring."""
 
     title: ClassVar = "Scoring"
-    text: Annotated[Path | None, option("text to score [default: a shipped sample]", "FILE.jsonl")] = None
-    window: Annotated[int, whole("context length in tokens")] = 256
-    max_tokens: Annotated[int | None, whole("score the first N tokens")] = None
+    text: Annotated[Path | None, option("text for the perplexity [default: a shipped sample]", "FILE.jsonl")] = None
+    window: Annotated[int, whole("tokens per window of the perplexity")] = 256
+    max_tokens: Annotated[int | None, whole("score only the first N tokens [default: all]")] = None
     tasks: Annotated[str | None, option("lm-eval tasks, e.g. arc_easy,hellaswag", "a,b")] = None
     include_path: Annotated[str | None, option("folder with lm-eval task files, e.g. eval/tasks", "DIR")] = None
-    limit: Annotated[int | None, whole("examples per task")] = None
+    limit: Annotated[int | None, whole("examples per task [default: all]")] = None
 
     def read_tasks(self) -> list[str]:
         """Return the names of lm-eval's tasks.
@@ -196,7 +211,7 @@ class Scores:
         tasks = [] if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         if not all(tasks):
             raise ValueError(
-                f"--tasks: must be names with commas between them, got {self.tasks!r}. Correct it, or leave it out."
+                f"--tasks: must be names separated by commas, got {self.tasks!r}. Correct it, or remove it."
             )
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(
@@ -221,7 +236,7 @@ def check_device(device: str) -> None:
     """Raise if a word names no device."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ValueError(f"--device: must be device: auto, cpu, cuda or cuda:N, got {device!r}.")
+        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}. Choose one of these.")
 
 
 def _check_model_name(name: str) -> None:
@@ -233,7 +248,7 @@ def _check_model_name(name: str) -> None:
     elif not _HUB_NAME.fullmatch(name):
         found = "no such folder"
     elif constants.HF_HUB_OFFLINE and not cached.is_dir():
-        found = "no such folder, and nothing of that name in the hub's cache while HF_HUB_OFFLINE is set"
+        found = "no such folder, and no model of that name in the hub's cache while HF_HUB_OFFLINE is set"
     if found is not None:
         raise ValueError(
             f"model: {name!r} must be a model folder or a hub name that can be loaded, got {found}. Correct the path or the name."
@@ -256,5 +271,7 @@ def prepare(device: str, screen: Screen, verbose: bool = False) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: {device!r} must be present, torch finds no such GPU. Use --device auto or cpu.")
+        raise ValueError(
+            f"--device: {device!r} must be present, but torch finds no such GPU. Use --device auto or cpu."
+        )
     screen.set_logging(verbose)

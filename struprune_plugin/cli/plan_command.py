@@ -27,18 +27,20 @@ class Question:
     """Settings of the plan."""
 
     recipe: Annotated[str | None, RECIPE] = None
-    no_probe: Annotated[bool, flag("--no-probe", "skip time, memory and speed")] = False
-    fit: Annotated[int | None, num_bytes("find the sparsity and quantiser that fit this memory, e.g. 6GB")] = None
-    context: Annotated[int, whole("tokens in the cache, for --fit")] = 2048
+    no_probe: Annotated[bool, flag("--no-probe", "skip the probe, and with it time, memory and speed")] = False
+    fit: Annotated[int | None, num_bytes("find the least sparsity per quantiser that fits this memory, e.g. 6GB")] = (
+        None
+    )
+    context: Annotated[int, whole("tokens in the key-value cache, for --fit")] = 2048
     dtype: Dtype = "auto"
     device: Device = "auto"
 
 
 def plan(model: Model, question: Question, amount: Amount, changes: Changes, screen: Screen) -> None:
-    """Predict the effect and the cost of a run, without running it.
+    """Predict the result and the cost of a pruning run, without pruning.
 
-    Prints parameters, bytes, cache and speed of the result, time and memory of the run, and the engines that can load the result.
-    It needs the model's configuration and a probe of half a minute; it loads no weights. --fit finds what fits a memory.
+    The result: parameters, bytes, key-value cache, speed and the engines that load it. The cost: time and memory. The plan needs
+    the model's configuration and a probe of half a minute; it loads no weights.
     """
     changed = changes.read()
     check_names(question.device, question.recipe, [model], [])

@@ -43,21 +43,23 @@ class Run:
     seed: Seed = 0
     dtype: Dtype = "auto"
     offload: Annotated[
-        Path | None, option("folder for weights that memory does not hold, during the run", "FOLDER")
+        Path | None, option("folder for weights that do not fit in memory, during the run", "FOLDER")
     ] = None
     checkpoint: Annotated[
-        Path | None, option("folder for finished layers; after a kill, the same command continues", "DIR")
+        Path | None, option("folder for finished layers; after an interruption, the same command continues", "DIR")
     ] = None
     overwrite: Overwrite = False
-    push_to_hub: Annotated[str | None, option("upload the output to a repository, private if new", "USER/NAME")] = None
+    push_to_hub: Annotated[str | None, option("upload the output to a Hub repository, private if new", "USER/NAME")] = (
+        None
+    )
     verbose: Annotated[bool, flag("--verbose", "show llm-compressor's log")] = False
     device: Device = "auto"
 
 
 def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, screen: Screen) -> None:
-    """Prune a model with a recipe and write a loadable folder.
+    """Prune a model by a recipe and write a folder that transformers and lm-eval load.
 
-    transformers and lm-eval load the folder. The recipe may continue with quantisers.
+    The recipe may end with quantisers. Without --data, calibration uses a sample of books that ships with the package.
     """
     changed = changes.read()
     num_samples = calibration.count_samples(changed)
@@ -126,11 +128,11 @@ def _check_push(name: str) -> None:
     if not _HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
         raise ValueError(f"--push-to-hub: must be USER/NAME, got {name!r}. Give both parts.")
     if is_offline_mode():
-        raise ValueError("--push-to-hub: must be left out while HF_HUB_OFFLINE is set, got it. Unset one of them.")
-    if not get_token():
         raise ValueError(
-            "--push-to-hub: must be given by who is logged in to the Hub, got no token. Run `hf auth login`."
+            "--push-to-hub: cannot upload while HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE, or remove --push-to-hub."
         )
+    if not get_token():
+        raise ValueError("--push-to-hub: must have a login at the Hub, got no token. Run `hf auth login`.")
 
 
 def push_folder(folder: Path, name: str) -> str:
@@ -147,7 +149,7 @@ def push_folder(folder: Path, name: str) -> str:
     except Exception as error:  # the Hub's client raises errors of many classes
         told = " ".join(str(error).split()).replace(get_token() or os.devnull, "…")
         failure = OSError(
-            f"--push-to-hub: {name} must take the output, got: {told} {folder} is whole; try again with "
+            f"--push-to-hub: the upload to {name} failed: {told} The output in {folder} is complete. Upload it later by "
             f"`hf upload {name} {folder}`."
         )
         failure.errno = getattr(error, "errno", None) or 5

@@ -21,19 +21,19 @@ class Page:
     picture: Annotated[Path | None, option("also write the picture of the layers to this file, as SVG", "FILE")] = None
     prompt: Annotated[list[str] | None, option("prompt of a sample text; may be repeated", "TEXT")] = None
     tokens: Annotated[int, whole("tokens per sample text")] = 40
-    no_samples: Annotated[bool, flag("--no-samples", "skip sample texts; loads no model")] = False
+    no_samples: Annotated[bool, flag("--no-samples", "leave out sample texts, so that no model is loaded")] = False
     overwrite: Annotated[bool, flag("--overwrite", "replace existing files")] = False
 
 
 def report(path: Folder, page: Page, screen: Screen, device: Device = "auto") -> None:
-    """Write one HTML page about a pruned folder.
+    """Write an HTML page about a pruned folder.
 
-    It shows layers to scale, errors, allocation, quality, sample texts of the dense and the pruned model, and the recipe. The page
-    is one file without scripts and needs no network.
+    The page shows the layers to scale, errors, allocation, quality, sample texts of the dense and the pruned model, and the recipe.
+    It is one file without scripts and needs no network.
     """
     check_device(device)
     if not path.is_dir():
-        raise ValueError(f"{path}: must be a pruned folder, got none. Correct the path.")
+        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
     manifest = read_manifest(path)
     output = page.output or path.resolve().with_name(f"{path.resolve().name}.html")
     for file in filter(None, (output, page.picture)):
@@ -69,10 +69,6 @@ def _write_samples(path: Path, base: str, page: Page) -> list[Any]:
 def _check_new_file(file: Path, overwrite: bool) -> None:
     """Raise if a file exists and may not be replaced, or if its folder does not exist."""
     if file.is_dir() or (file.exists() and not overwrite):
-        raise ValueError(
-            f"--output: {file} must be absent, it is there already. Choose another path, or pass --overwrite."
-        )
+        raise ValueError(f"--output: {file} exists. Choose another path, or pass --overwrite.")
     if not file.parent.is_dir():
-        raise ValueError(
-            f"--output: {file.parent} must be an existing folder, got none. Make it, or choose another path."
-        )
+        raise ValueError(f"--output: the folder {file.parent} does not exist. Create it, or choose another path.")

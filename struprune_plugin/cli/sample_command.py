@@ -19,7 +19,7 @@ class Sampling:
     output: Annotated[Path, option("file to write, one text per line", "FILE.jsonl")]
     tokens: Annotated[int, whole("tokens to write")] = 200_000
     length: Annotated[int, whole("tokens per text", low=2)] = 256
-    batch_size: Annotated[int, whole("texts that are sampled together")] = 64
+    batch_size: Annotated[int, whole("texts per batch")] = 64
     seed: Seed = 0
     dtype: Dtype = "auto"
     overwrite: Overwrite = False
@@ -27,10 +27,10 @@ class Sampling:
 
 
 def sample(model: Model, sampling: Sampling, screen: Screen) -> None:
-    """Write text that a model samples from its own distribution.
+    """Sample text from a model, for calibration and training without other data.
 
-    Calibrate and train on it where there is no data: `prune --data FILE.jsonl`, or a RecoveryModifier's data. Half of the texts
-    are conversations where the tokenizer has a chat template. The whole model is on the device.
+    Pass the file to `prune --data FILE.jsonl`, or to the data of a RecoveryModifier. If the tokenizer has a chat template, half of
+    the texts are conversations. The whole model must fit on the device.
     """
     check_names(sampling.device, None, [model], [])
     prepare(sampling.device, screen)
@@ -40,7 +40,7 @@ def sample(model: Model, sampling: Sampling, screen: Screen) -> None:
 
     check_place("--output", sampling.output.absolute().parent)
     if sampling.output.exists() and not sampling.overwrite:
-        raise ValueError(f"--output: must be a new file, {sampling.output} exists. Choose another, or add --overwrite.")
+        raise ValueError(f"--output: {sampling.output} exists. Choose another path, or pass --overwrite.")
     loaded, tokenizer = load_checkpoint(model, sampling.dtype)
     began, count = time.perf_counter(), -(-sampling.tokens // sampling.length)
     windows = sample_windows(loaded, tokenizer, count, sampling.length, sampling.batch_size, sampling.seed)

@@ -33,19 +33,21 @@ _PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
 class Points:
     """Settings of a sweep."""
 
-    output: Annotated[Path, option("folder for table, JSON and pictures", "DIR")]
+    output: Annotated[Path, option("folder for the table, JSON and pictures", "DIR")]
     sparsities: Annotated[
         str, option("sparsities: a range, or a list such as 0.2,0.4", "A:B:STEP", name="--sparsity")
     ] = "0.1:0.6:0.1"
     budget: Annotated[
-        list[str] | None, option("budget in place of sparsities, e.g. '{speedup: 1.3}'; may be repeated", "YAML")
+        list[str] | None, option("budget, in place of sparsities, e.g. '{speedup: 1.3}'; may be repeated", "YAML")
     ] = None
-    methods: Annotated[str, option("default, allocation rules (uniform, …) or recipe names", "a,b")] = "default"
+    methods: Annotated[str, option("methods: default, allocation rules (uniform, …) or names of recipes", "a,b")] = (
+        "default"
+    )
     recipe: Annotated[str | None, RECIPE] = None
     pick: Annotated[
         str | None, option("also write the smallest model within this loss, e.g. '+5% perplexity'", "LOSS")
     ] = None
-    picked: Annotated[Path | None, option("where to; DIR/picked if unset", "OUT")] = None
+    picked: Annotated[Path | None, option("folder for the model of --pick [default: DIR/picked]", "OUT")] = None
     seed: Seed = 0
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -59,10 +61,10 @@ def sweep(
     scores: Scores,
     screen: Screen,
 ) -> None:
-    """Prune at several sparsities with several methods and compare the results.
+    """Prune at several sparsities with several methods, and compare quality.
 
-    All points share one calibration, one sensitivity and one set of error curves. DIR keeps finished points, and the same command
-    continues after a stop.
+    All points share one calibration, one sensitivity and one set of error curves. DIR keeps finished points: after an
+    interruption, the same command continues.
     """
     changes, sparsities = settings.read(), read_sparsities(points.sparsities)
     wanted = None if points.pick is None else read_pick(points.pick)
@@ -118,7 +120,7 @@ def read_budgets(texts: Sequence[str]) -> dict[str, Any]:
     """
     found = {text.strip().strip("{[]}").strip(): read_yaml("--budget", text) for text in texts}
     if len(found) < len(texts):
-        raise ValueError(f"--budget: must be given once each, got {list(texts)}. Leave one out.")
+        raise ValueError(f"--budget: each budget must be given once, got {list(texts)}. Remove the repeated one.")
     return found
 
 
@@ -133,7 +135,8 @@ def read_sparsities(text: str) -> list[float]:
         found = []
     if not found or not all(0 < value < 1 for value in found) or len(set(found)) < len(found):
         raise ValueError(
-            f"--sparsity: must be first:last:step or numbers with commas, each above 0 and below 1, got {text!r}. Correct it."
+            f"--sparsity: must be first:last:step or numbers separated by commas, each above 0 and below 1, got {text!r}. "
+            "Write, for example, 0.1:0.6:0.1 or 0.2,0.4."
         )
     return found
 
@@ -152,6 +155,7 @@ def read_pick(text: str) -> tuple[float, bool, str]:
     found = _PICK.fullmatch(text.strip())
     if found is None or (found[1] == "+") != (found[4] == "perplexity"):
         raise ValueError(
-            f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Say how much perplexity may rise or a task fall."
+            f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Give how far perplexity may "
+            "rise, or the score of a task may fall."
         )
     return float(found[2]) / (100 if found[3] else 1), bool(found[3]), found[4]

@@ -11,9 +11,9 @@ from struprune_plugin.storage.verify import verify_folder
 
 
 def verify(path: Folder, screen: Screen) -> int:
-    """Check every byte of an output against the digests from its writing.
+    """Check every byte of a pruned folder against the digests that were written with it.
 
-    Covers weights, configuration, modelling file and manifest. Exit status 1 if a file is damaged or missing.
+    This covers weights, configuration, modelling file and manifest. Exit status 1 if a file is damaged or missing.
     """
     verdict = verify_folder(path)
     rows = [[entry.name, f"{entry.num_bytes:,}", entry.state] for entry in verdict.entries]

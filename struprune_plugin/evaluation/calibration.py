@@ -25,8 +25,8 @@ def check_dataset(dataset: object, splits: object) -> None:
         )
     if splits is not None and not (isinstance(dataset, DatasetDict) or _is_from_host(dataset)):
         raise ValueError(
-            f"splits: must be left out for a file, c4, wikitext2, a Dataset or a loader, which have none to choose, got "
-            f"{splits!r}. Pass the part that you mean."
+            f"splits: must be left out for a file, c4, wikitext2, a Dataset or a loader, which have no splits to choose from, got "
+            f"{splits!r}. Pass the part that you mean as dataset."
         )
 
 
@@ -93,12 +93,12 @@ def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(dataset, Dataset):
         raise ValueError(
             f"dataset: must be a file, c4, wikitext2, a Dataset or a loader in a run of {count_ranks()} processes, got "
-            f"{dataset!r}. Load it and pass the Dataset."
+            f"{dataset!r}. Load it, and pass the Dataset."
         )
     total = min(kwargs.get("num_calibration_samples") or len(dataset), len(dataset))
     if total < count_ranks():
         raise ValueError(
-            f"dataset: must have a sample for each of the {count_ranks()} processes, got {total}. Give more."
+            f"dataset: must have a sample for each of the {count_ranks()} processes, got {total}. Use more samples."
         )
     part = split_range(total)
     return {**kwargs, "dataset": dataset.select(part), "num_calibration_samples": len(part)}

@@ -39,7 +39,7 @@ def sample_windows(
     if not len(before) + 1 < length <= positions:
         raise ValueError(
             f"seq_length: must be above the {len(before) + 1} tokens with which a sampled window begins, and at most the model's "
-            f"{positions} positions, got {length}. Change it (--length of struprune sample)."
+            f"{positions} positions, got {length}. Change seq_length (--length of struprune sample)."
         )
     own = num_windows // 2 if 0 < len(turn) < length else 0  # windows that begin as a user's turn
     starts = [_draw_starts(tokenizer, before, num_windows - own, seed), torch.tensor([turn]).expand(own, -1)]

@@ -42,13 +42,18 @@ def measure_perplexity(
     embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings:
         raise ValueError(
-            f"text: tokens must be below the model's {embeddings} embeddings, got {int(tokens.max())}. Use the tokenizer that "
-            "belongs to the model."
+            f"text: token ids must be below {embeddings}, the model's number of embeddings, got {int(tokens.max())}. Use the "
+            "model's own tokenizer."
         )
     if window < 2 or not 1 <= stride <= window:
-        raise ValueError(f"window must be at least 2 and stride in [1, window], got window={window}, stride={stride}.")
+        raise ValueError(
+            f"window must be at least 2 and stride in [1, window], got window={window}, stride={stride}. Raise window, or lower "
+            "stride."
+        )
     if len(tokens) < window:
-        raise ValueError(f"text: must hold at least one window of {window} tokens, got {len(tokens)}. Lower window.")
+        raise ValueError(
+            f"text: must hold at least one window of {window} tokens, got {len(tokens)}. Use more text, or lower the window."
+        )
     windows = tokens.unfold(0, window, stride)
     total, count = 0.0, 0
     for start in tqdm(range(0, len(windows), batch_size), desc="perplexity", leave=False):
@@ -118,7 +123,9 @@ def check_tasks(tasks: Sequence[str], include_path: str | None = None, include_d
     manager = _index_tasks(None if include_path is None else str(Path(include_path).resolve()), include_defaults)
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
-        raise ValueError(f"tasks: {unknown} must be known to lm-eval. Correct the names or give --include-path.")
+        raise ValueError(
+            f"tasks: {unknown} must be known to lm-eval. Correct the names, or give the folder of the tasks by --include-path."
+        )
     return manager
 
 

@@ -59,7 +59,7 @@ def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
     numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
     texts = [_read_text(line, text_column, where) for where, line in numbered]
     if not texts:
-        raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another.")
+        raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another file.")
     return texts
 
 
@@ -72,7 +72,7 @@ def _read_text(line: bytes, text_column: str, where: str) -> str:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{where}: must be a JSON object with the column {text_column!r}, got {error!r:.300}. "
-            "Correct the file or name the column."
+            "Correct the line, or name the column of the text (--text-column)."
         ) from None
     if not isinstance(text, str):
         raise ValueError(f"{where}: {text_column!r} must be a text, got {type(text).__name__}. Correct the line.")
@@ -106,7 +106,8 @@ def stream_texts(source: str | os.PathLike, text_column: str = "text", split: st
         ) from None
     if text_column not in columns:
         raise ValueError(
-            f"data: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name another column."
+            f"data: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name the column of "
+            "the text (--text-column)."
         )
     return (row[text_column] for row in rows)
 
@@ -139,7 +140,7 @@ def pack_windows(
         if share is None and not Path(source).exists():
             raise ValueError(
                 f"tokens: must be given where data come from the hub, got none for "
-                f"{os.fspath(source)!r}, which may not end. Set it."
+                f"{os.fspath(source)!r}, which may not end. Set tokens."
             )
         tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), share)
         windows = tokens[: len(tokens) // length * length].view(-1, length)
@@ -165,7 +166,7 @@ def make_calibration_dataset(
     """
     tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), num_samples * seq_length)
     if len(tokens) == 0:
-        raise ValueError("tokenizer: must turn text into tokens, got none. Is there a tokenizer in the model's folder?")
+        raise ValueError("tokenizer: must turn text into tokens, got none. Check the tokenizer in the model's folder.")
     if len(tokens) < num_samples * seq_length:
         raise ValueError(
             f"data: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "

@@ -120,7 +120,7 @@ def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
     )
     if narrowed or describe_form(model.config) == "per_layer":
         raise ValueError(
-            f"{type(model).__name__}: a model must hold padded linears or narrow attention, got both. Prune the dense model anew."
+            f"{type(model).__name__}: a model must hold padded linears or narrow attention, got both. Prune the dense model again."
         )
     dense = build_dense(find_stock(type(model)), make_dense_config(model.config))
     layout: dict[str, Any] = {"layers": layers, "linears": []}
@@ -205,7 +205,7 @@ def list_stock_shapes(model: nn.Module) -> Shapes:
 def list_differences(shapes: Shapes, wanted: Shapes) -> list[str]:
     """Return a message for every tensor whose shape differs from the class' shape."""
     return [
-        f"{name}: must have the shape {shape} that its class and configuration make, got {shapes[name]}"
+        f"{name}: must have the shape {shape} of its class and configuration, got {shapes[name]}"
         for name, shape in wanted.items()
         if shapes.get(name, shape) != shape  # experts split by llm-compressor have other names
     ]

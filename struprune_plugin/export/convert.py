@@ -83,14 +83,14 @@ def check_heads(model: PreTrainedModel) -> None:
     """
     attentions = [layout.attention for _, layout in find_layouts(model) if layout.attention]
     if not any(attention.has_heads for attention in attentions):
-        problem = "modules in which a head meets nothing but itself"
+        problem = "has none whose heads are independent of each other"
     elif not all(attention.takes_fewer_heads for attention in attentions) and not can_narrow(model):
-        problem = "modules that run with fewer heads"
+        problem = "has modules that do not run with fewer heads"
     else:
         return
     raise ValueError(
-        f"attention_unit: head must find {problem}, got {model.config.model_type!r}, whose attention does not. "
-        "Set attention_unit: value_channels or none."
+        f"`attention_unit: head` cannot be used with {model.config.model_type!r}, whose attention {problem}. Set "
+        "`attention_unit: value_channels` or `attention_unit: none`."
     )
 
 

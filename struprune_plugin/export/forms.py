@@ -52,10 +52,13 @@ def load_pruned(folder: Path) -> PreTrainedModel:
         ) from None
     if not type(model).__name__.startswith(modeling.PREFIX):
         raise ValueError(
-            f"{folder}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}, which loads as it is."
+            f"{folder}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}. It "
+            "loads as it is, without a conversion."
         )
     if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError(f"{folder}: must not be quantised, it is. Convert first, quantise afterwards.")
+        raise ValueError(
+            f"{folder}: must not be quantised, got a quantised model. Convert the unquantised output, and quantise afterwards."
+        )
     find_structure(model)  # refuses the static form
     return model
 
@@ -136,15 +139,15 @@ def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
         group = groups.get(record.name)
         if group is None or record.kept != group.num_units or not record.num_units <= largest:
             raise ValueError(
-                f"{record.name}: the manifest must speak of the model's units, {group and group.num_units} of at most {largest}, "
+                f"{record.name}: the manifest must describe the model's units, {group and group.num_units} of at most {largest}, "
                 f"got {record.kept} of {record.num_units}. Use the manifest that was written with the model."
             )
         _grow(model, group, record.num_units, torch.tensor(record.keep))
     for (name, _), now, wanted in zip(find_decoder_layers(model), list_sizes(model), dense, strict=True):
         if now != wanted:
             raise ValueError(
-                f"{name}: masked must start from a model that was pruned in one run, got sizes that an earlier run made. "
-                "Use uniform-padded."
+                f"{name}: masked must start from a model that was pruned in one run, got sizes of an earlier "
+                "run. Use uniform-padded."
             )
     adopt_stock(model, config)
 

@@ -34,9 +34,9 @@ def drop_layers(model: PreTrainedModel) -> None:
         twins = _build_shorter(model, before, changes).get_submodule(path)
         wanted = [describe_kind(layer) for layer in made.get_submodule(path)]
         if [describe_kind(layer) for layer in twins] != [wanted[index] for index in left]:
-            raise ValueError("its layers would be of other kinds")
+            raise ValueError("a shorter model of this class would have layers of other kinds")
     except Exception as error:  # any error of a class that numbers its layers in another way
-        logger.warning(f"{len(layers) - len(left)} layers that do nothing stay in the list: {error}")
+        logger.warning(f"{len(layers) - len(left)} decoder layers without weights stay in the list of layers: {error}")
         return
     for index, twin in zip(left, twins, strict=True):
         _renumber(layers[index], twin)

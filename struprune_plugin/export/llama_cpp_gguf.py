@@ -36,7 +36,7 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
     """
     if find_spec("gguf") is None:
         raise ValueError(
-            "gguf: the package gguf must be installed, got none. Run pip install 'struprune-plugin[gguf]'."
+            "gguf: the package gguf must be installed, got none. Run `pip install 'struprune-plugin[gguf]'`."
         )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, wanted, got in (
@@ -117,7 +117,7 @@ def write_sizes(writer: Any, config: Any, sizes: Sequence[LayerSizes]) -> None:
 
 def _read_tokenizer(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"gguf: {path} must be there, got none. Copy the tokenizer into the folder.")
+        raise ValueError(f"gguf: {path} does not exist. Copy the tokenizer into the folder.")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

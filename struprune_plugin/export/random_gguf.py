@@ -20,7 +20,7 @@ def check_random_gguf(config: Any) -> None:
     :raises ValueError: the library is missing, or the model has another type
     """
     if find_spec("gguf") is None:
-        raise ValueError("gguf: the gguf package must be installed, got none. pip install gguf.")
+        raise ValueError("gguf: the package gguf must be installed, got none. Run `pip install gguf`.")
     if config.model_type != "llama":
         raise ValueError(
             f"gguf: the model must be a llama, which llama.cpp's {ARCHITECTURE} architecture computes, got {config.model_type!r}. "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.export.any_class import find_stock, make_dense_config, replace_conv1d
 from struprune_plugin.export.convert import adopt_attention, adopt_config
@@ -73,8 +75,8 @@ def _rehearse(
         _check_pruning(tiny, tokens, allow_sublayers(tiny, groups, sublayers))
     except Exception as error:  # any error of a class that relies on its sizes
         raise ValueError(
-            f"model: a tiny instance of {kind.__name__} must be pruned, saved and loaded without another change of what it "
-            f"gives, got {type(error).__name__}: {error} Choose another attention_unit, or another model."
+            f"model: a tiny instance of {kind.__name__} must work as before after pruning, saving and loading, got "
+            f"{type(error).__name__}: {error} Choose another attention_unit, or another model."
         ) from error
 
 
@@ -91,7 +93,7 @@ def rehearse_with_experts(
         if not find_structure(model).has_experts:
             raise
         rehearse(model, attention_unit, prune_ffn, sublayers=sublayers)
-        logger.warning(f"experts stay whole: {error}")
+        logger.warning(f"the experts of the mixture are not pruned: {error}")
         return False
     return True
 
@@ -106,14 +108,26 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     adopt_attention(tiny, groups)
     _remove(tiny, groups, kept, slice_group)
     wanted = run(tiny)
-    _check_equal(wanted, run(masked), "with units gone as with zeros in their place")
+    _check_equal(wanted, run(masked), "with units removed as with zeros in their place")
     drop_layers(tiny)
     adopt_config(tiny)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _hide_bars():
         tiny.save_pretrained(folder)
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         loaded = type(tiny).from_pretrained(folder, dtype=torch.float32, **plain)
     _check_equal(run(loaded.eval()), wanted, "loaded as before it was saved")
+
+
+@contextmanager
+def _hide_bars() -> Iterator[None]:
+    """Hide transformers' progress bars in the block: they would speak of the tiny instance as of the user's model."""
+    is_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _pick_two_thirds(group: UnitGroup) -> Tensor:
@@ -149,7 +163,7 @@ def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
         :func:`~struprune_plugin.layerwise.logits.measure_logits`
     """
     context, head, flows = DeviceContext(), Head.of(model), []
-    for step in stream_layers(model, batches, context, "check"):
+    for step in stream_layers(model, batches, context, ""):
         flows = list(step.flows)
         for flow in flows:
             flow.leave(flow.enter(step.index).run(step.layer, context), context)

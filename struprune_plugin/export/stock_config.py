@@ -45,8 +45,8 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
     """
     if any(list_absent(layer) for _, layer in find_decoder_layers(model)):
         raise ValueError(
-            f"output: uniform must leave a model of all its sublayers, got layers that {type(model).__name__} counts. "
-            "Set output: per_layer."
+            f"`output: uniform` cannot be used with removed layers of {type(model).__name__}, whose other layers depend on their "
+            "numbers. Set `output: per_layer`."
         )
     heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
     return find_stock_config(
@@ -82,12 +82,13 @@ def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> 
     left = [group for group in groups if group.name not in fixed]
     if not left:
         raise ValueError(
-            "output: uniform must have FFN widths that a key of the stock configuration says, got none. "
-            f"{next(iter(fixed.values()))}. Set output: per_layer."
+            "`output: uniform` needs FFNs whose width a key of the stock configuration sets, got none: "
+            f"{next(iter(fixed.values()))}. Set `output: per_layer`."
         )
     if fixed:
         logger.info(
-            f"output: uniform leaves {len(fixed)} FFNs whole, {next(iter(fixed))} the first: no key says their width"
+            f"`output: uniform` leaves {len(fixed)} FFNs whole, the first is {next(iter(fixed))}: no key of the configuration sets "
+            "their width"
         )
     return left
 
@@ -181,7 +182,7 @@ def find_stock_config(
             if len(rest := list_differences(shapes, list_shapes(built))) < len(problems):
                 changes, problems, config = tried, rest, candidate
     if problems:
-        raise ValueError(f"{type(config).__name__}: {changes} must make the model's shapes, got: {problems[0]}")
+        raise ValueError(f"{type(config).__name__}: {changes} must give the model's shapes, got: {problems[0]}")
     return config
 
 

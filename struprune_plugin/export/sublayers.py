@@ -33,7 +33,7 @@ SUBLAYERS = {  # name in recipes: kinds of modules that may be removed whole
     "ffn": ("ffn",),
     "both": ("attention", "ffn"),
 }
-_LEADS = "the first attention of its type tells the number of cached tokens"
+_LEADS = "the first attention module of its type gives the number of cached tokens"
 _CLOSE = 1e-5  # relative to the largest logit
 _TOKENS, _FIRST = 16, 10  # tokens of a trial: all, and those before the cache is used
 _KNOWN: dict[tuple[Any, str], list[dict[str, Sublayer]]] = {}
@@ -61,9 +61,11 @@ def allow_sublayers(model: Any, groups: Sequence[UnitGroup], sublayers: str) -> 
     if not any(group.sublayer for group in found):
         flaws = {flaw: name for flaw, name in flaws.items() if flaw != _LEADS} or flaws
         why = next((f"{name}: {flaw}" for flaw, name in flaws.items()), f"no {' and no '.join(kinds)} among the units")
-        raise ValueError(f"sublayers: {sublayers} must find modules that can go whole, got {why}. Set sublayers: none.")
+        raise ValueError(
+            f"`sublayers: {sublayers}` finds no module that can be removed whole ({why}). Set `sublayers: none`."
+        )
     for flaw, name in flaws.items():
-        logger.debug(f"sublayers: {name} and those alike keep units: {flaw}")
+        logger.debug(f"sublayers: {name} and modules like it cannot be removed whole: {flaw}")
     return found
 
 
@@ -94,7 +96,7 @@ def restore_sublayers(model: PreTrainedModel) -> None:
             made, (owner, _, own) = twin.get_submodule(name), name.rpartition(".")
             if next(made.buffers(), None) is not None:
                 raise ValueError(
-                    f"{name}: the module that is gone must hold weights alone, got buffers. Keep the folder as it is."
+                    f"{name}: the removed module must hold weights alone, got buffers. Keep the folder as it is."
                 )
             made.to_empty(device="cpu").to(model.dtype)
             for parameter in made.parameters():
@@ -179,7 +181,7 @@ def _examine(tiny: PreTrainedModel, module: AttentionLayout | FFNLayout, indices
             wanted = run(masked, tokens)
             error = float((run(cut, tokens) - wanted).abs().max() / wanted.abs().max())
             if not error <= _CLOSE:
-                return Sublayer(flaw=f"without it the model gives other logits than with zeros from it, by {error:.1e}")
+                return Sublayer(flaw=f"removing it changes the logits by {error:.1e}, compared with zeros in its place")
     except Exception as error:  # any error of a class that relies on the module
         return Sublayer(flaw=f"the model does not run without it ({type(error).__name__}: {error})")
     return Sublayer(absent)

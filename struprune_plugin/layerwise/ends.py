@@ -84,7 +84,7 @@ def enter_layers(
         run_to_head(model, batch)
     if len(recorder.calls) < len(named):
         raise ValueError(
-            f"{named[len(recorder.calls)][0]}: every decoder layer must run on text, got a model that leaves it out. "
+            f"{named[len(recorder.calls)][0]}: every decoder layer must run on text, got a model that skips this one. "
             "Choose another model."
         )
     return BatchFlow(batch, recorder.calls, recorder.calls[0].states)
@@ -136,8 +136,8 @@ class _Recorder:
         arguments |= dict.fromkeys(wires)
         if any(id(leaf) in marks for leaf in list_tensors(arguments)):
             raise ValueError(
-                f"{name}: what the layer before returned must be given to a decoder layer as it is, got it inside "
-                "of another argument. Choose another model."
+                f"{name}: a decoder layer must receive the output of the layer before as it is, got it inside another argument. "
+                "Choose another model."
             )
         known = self._known[len(self.calls)] if self._known else before
         held = hold(arguments, known.arguments if known else {}, self._context, self._seen)
@@ -197,7 +197,9 @@ def run_to_head(model: Callable[..., Any], batch: dict[str, Tensor], head: nn.Mo
                 model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False)
             except _Reached as reached:
                 return reached.inputs
-    raise ValueError("model: its output embeddings must be a linear that it calls, got none. Choose another model.")
+    raise ValueError(
+        "model: its output embeddings must be a linear that the model calls, got none. Choose another model."
+    )
 
 
 def leave_layers(model: PreTrainedModel, batch: dict[str, Tensor], hidden: Tensor, context: DeviceContext) -> Tensor:

@@ -66,8 +66,8 @@ def measure_logits(model: PreTrainedModel) -> LogitShape:
             if _agrees(shape, shown, found):
                 return shape
     raise ValueError(
-        f"model: logits must be what {type(model).__name__}'s output embeddings give, times or over a number of its configuration "
-        "and softly capped by another, got something else. Choose another model."
+        f"model: logits must be what {type(model).__name__}'s output embeddings give, at most scaled and soft-capped by numbers "
+        "of the configuration, got others. Choose another model."
     )
 
 

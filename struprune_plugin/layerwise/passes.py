@@ -62,14 +62,14 @@ def stream_layers(
 ) -> Iterator[LayerStep]:
     """Yield every decoder layer in order, its weights on the device until the next layer is requested.
 
-    :param progress: label of the progress bar
+    :param progress: label of the progress bar; empty for no bar
     :param propagates: whether a layer sees the outputs of the changed layers before it, or else of the dense ones
     """
     flows: list[BatchFlow] = []
     for batch in batches:
         flows.append(enter_layers(model, batch, context, flows[-1].calls if flows else None))
     try:
-        for index, name, layer, following in tqdm(list(list_visits(model)), desc=progress):
+        for index, name, layer, following in tqdm(list(list_visits(model)), desc=progress, disable=not progress):
             with context.hold(layer, following):
                 yield LayerStep(index, name, layer, flows, context, propagates)
                 for flow in flows if propagates else ():

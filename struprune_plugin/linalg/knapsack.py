@@ -146,8 +146,8 @@ class _Choices:
         for limit in limits:
             if not limit.fits(least):
                 raise ValueError(
-                    f"budget: {limit.name} must leave the modules at least {limit.add_up(least):.6g}, which the fewest units "
-                    f"take, got {limit.most:.6g}. Ask for less, or prune more kinds of units."
+                    f"budget: {limit.name} must leave the modules at least {limit.add_up(least):.6g}, which "
+                    f"the fewest units that may stay take, got {limit.most:.6g}. Relax the budget, or prune more kinds of units."
                 )
         counts = [list_counts(group, max_sparsity) for group in groups]
         width = max(map(len, counts))

@@ -217,8 +217,8 @@ def factorize_in_place(system: Tensor, where: str) -> Tensor:
     if not ((info == 0) & factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)).all():
         if int(alive.min()) <= 1 < size:  # only the bias is nonzero
             raise ValueError(
-                f"{where}: inputs must not all be zero on the calibration data, got {size - 1} that are: units are dead, or "
-                "nothing reaches them. Leave the module out by ignore, or calibrate with other text."
+                f"{where}: inputs must not all be zero on the calibration data, got {size - 1} inputs that are: units are dead, or "
+                "no token reaches them. Add the module to ignore, or calibrate with other text."
             )
         raise _describe_singular(where, float("inf"), size - 1)
     return factor

@@ -71,11 +71,13 @@ class SparsityAllocatorModifier(StructuredModifier):
     @model_validator(mode="after")
     def _check_required(self) -> SparsityAllocatorModifier:
         if self.sparsity is None and not self.budget:
-            raise ValueError("sparsity or budget must be given: the allocator spreads it over the layers.")
+            raise ValueError(
+                "must have sparsity or budget, which it distributes over the decoder layers, got neither. Add sparsity."
+            )
         if not self.allocation.measures:
             raise ValueError(
-                f"allocation must be a rule that measures, got {self.allocation.rule}. Leave the stage out, and give "
-                "StruPruneModifier that allocation."
+                f"`allocation: {self.allocation.rule}` measures nothing, so that it needs no stage of its own. Remove the stage, "
+                f"and set `allocation: {self.allocation.rule}` in StruPruneModifier."
             )
         return self
 
@@ -117,6 +119,6 @@ class SparsityAllocatorModifier(StructuredModifier):
         ours, theirs = "SparsityAllocatorModifier", "StruPruneModifier"
         if names.count(ours) != 1 or theirs not in names[names.index(ours) :]:
             raise ValueError(
-                f"recipe: one {ours} stage must come before the {theirs} stage that follows its plan, got {names}. "
+                f"recipe: exactly one {ours} must come before the {theirs} that uses its allocation, got {names}. "
                 "Add or reorder the stages."
             )

@@ -43,12 +43,13 @@ class BudgetConfig(Config):
     def _check_parts(self) -> BudgetConfig:
         kinds = ("parameters", "bytes", "cache", "speedup")
         if all(getattr(self, name) is None for name in kinds):
-            raise ValueError(
-                f"must give {', '.join(kinds[:-1])} or {kinds[-1]}, got none of them. Give one or several."
-            )
+            raise ValueError(f"must give at least one of {', '.join(kinds[:-1])} and {kinds[-1]}, got none. Add one.")
         idle = [name for name in _OF_SPEED if getattr(self, name) != type(self).model_fields[name].default]
         if self.speedup is None and idle:
-            raise ValueError(f"has no use for {', '.join(idle)} without speedup. Remove them, or give a speedup.")
+            raise ValueError(
+                f"{', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect without speedup. Remove "
+                f"{'them' if len(idle) > 1 else 'it'}, or add speedup."
+            )
         return self
 
 
@@ -73,7 +74,9 @@ def split_parameters(values: Any) -> Any:
             rest.append(part)
             continue
         if sparsity not in (None, told):
-            raise ValueError(f"budget.parameters must be {sparsity!r}, as is said beside it, got {told!r}. Give one.")
+            raise ValueError(
+                f"sparsity {sparsity!r} and budget.parameters {told!r} are two values of one budget. Remove one of them."
+            )
         sparsity, left = told, {name: value for name, value in given.items() if name != "parameters"}
         rest += [left] if left else []
     return {**values, "sparsity": sparsity, "budget": rest}

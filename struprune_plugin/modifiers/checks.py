@@ -51,7 +51,7 @@ def check_order(modifier: Modifier) -> None:
             if isinstance(other, kind):
                 raise ValueError(
                     f"recipe: {type(modifier).__name__} must come before every {name}, got {type(other).__name__} first. "
-                    "Move it up."
+                    f"Move the stage of {type(modifier).__name__} up."
                 )
 
 
@@ -76,13 +76,13 @@ def _check_group_targets(model: nn.Module, who: str, targets: Sequence[str], ign
     for target in targets:
         if not any(is_match(name, module, [target]) for name, module in model.named_modules()):
             raise ValueError(
-                f"{who}: targets must match a module of the model each, got {target!r}, which matches none. Give a full name, a "
-                "class such as Linear, or re:<pattern>."
+                f"{who}: {target!r} in targets matches no module of the model. Give a full name, a class such as Linear, or "
+                "re:<pattern>."
             )
     if targets and not any(is_match(name, module, targets, ignore) for name, module in model.named_modules()):
         raise ValueError(
-            f"{who}: ignore must leave a module of its targets, got {list(ignore)}, which match all of {list(targets)}. "
-            "Ignore fewer."
+            f"{who}: ignore must leave at least one module of targets, got {list(ignore)}, which matches all of "
+            f"{list(targets)}. Remove entries of ignore."
         )
 
 
@@ -101,13 +101,13 @@ def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modif
         where = f"{type(modifier).__name__}: kv_cache_scheme"
         if not hasattr(type(config), "num_key_value_heads") and "num_key_value_heads" not in vars(config):
             raise ValueError(
-                f"{where} must be left out, llm-compressor cannot quantise the cache of {config.model_type!r}, whose configuration "
-                "has no num_key_value_heads. Quantise weights and activations only."
+                f"{where}: llm-compressor cannot quantise the key-value cache of {config.model_type!r}, whose configuration "
+                "has no num_key_value_heads. Remove the field, and quantise weights and activations only."
             )
         if heads_differ:
             raise ValueError(
-                f"{where} must be left out where heads are pruned: every layer has a head count of its own, and the host "
-                "reads one for all, so that the output would not load. Use attention_unit: value_channels or none."
+                f"{where}: llm-compressor reads one number of heads for all layers, and pruning heads gives each layer its own, "
+                "so that the output would not load. Remove the field, or set attention_unit to value_channels or none."
             )
 
 
@@ -174,16 +174,20 @@ def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_neede
     longest, largest = max(row[2] for row in counts), max(row[6] for row in counts)
     if len(set(gather(digest.digest()))) < count_ranks():
         raise ValueError(
-            f"dataset: each of the {count_ranks()} processes must have samples of its own, got the same in several. Use "
-            "struprune_plugin.oneshot, which splits them, or give every process its part as a loader."
+            f"dataset: each of the {count_ranks()} processes must have different samples, got the same in several. Use "
+            "struprune_plugin.oneshot, which distributes them, or pass each process a loader of its part."
         )
     check_sequences(model, longest, largest)
     if distinct_tokens < num_needed:
-        among = "" if num_distinct == num_sequences else f", of which {num_distinct} differ, with {distinct_tokens}"
+        among = (
+            ""
+            if num_distinct == num_sequences
+            else f" ({num_distinct} distinct sequences with {distinct_tokens} tokens)"
+        )
         raise ValueError(
-            f"{where}: calibration must have at least {num_needed} tokens (its inputs and the bias), "
-            f"got {num_tokens} in {num_sequences} sequences{among}. Raise the number or the length of the samples"
-            f"{', and let them differ' if among else ''}."
+            f"{where}: the solve must have at least {num_needed} calibration tokens (one per input and one for the bias), "
+            f"got {num_tokens} in {num_sequences} sequences{among}. Use more or longer calibration samples"
+            f"{', and different ones' if among else ''}."
         )
     _warn_of_sameness(num_sequences, num_distinct, num_tokens, max(row[5] for row in counts))
     return num_sequences, num_tokens
@@ -197,9 +201,9 @@ def _warn_of_sameness(num_sequences: int, num_distinct: int, num_tokens: int, nu
     few_words = num_words < min(math.sqrt(num_tokens), 256)
     if few_words or num_distinct < _FEW * num_sequences:
         logger.warning(
-            f"dataset: calibration text should vary, got {num_words:,} different tokens among {num_tokens:,} "
-            f"({num_words / num_tokens:.2%}) and {num_distinct:,} different sequences among {num_sequences:,} "
-            f"({num_distinct / num_sequences:.0%}). The model will be fitted to these: give more varied text."
+            f"dataset: calibration text should vary, got {num_words:,} distinct tokens among {num_tokens:,} "
+            f"({num_words / num_tokens:.2%}) and {num_distinct:,} distinct sequences among {num_sequences:,} "
+            f"({num_distinct / num_sequences:.0%}). The weights are fitted to this text. Use more varied text."
         )
 
 
@@ -213,12 +217,12 @@ def check_sequences(model: PreTrainedModel, longest: int, largest_token: int) ->
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise ValueError(
-            f"dataset: sequences must have at most the model's {positions} positions, got {longest} tokens. "
-            "Lower the sequence length."
+            f"dataset: sequences must be at most {positions} tokens long, the model's number of positions, got {longest}. "
+            "Lower max_seq_length (--seq-length)."
         )
     size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if size is not None and largest_token >= size:
         raise ValueError(
-            f"dataset: tokens must be below the model's {size} embeddings, got {largest_token}. Use the tokenizer that belongs to "
-            "the model."
+            f"dataset: token ids must be below {size}, the model's number of embeddings, got {largest_token}. Use the model's "
+            "own tokenizer."
         )

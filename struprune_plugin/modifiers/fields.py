@@ -64,8 +64,8 @@ class Fisher(Config):
 def _refuse_per_expert(value: Any) -> Any:
     if value == "per_expert":
         raise ValueError(
-            "must be same or per_layer, got per_expert: engines hold all experts of a layer in one tensor, and widths of their own "
-            "have measured no better. Set widths: per_layer."
+            "must be same or per_layer, got per_expert: engines hold all experts of a layer in one tensor, and one width per "
+            "expert gave no better quality. Set `widths: per_layer`."
         )
     return value
 
@@ -103,10 +103,12 @@ class Experts(Config):
     def _check_effect(self) -> Experts:
         if self.units == "channels" and self.criterion != "error":
             raise ValueError(
-                f"criterion={self.criterion} has no effect with units: channels. Remove it, or set units: whole."
+                f"`criterion: {self.criterion}` has no effect with `units: channels`. Remove it, or set `units: whole`."
             )
         if self.units == "whole" and self.widths != "same":
-            raise ValueError(f"widths={self.widths} has no effect with units: whole. Remove it, or set units: both.")
+            raise ValueError(
+                f"`widths: {self.widths}` has no effect with `units: whole`. Remove it, or set `units: both`."
+            )
         return self
 
 
@@ -193,14 +195,14 @@ class StructuredModifier(StageModifier):
     @classmethod
     def _check_sparsity(cls, value: float | None) -> float | None:
         if value is not None and not 0 <= value < 1:
-            raise ValueError(f"must be in [0, 1), got {value}. It is the fraction of parameters removed.")
+            raise ValueError(f"must be in [0, 1), got {value}. Set the fraction of parameters to remove.")
         return value
 
     @field_validator("dampening_frac")
     @classmethod
     def _check_dampening(cls, value: float | str) -> float | str:
         if not isinstance(value, str) and not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"must be auto, or finite and at least 0, got {value}. Leave it out, or take 0.01.")
+            raise ValueError(f"must be auto, or finite and at least 0, got {value}. Remove it, or set it to 0.01.")
         return value
 
     @model_validator(mode="after")
@@ -222,21 +224,24 @@ class StructuredModifier(StageModifier):
     def _check_fields(self) -> StructuredModifier:
         if self.width_multiple > 1 and not self.prune_ffn:
             raise ValueError(
-                f"width_multiple={self.width_multiple} has no effect with prune_ffn: false. Remove it, or set prune_ffn: true."
+                f"`width_multiple: {self.width_multiple}` has no effect with `prune_ffn: false`. Remove it, or set "
+                "`prune_ffn: true`."
             )
         if self.sensitivity not in (None, Fisher()) and self.sensitivity_samples is None:
             raise ValueError(
-                f"sensitivity.samples has no effect with importance: {self.importance.method} and allocation: "
-                f"{self.allocation.rule}, got {self.sensitivity.samples}. Remove it, or set importance: obs."  # type: ignore[union-attr]
+                f"`sensitivity.samples={self.sensitivity.samples}` has no effect with "  # type: ignore[union-attr]
+                f"`importance: {self.importance.method}` and `allocation: {self.allocation.rule}`. Remove it, or set "
+                "`importance: obs`."
             )
         if self.sublayers != "none" and not self.allocation.empties:
             raise ValueError(
-                f"sublayers: {self.sublayers} has no effect with allocation: {self.allocation.rule}, which leaves units in every "
-                "module. Remove it, or set allocation: error_curve."
+                f"`sublayers: {self.sublayers}` has no effect with `allocation: {self.allocation.rule}`, which leaves units in "
+                "every module. Remove it, or set `allocation: error_curve`."
             )
         if self.allocation.takes_layers and self.sublayers != "both":
             raise ValueError(
-                f"sublayers: must be both for allocation: {self.allocation.rule}, got {self.sublayers}. Set sublayers: both."
+                f"`allocation: {self.allocation.rule}` requires `sublayers: both`, got `sublayers: {self.sublayers}`. Set "
+                "`sublayers: both`."
             )
         return self
 

@@ -37,24 +37,27 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
     """Raise on arguments that llm-compressor would ignore, or would reject with an unclear error."""
     for name, remedy in _IGNORED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name}: must be left out, got {kwargs[name]!r}, which would be ignored. {remedy}")
+            raise ValueError(f"{name}={kwargs[name]!r} has no effect. Remove it. {remedy}")
     if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
-        raise ValueError(f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}.")
+        raise ValueError(
+            f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}. Pass one of these."
+        )
     if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None:
         raise ValueError(
-            f"model: must be a causal language model, got {type(model).__name__} without a head. Load that."
+            f"model: must be a causal language model, got {type(model).__name__}, which has no output embeddings. Load it by "
+            "AutoModelForCausalLM."
         )
     if str(kwargs.get("precision", "auto")) not in _PRECISIONS:
         raise ValueError(
-            f"precision: must be auto, float32, bfloat16 or float16, got {kwargs['precision']!r}, which llm-compressor would take "
-            "for auto. Give one of these."
+            f"precision: must be auto, float32, bfloat16 or float16, got {kwargs['precision']!r}, which llm-compressor would read "
+            "as auto. Pass one of these."
         )
     check_dataset(kwargs.get("dataset"), kwargs.get("splits"))
     pipeline, count = kwargs.get("pipeline") or "independent", len(recipe.modifiers)
     if pipeline != "independent" and not (pipeline == "sequential" and count == 1):
         raise ValueError(
             f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
-            "calibration pass of its own. Leave it out."
+            "calibration pass of its own. Remove it."
         )
 
 
@@ -62,12 +65,13 @@ def check_offload(model: object, folder: str | os.PathLike | None, memory: int |
     """Raise on disk offload options that are incomplete, out of range, or given for a loaded model."""
     if memory is not None and (folder is None or memory < 1):
         raise ValueError(
-            f"offload_memory: must be bytes, at least 1, given with offload_folder, got {memory} and "
-            f"offload_folder={folder!r}. Give both, or neither."
+            f"offload_memory: must be a number of bytes, at least 1, together with offload_folder, got {memory} and "
+            f"offload_folder={folder!r}. Pass both, or neither."
         )
     if folder is not None and isinstance(model, PreTrainedModel):
         raise ValueError(
-            "offload_folder: must be left out for a loaded model, whose weights lie where they were loaded. Pass its folder."
+            "offload_folder: must be left out for a loaded model, whose weights stay where they were loaded. Pass the model's "
+            "folder as model."
         )
     if folder is not None:
         check_place("offload_folder", Path(folder))
@@ -91,7 +95,7 @@ def load_model(
     auto = find_auto_class(config)
     if is_packed(config):
         logger.info(
-            f"{path}: weights are stored in {config.quantization_config['quant_method']}; they are unpacked to prune them"
+            f"{path}: weights are stored as {config.quantization_config['quant_method']} and are dequantised for pruning"
         )
         options["quantization_config"] = _UNPACKED[config.quantization_config["quant_method"]](dequantize=True)
     if folder is None:

@@ -17,6 +17,7 @@ from struprune_plugin.storage.manifest import read_manifest
 
 LOG_LEVEL = "LLM_COMPRESSOR_LOG_LEVEL"  # variable of llm-compressor; if it is set, its whole log is shown
 _STEPS = ("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe")
+_STAGE = "struprune_plugin.modifiers.pruning"
 _DEVICE = "llmcompressor.utils.dev"  # logs for every module that there is no accelerator
 
 
@@ -34,12 +35,17 @@ class _WithoutSteps:
 
 
 @contextmanager
-def quieten_host() -> Iterator[None]:
+def quieten_host(summarises: bool) -> Iterator[None]:
     """Hide llm-compressor's lifecycle steps in the block, and log a missing accelerator only once.
 
     The loggers of its modules are replaced in the block. The user's handlers and levels stay unchanged.
+
+    :param summarises: whether :func:`log_output` follows, which tells the removed parameters, too: then the pruning stage does
+        not log them
     """
     with ExitStack() as stack:
+        if summarises:
+            stack.enter_context(patch_attr(import_module(_STAGE), "logger", _WithoutSteps()))
         if LOG_LEVEL not in os.environ:
             for name in _STEPS:
                 stack.enter_context(patch_attr(import_module(name), "logger", _WithoutSteps()))

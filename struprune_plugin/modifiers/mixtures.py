@@ -46,20 +46,22 @@ def find_mixture(
     }
     problem = ""
     if not lists:
-        problem = "a mixture whose experts can go, got a model without. Leave it out"
+        problem = "needs a mixture whose experts can be removed, and the model has none. Remove it"
     elif {name: len(members) for name, members in lists.items()} != there:
-        problem = "the experts of all layers, got targets or ignore that leave some out. Leave them at their defaults"
+        problem = (
+            "must cover the experts of all layers, and targets or ignore leave some out. Remove targets and ignore"
+        )
     elif len({len(members) for members in lists.values()}) > 1:
-        problem = "layers of one number of experts, got different ones. Set experts: channels"
+        problem = "needs the same number of experts in every layer, and the model has different numbers. Set `experts: channels`"
     elif any(isinstance(other, REAPPruningModifier) for other in others):
-        problem = "experts that no other modifier drops, got a REAPPruningModifier. Leave one of them out"
+        problem = "cannot be combined with REAPPruningModifier, which removes experts, too. Remove one of the two"
     elif recipe.only_plans:
-        problem = "a StruPruneModifier alone, got a SparsityAllocatorModifier stage. Leave that stage out"
+        problem = "cannot be combined with a SparsityAllocatorModifier stage. Remove that stage"
     elif recipe.experts.units == "both" and not recipe.allocation.weighs_errors:
-        problem = f"an allocation that compares errors, got {recipe.allocation.rule}. Set allocation: error_curve"
+        problem = f"needs a rule that compares errors, got `allocation: {recipe.allocation.rule}`. Set `allocation: error_curve`"
     if problem:
-        raise ValueError(f"{asked} must have {problem}.")
-    check_one_process(asked, "Set experts: channels, or run in one process.")
+        raise ValueError(f"`{asked}` {problem}.")
+    check_one_process(asked, "Set `experts: channels`, or run one process.")
     routing, firsts = find_routing(model), [members[0] for members in lists.values()]
     total = len(lists[firsts[0].output_name])
     counts, num_groups = list_counts(model.config.get_text_config(decoder=True), total)
@@ -101,7 +103,7 @@ def list_splits(mixture: Mixture, size: Callable[[int], Sequence[GroupSize]], as
         misses.append((abs(wanted - taken), wanted))
     if misses[-1][1] > 0 and misses[-1][0] > mixture.num_groups * mixture.cost / 2:
         raise ValueError(
-            f"sparsity: experts and the other units must hold at least the {asked:,.0f} parameters to remove, got "
+            f"sparsity: {asked:,.0f} parameters are to be removed, and experts and the other units have only "
             f"{asked - min(misses)[0]:,.0f} removable ({mixture.counts[-1]} of {mixture.counts[0]} experts of a layer must stay). "
             "Lower sparsity, or prune more kinds of units."
         )

@@ -33,6 +33,6 @@ def check_patterns(field: str, names: Iterable[str]) -> None:
             ) from None
         if _NESTED.search(pattern):
             raise ValueError(
-                f"{field} must hold patterns without repeats in repeats, which may take for ever, got {name!r}. Repeat once: "
-                "re:.*fc2 for instance."
+                f"{field} must not hold patterns with nested repetitions, which may take very long to match, got {name!r}. Use one "
+                "repetition, such as re:.*fc2."
             )

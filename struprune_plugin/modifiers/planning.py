@@ -126,7 +126,7 @@ class Planner:
         if allocated is not None:
             self.context.stages["allocate"] = allocated.measured
             return allocated.plan
-        logger.info(f"allocation pass ({self.recipe.allocation.rule}) over the dense model")
+        logger.info(f"measuring the dense model for allocation: {self.recipe.allocation.rule}")
         with self.context.stage("allocate"):
             return self._allocate(sensitivity)
 
@@ -226,7 +226,7 @@ class Planner:
         counts = [own.kept[name] // factor for name, factor in members]
         found = measure([replace(own, kept=kept) for kept in propose_blocks(sizes, counts, blocks)])
         logger.debug(
-            f"blocks of modules tried alone, KL divergence in nats: {', '.join(f'{value:.3g}' for value in found)}"
+            f"KL divergence in nats of each block of modules pruned alone: {', '.join(f'{value:.3g}' for value in found)}"
         )
         return bend_curves(tied, sizes, counts, dict(zip(blocks, found, strict=True)))
 
@@ -291,6 +291,6 @@ def _take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[flo
         return next(iter(proposed.values()))
     taken = list(tried)[argmin_with_ties(list(tried.values()))]
     told = ", ".join(f"{name} {value:.4g}" for name, value in tried.items())
-    logger.info(f"plans tried, KL divergence in nats: {told}; taken: {taken}")
+    logger.info(f"KL divergence in nats of each candidate allocation: {told}; selected: {taken}")
     plan = proposed[taken]
     return replace(plan, record=replace(plan.record, tried=tried, taken=taken))

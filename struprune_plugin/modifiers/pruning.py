@@ -118,7 +118,7 @@ class StruPruneModifier(StructuredModifier):
             if given[name] != settings[name]:
                 place, mine, theirs = next(list_differences(given[name], settings[name], name))
                 raise ValueError(
-                    f"replay: {place} must be {theirs!r} as in {values['replay']}, got {mine!r}. Leave it out."
+                    f"replay: {place} must be {theirs!r} as in {values['replay']}, got {mine!r}. Remove it from the recipe."
                 )
         return {**settings, **values}
 
@@ -130,7 +130,7 @@ class StruPruneModifier(StructuredModifier):
         if effort is not None and effort.tuning_epochs and self.prune_ffn and "ffn_tuning" not in self.model_fields_set:
             self.ffn_tuning = FFNTuning(epochs=effort.tuning_epochs)
         if self.ffn_tuning is not None and not self.prune_ffn:
-            raise ValueError("ffn_tuning has no effect with prune_ffn: false. Remove it, or set prune_ffn: true.")
+            raise ValueError("`ffn_tuning` has no effect with `prune_ffn: false`. Remove it, or set `prune_ffn: true`.")
         return self
 
     # -- lifecycle: llm-compressor's events ------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class StruPruneModifier(StructuredModifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         model = state.model
         if self.ffn_tuning is not None:
-            check_one_process("ffn_tuning", "Set it to null (effort: best sets it), or tune in a run of one process.")
+            check_one_process("ffn_tuning", "Set `ffn_tuning: null` (`effort: best` sets it), or run one process.")
         rehearse_units(self, model)
         groups = self._find_own_groups(model)
         check_single_stage()
@@ -215,8 +215,8 @@ class StruPruneModifier(StructuredModifier):
                 setattr(self, name, value)
         if self.sparsity is None and not self.budget:
             raise ValueError(
-                "StruPruneModifier: sparsity or budget must be given where no SparsityAllocatorModifier stage comes before, "
-                "got none. Add sparsity to the recipe."
+                "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes "
+                "before. Add sparsity to the recipe."
             )
         groups = self.find_groups(model)
         if stage is not None:

@@ -111,8 +111,8 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
             stages = sum(isinstance(other, RecoveryModifier) for other in list_modifiers())
             if stages > 1:  # their parts would have the same names
                 raise ValueError(
-                    f"checkpoint_dir: must be left out for several recovery stages in one recipe, got {stages}. Leave it out, or "
-                    "recover in runs of their own."
+                    f"checkpoint_dir: must be left out for several recovery stages in one recipe, got {stages}. Remove it, or run "
+                    "each recovery stage by itself."
                 )
             open_store(self._store, state.model, [] if self.data else state.data.calib)
         return True
@@ -189,8 +189,8 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
         own, other = (each.get_text_config(decoder=True).vocab_size for each in (model.config, config))
         if own != other:
             raise ValueError(
-                f"loss.teacher: {name!r} must have the model's vocabulary of {own} tokens, got {other}. Name the checkpoint that "
-                "is pruned."
+                f"loss.teacher: {name!r} must have the model's vocabulary of {own} tokens, got {other}. Name the dense "
+                "checkpoint of the pruned model."
             )
         return name
 

@@ -34,8 +34,8 @@ class Replay:
         if calibration != self.calibration:
             raise ValueError(
                 f"replay: the calibration batches must be those of {self.path}, {vars(self.calibration)}, got {vars(calibration)}. "
-                "Pass the same text, number, length, order (shuffle_calibration_samples=False) and batch size of samples, and as "
-                "many processes."
+                "Pass the same text with the same number, length, order (shuffle_calibration_samples=False) and batch size of "
+                "samples, in the same number of processes."
             )
 
 
@@ -72,6 +72,6 @@ def _warn_of_changes(path: str, manifest: Manifest) -> None:
     changes = [f"{name} {then.get(name)} -> {now.get(name)}" for name in now if then.get(name) != now.get(name)]
     if changes:
         logger.warning(
-            f"replay: this run differs from the one of {path} in {', '.join(changes)}: the same units are kept, their weights may "
-            "differ in the last bits. Replay with the versions and the seed that the manifest names for the same bytes."
+            f"replay: this run differs from the one of {path} in {', '.join(changes)}: the same units are kept, but weights may "
+            "differ in the last bits. For the same bytes, replay with the versions and the seed that the manifest names."
         )

@@ -117,8 +117,8 @@ def prepare_run(
     most = modifier.allocation.most
     if most is not None and share > most and mixture is None and not targets:
         raise ValueError(
-            f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune for sparsity={modifier.sparsity}, "
-            f"got {most}. Lower sparsity, raise max_sparsity or prune more kinds of units."
+            f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune at sparsity={modifier.sparsity}, "
+            f"got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
         )
     widest = max((*groups, *whole), key=lambda group: group.num_columns)
     solves = modifier.importance.eliminates or modifier.weight_update.solves
@@ -207,8 +207,8 @@ def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: 
     modifier.importance.check(model, modifier.attention_unit, modifier.prune_ffn)
     if modifier.experts is not None and not modifier.importance.takes_experts and find_structure(model).has_experts:
         raise ValueError(
-            f"experts must be none for importance: {modifier.importance.method}, which is not defined for a mixture's experts, got "
-            "channels. Set experts: none, or another importance."
+            f"`importance: {modifier.importance.method}` is not defined for the experts of a mixture. Set `experts: none`, or "
+            "another importance."
         )
     if not modifier.only_plans:
         modifier.weight_update.check(model, modifier.attention_unit, modifier.prune_ffn)
@@ -225,8 +225,8 @@ def _check_groups(model: nn.Module, groups: Sequence[UnitGroup], roundings: dict
         rounding = roundings[group.name]
         if rounding.step > group.num_units:
             raise ValueError(
-                f"{group.name}: the multiple of kept widths must be at most the width {group.num_columns}, got "
-                f"{rounding.width} ({', '.join(rounding.because)}). Choose a smaller multiple or group size."
+                f"{group.name}: kept widths must be multiples of {rounding.width} ({', '.join(rounding.because)}), more than the "
+                f"width {group.num_columns}. Choose a smaller multiple or group size."
             )
 
 
@@ -235,11 +235,11 @@ def open_store(store: ResumeStore, model: PreTrainedModel, loader: Any) -> None:
 
     :raises ValueError: the store belongs to another run; the sampler shuffles; there are several processes
     """
-    check_one_process("checkpoint_dir", "Leave it out.")
+    check_one_process("checkpoint_dir", "Remove it, or run one process.")
     if isinstance(getattr(loader, "sampler", None), RandomSampler):
         raise ValueError(
-            "checkpoint_dir: calibration samples must come in the same order every time, got a sampler that shuffles them. Pass "
-            "shuffle_calibration_samples=False."
+            "checkpoint_dir: calibration samples must come in the same order in every run, got a sampler that shuffles them. "
+            "Pass shuffle_calibration_samples=False."
         )
     recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
     store.open(describe_run(recipe, describe_versions(), model, loader))
@@ -271,12 +271,14 @@ def place_run(
         if is_unable and not strict:
             return WHOLE
         if is_unable:
-            preset = " (effort: best sets it; null leaves it out)" if name == "ffn_tuning" else ""
-            raise ValueError(f"memory_budget: must be left out for {name}{preset}, which keeps none. Leave one out.")
+            preset = " (set by `effort: best`; `ffn_tuning: null` removes it)" if name == "ffn_tuning" else ""
+            raise ValueError(
+                f"memory_budget: `{name}`{preset} cannot run under a memory budget. Remove one of the two."
+            )
     sizes = read_sizes(model, groups, next(iter(loader))["input_ids"].shape)
     hold_out = not together and modifier.dampening_frac == "auto"
     demands = Demands(together, hold_out, modifier.sensitivity_samples is not None)
     placement = place_parts(budget, sizes, demands, strict)
     if placement.gather_on_host or placement.solve_on_host:
-        logger.info(f"{budget:,} bytes for the device: {placement}")
+        logger.info(f"memory budget of {budget:,} bytes: {placement}")
     return placement

@@ -21,7 +21,7 @@ class StageModifier(Modifier):
     def _check_span(self) -> StageModifier:
         if self.start is not None or self.end is not None:
             raise ValueError(
-                f"start and end must be left out: {type(self).__name__} works once, in a stage of its own."
+                f"start and end have no effect: {type(self).__name__} runs once, in a stage of its own. Remove them."
             )
         return self
 

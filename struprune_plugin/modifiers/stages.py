@@ -29,7 +29,7 @@ def check_single_stage() -> None:
     names = [type(modifier).__name__ for modifier in list_modifiers()]
     if names.count("StruPruneModifier") > 1:
         raise ValueError(
-            f"recipe: must hold one StruPruneModifier, got {names}. Prune the saved output again in a run of its own."
+            f"recipe: must have one StruPruneModifier, got {names}. To prune twice, prune the saved output in a second run."
         )
 
 
@@ -43,7 +43,7 @@ def agree_on_budget(ours: StructuredModifier, stage: SparsityAllocatorModifier) 
             _check_same(ours, stage, name, "Give both stages the same value.")
     for name in PLAN_FIELDS:
         if name in ours.model_fields_set:
-            _check_same(ours, stage, name, "The stage decides it: leave it out here.")
+            _check_same(ours, stage, name, "The stage sets it: remove it here.")
     return {name: getattr(stage, name) for name in ("sparsity", "budget", *PLAN_FIELDS)}
 
 

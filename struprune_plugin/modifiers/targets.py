@@ -140,18 +140,18 @@ def _check_methods(modifier: StructuredModifier) -> None:
     told = ", ".join(sorted(named))
     if not modifier.allocation.keeps_limits:
         raise ValueError(
-            f"budget: must give parameters alone for allocation: {modifier.allocation.rule}, which spreads nothing else, got "
-            f"{told}. Give sparsity, or set allocation: error_curve."
+            f"budget: `allocation: {modifier.allocation.rule}` can meet a budget of parameters only, got {told}. Give sparsity "
+            "instead, or set `allocation: error_curve`."
         )
     if modifier.experts is not None and modifier.experts.drops:
         raise ValueError(
-            f"budget: must give parameters alone for experts: {modifier.experts.units}, got {told}. Give sparsity, or set experts: "
-            "channels."
+            f"budget: `experts: {modifier.experts.units}` can meet a budget of parameters only, got {told}. Give sparsity instead, "
+            "or set `experts: channels`."
         )
     if modifier.importance.aims and modifier.sparsity is None:
         raise ValueError(
-            f"budget: must give parameters for importance: {modifier.importance.method}, whose scores depend on the sparsity, got "
-            f"{told} alone. Give sparsity, too, or another importance."
+            f"budget: `importance: {modifier.importance.method}` needs sparsity, on which its scores depend, got {told} alone. Add "
+            "sparsity, or choose another importance."
         )
 
 
@@ -188,8 +188,8 @@ def _check_reach(target: Target, sizes: Sequence[GroupSize], most: float) -> Non
         reached = target.tell(target.fixed + target.limit.add_up(least))
         order = "at most" if target.name == "parameters" or target.name.startswith("speedup") else "at least"
         raise ValueError(
-            f"budget: {target.name} must be {order} {target.show(reached)}, which the fewest units of the modules come to, got "
-            f"{target.show(target.asked)}. Ask for less, or prune more kinds of units."
+            f"budget: {target.name} must be {order} {target.show(reached)}, the value with the fewest units that may stay, got "
+            f"{target.show(target.asked)}. Relax the budget, or prune more kinds of units."
         )
 
 

@@ -23,16 +23,16 @@ def check_uniform(
     """
     problem, layers = "", recipe.allocation.takes_layers
     if (recipe.allocation.measures and not layers) or has_allocator:
-        problem = "uniform allocation, got one that gives layers different sizes. Set allocation: uniform"
+        problem = "needs a uniform allocation, got one that gives layers different sizes. Set `allocation: uniform`"
     elif recipe.attention_unit == "value_channels" and not layers:
         problem = (
-            "values as wide as queries and keys, which stock classes demand, got attention_unit: value_channels. "
-            "Set attention_unit: head or none"
+            "needs values as wide as queries and keys, as stock classes do, got `attention_unit: value_channels`. Set "
+            "`attention_unit: head` or `attention_unit: none`"
         )
     elif not are_layers_alike(model):
         problem = (
-            "a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
-            "queries. Convert it first (struprune convert --to uniform-padded)"
+            "needs a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
+            "queries. Convert the model first (struprune convert --to uniform-padded)"
         )
     elif (
         not layers
@@ -40,12 +40,12 @@ def check_uniform(
         and not any(can_hold_heads(model, count) for count in range(1, groups[0].num_units))
     ):
         problem = (
-            f"all heads for {model.config.model_type}, whose stock class takes the head size for hidden_size / heads, got "
-            "attention_unit: head. Set attention_unit: none"
+            f"needs all heads of {model.config.model_type}, whose stock class computes the head size as hidden_size / heads, got "
+            "`attention_unit: head`. Set `attention_unit: none`"
         )
     elif len(StructuredModifier.find_groups(recipe, model)) != len(
         find_groups(model, recipe.attention_unit, recipe.prune_ffn, prune_experts=recipe.experts is not None)
     ):
-        problem = "all layers, got targets or ignore that leave some out. Leave them at their defaults"
+        problem = "must cover all decoder layers, and targets or ignore leave some out. Remove targets and ignore"
     if problem:
-        raise ValueError(f"output: uniform must have {problem}.")
+        raise ValueError(f"`output: uniform` {problem}.")

@@ -44,8 +44,8 @@ class ADMMUpdate(ADMMSettings, WeightUpdate):
         for name in _ON_ATTENTION:
             if (value := getattr(self, name)) != ADMMSettings.model_fields[name].default:
                 raise ValueError(
-                    f"weight_update.{name} has no effect where positions rotate queries and keys: attention is then re-solved by "
-                    f"least squares, got {value!r}. Remove it."
+                    f"`weight_update.{name}={value!r}` has no effect with rotary positions, where attention is re-solved by least "
+                    "squares. Remove it."
                 )
         logger.info("rotary attention is re-solved by least squares, the FFN by ADMM")
 
@@ -83,7 +83,7 @@ class ClosedForm(ADMMSettings, Importance):
         if attention_unit != "none" and not _has_plain_attention(model):
             raise ValueError(
                 "importance: closed_form must have attention without rotary positions, got "
-                f"{model.config.model_type!r}. Set attention_unit: none, or use obs."
+                f"{model.config.model_type!r}. Set `attention_unit: none`, or `importance: obs`."
             )
 
 
@@ -93,13 +93,14 @@ def _check_ffn(model: PreTrainedModel, what: str, prune_ffn: bool) -> None:
     :param what: the setting that asks for ADMM
     :raises ValueError: the FFN is neither ReLU nor SiLU-gated; several processes
     """
-    check_one_process(what, "Its variables are per token. Use least_squares and obs.")
+    check_one_process(what, "Its variables are per token. Set `weight_update: least_squares` and `importance: obs`.")
     ffns = [ffn for kind in find_structure(model).kinds for ffn in kind.ffns] if prune_ffn else []
     for ffn in ffns:
         if ffn.activation != ("silu" if ffn.gated else "relu"):
             raise ValueError(
                 "weight_update: admm and importance: closed_form must have a ReLU or a SiLU-gated FFN, got "
-                f"{'gated ' if ffn.gated else ''}{ffn.activation or 'another'!r}. Use least_squares and obs."
+                f"{'gated ' if ffn.gated else ''}{ffn.activation or 'another'!r}. Set `weight_update: least_squares` and "
+                "`importance: obs`."
             )
 
 

@@ -78,10 +78,10 @@ class SoftmaxRule(AllocationRule):
         else:
             removed = sum((s.num_units - kept) * s.unit_cost for s, kept in zip(sizes, best.kept, strict=True))
             logger.warning(
-                f"as_printed: the paper's formula removes {removed / budget.num_prunable:.4f} of the parameters, "
-                f"asked were {budget.sparsity} (R6). Set as_printed: false to meet the budget."
+                f"as_printed: the paper's formula removes {removed / budget.num_prunable:.4f} of the parameters in place of "
+                f"{budget.sparsity} (R6). Set `as_printed: false` to meet the budget."
             )
-        logger.info(f"allocated by {self.rule} at temperature {best.temperature:g}, error {best.loss:.6g}")
+        logger.info(f"allocation: {self.rule} at temperature {best.temperature:g} has the error {best.loss:.6g}")
         record = AllocationRecord(
             self.rule,
             as_printed=self.as_printed,

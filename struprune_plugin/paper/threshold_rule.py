@@ -25,7 +25,8 @@ class GlobalThreshold(AllocationRule):
     def check(self, importance: str) -> None:
         if importance != "closed_form":
             raise ValueError(
-                f"importance: must be closed_form for allocation: global_threshold (Algorithm 1), got {importance!r}."
+                f"importance: must be closed_form for allocation: global_threshold (Algorithm 1), got {importance!r}. Set "
+                "`importance: closed_form`."
             )
 
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:

@@ -55,7 +55,9 @@ def load_recipe(
         bare field that several modifiers have
     """
     if recipe is None:
-        raise ValueError("recipe: must be a YAML file, a YAML text or modifiers, got None. Pass recipe=….")
+        raise ValueError(
+            "recipe: none was given. Pass recipe=… with a YAML file, a YAML text, modifiers or the name of a shipped recipe."
+        )
     if not isinstance(recipe, (str, os.PathLike)):
         loaded = Recipe.create_instance(recipe)
     else:
@@ -66,14 +68,14 @@ def load_recipe(
         try:
             loaded = Recipe.from_dict(content)
         except ValidationError as error:
-            raise ValueError(f"{where}: {error.title} refuses the recipe: {describe_error(error, _OURS)}") from None
+            raise ValueError(f"{where}: {error.title}: {describe_error(error, _OURS)}") from None
         except Exception as error:  # a modifier of llm-compressor, given what it does not expect
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise ValueError(
-                f"{where}: llm-compressor must be able to read the recipe, got {problem}. Correct its fields."
+                f"{where}: llm-compressor cannot read the recipe ({problem}). Correct the field that this error is about."
             ) from None
     if not loaded.modifiers:
-        raise ValueError("recipe: must hold at least one modifier, got none. Add a stage with modifiers.")
+        raise ValueError("recipe: must have at least one modifier, got none. Add a stage with a modifier.")
     return loaded
 
 
@@ -85,7 +87,7 @@ def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
         try:
             text = find_recipe(text).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Is it a recipe?") from None
+            raise ValueError(f"{where}: must be a recipe in UTF-8, got {error}. Pass a YAML file.") from None
     try:
         return where, yaml.load(text, Loader=_RecipeLoader)
     except (
@@ -95,7 +97,7 @@ def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
         AttributeError,
         TypeError,
     ) as error:  # also for invalid dates and numbers
-        raise ValueError(f"{where}: must be valid YAML, got an error: {' '.join(str(error).split())[:500]}") from None
+        raise ValueError(f"{where}: is not valid YAML: {' '.join(str(error).split())[:500]}. Correct it.") from None
 
 
 class _RecipeLoader(yaml.SafeLoader):
@@ -109,11 +111,11 @@ class _RecipeLoader(yaml.SafeLoader):
         event: Any = self.peek_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) and event.anchor in self._anchors:
-            raise yaml.YAMLError(f"*{event.anchor} inside itself, line {line}")
+            raise yaml.YAMLError(f"*{event.anchor} refers to itself, line {line}")
         if not isinstance(event, yaml.CollectionStartEvent):
             return super().compose_node(parent, index)
         if len(self._anchors) == _MAX_DEPTH:
-            raise yaml.YAMLError(f"more than {_MAX_DEPTH} levels, line {line}")
+            raise yaml.YAMLError(f"more than {_MAX_DEPTH} nested levels, line {line}")
         self._anchors.append(event.anchor)
         node = super().compose_node(parent, index)
         self._anchors.pop()
@@ -124,34 +126,38 @@ class _RecipeLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key in named]
         twice = {str(key) for key in keys if keys.count(key) > 1}
         if twice:
-            raise yaml.YAMLError(f"{sorted(twice)} twice in one mapping, line {node.start_mark.line + 1}")
+            raise yaml.YAMLError(
+                f"repeated keys {', '.join(sorted(twice))} in one mapping, line {node.start_mark.line + 1}"
+            )
         return super().construct_mapping(node, deep)
 
 
 def _check_recipe_form(where: str, content: Any) -> None:
     form = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
     if not isinstance(content, dict) or not content:
-        raise ValueError(f"{where}: must be a mapping of the form {form}, got {type(content).__name__}.")
+        raise ValueError(
+            f"{where}: must be a mapping of the form {form}, got {type(content).__name__}. `struprune recipes` lists examples."
+        )
     for stage, groups in content.items():
         if stage == "args":
             raise ValueError(
-                f"{where}: 'args' must be left out, llm-compressor never substitutes them. Write values in place."
+                f"{where}: 'args' has no effect, as llm-compressor does not substitute its values. Write them in place."
             )
         if not str(stage).endswith("_stage") or not isinstance(groups, dict) or not groups:
             raise ValueError(
-                f"{where}: {stage!r} must be a stage of the form {form}. Name it '…_stage' and nest groups in it."
+                f"{where}: {stage!r} must be a stage of the form {form}. Name it '…_stage', and nest groups of modifiers in it."
             )
         for group, modifiers in groups.items():
             if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict) or not modifiers:
                 raise ValueError(
-                    f"{where}: {show_name(stage)}.{show_name(group)} must be a mapping of modifiers under a name that ends "
-                    f"in '_modifiers', got {type(modifiers).__name__} (form {form})."
+                    f"{where}: {show_name(stage)}.{show_name(group)} must be a mapping of modifiers whose name ends in "
+                    f"'_modifiers', got {type(modifiers).__name__}. Write it in the form {form}."
                 )
             for name, fields in modifiers.items():
                 if not isinstance(fields, dict) or not all(isinstance(field, str) for field in fields):
                     raise ValueError(
                         f"{where}: {show_name(stage)}.{show_name(group)}.{show_name(name)} must be a mapping of fields, "
-                        f"got {fields!r}. Write {{}} for none."
+                        f"got {fields!r}. Write {{}} for no fields."
                     )
 
 
@@ -165,10 +171,8 @@ def _check_modifiers(where: str, content: dict[str, Any]) -> None:
         for modifiers in groups.values():
             for name in modifiers:
                 if name not in known and name not in ModifierFactory._errors:
-                    remedy = suggest(str(name), known) or f"Ours are {', '.join(_OURS)}."
-                    raise ValueError(
-                        f"{where}: {name!r} must be a modifier of StruPrune or llm-compressor, got no such. {remedy}"
-                    )
+                    remedy = suggest(str(name), known) or f"StruPrune's modifiers are {', '.join(_OURS)}."
+                    raise ValueError(f"{where}: {name!r} is not a modifier of StruPrune or llm-compressor. {remedy}")
 
 
 def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -245,10 +249,10 @@ def _find_holders(where: str, name: str, field: str, present: list[str]) -> list
     """
     names = [other for other in present if other == name or (name in _OURS and _OURS.get(other) is _OURS[name])]
     if not names:
-        raise ValueError(f"{where}: {name!r} must be a modifier of the recipe, which holds {', '.join(present)}.")
+        raise ValueError(f"{where}: the recipe has no modifier {name!r}. It has {', '.join(present)}.")
     if name in _OURS and field not in _OURS[name].model_fields:
         known = ", ".join(_list_fields(_OURS[name]))
-        raise ValueError(f"{where}: {field!r} must be a field of {name}, known are {known}.")
+        raise ValueError(f"{where}: {name} has no field {field!r}. Its fields are {known}.")
     return names
 
 
@@ -261,15 +265,13 @@ def _find_owners(where: str, field: str, present: list[str]) -> list[str]:
     if not owners:
         known = sorted({f for name in present if name in _OURS for f in _list_fields(_OURS[name])})
         raise ValueError(
-            f"{where}: {field!r} must be a field of one of its modifiers, known are {', '.join(known) or 'none'}."
+            f"{where}: no modifier of the recipe has a field {field!r}. The fields are {', '.join(known) or 'none'}."
         )
     kinds = {_OURS[name] for name in owners}
     agreed = field in _AGREED and (field == "memory_budget" or not kinds & {LoRARecoveryModifier, RecoveryModifier})
     if len(kinds) > 1 and not agreed:
         forms = " or ".join(f"{name}.{field}" for name in owners)
-        raise ValueError(
-            f"{where}: {field!r} must say which modifier it is set in, {' and '.join(owners)} have it. Give {forms}."
-        )
+        raise ValueError(f"{where}: {field!r} is a field of {' and '.join(owners)}. Set {forms}.")
     return owners
 
 

@@ -43,8 +43,5 @@ def find_recipe(name: str) -> Path:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), known, n=1)
-    remedy = f"Did you mean {near[0]}?" if near else "Correct the path; `struprune recipes` lists the names."
-    raise ValueError(
-        f"recipe: must be an existing file, a YAML text or the name of a recipe that ships with the package, got {name!r}. "
-        + remedy
-    )
+    remedy = f"Did you mean {near[0]}?" if near else "Correct the path, or take a name that `struprune recipes` lists."
+    raise ValueError(f"recipe: {name!r} is neither an existing file nor the name of a shipped recipe. " + remedy)

@@ -30,8 +30,8 @@ def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
     widest = max(min(module.weight.shape) for module in modules)
     if adapters.rank > widest:
         raise ValueError(
-            f"adapters.rank: must be at most {widest}, the smaller side of the largest linear that is adapted, got "
-            f"{adapters.rank}. 8 is a good start."
+            f"adapters.rank: must be at most {widest}, the smaller side of the largest linear with an adapter, got "
+            f"{adapters.rank}. Start with 8."
         )
     return chosen
 

@@ -122,7 +122,7 @@ class Recovery:
         if dense.num_parameters() <= model.num_parameters():
             logger.warning(
                 f"loss.teacher: {self.teacher!r} is no larger than the model it teaches ({dense.num_parameters():,} parameters). "
-                "Name the dense checkpoint there."
+                "Name the dense checkpoint."
             )
         return LayerwiseTeacher(self._make_runner(dense, context, device), self.texts.micro_size)
 

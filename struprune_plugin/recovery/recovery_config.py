@@ -78,10 +78,12 @@ class Loss(Config):
     @model_validator(mode="after")
     def _check(self) -> Loss:
         if not self.weights:
-            raise ValueError("must hold one of cross_entropy, kl and hidden, got none. Take {kl: 1.0}, say.")
+            raise ValueError(
+                "must hold one of cross_entropy, kl and hidden, got none. Set, for example, `loss: {kl: 1.0}`."
+            )
         if self.teacher is not None and set(self.weights) == {"cross_entropy"}:
             raise ValueError(
-                f"teacher={self.teacher!r} has no effect with cross_entropy alone. Remove it, or add kl or hidden."
+                f"`teacher: {self.teacher}` has no effect with cross_entropy alone. Remove it, or add kl or hidden."
             )
         return self
 
@@ -191,13 +193,15 @@ class RecoveryConfig(BaseModel):
     @model_validator(mode="after")
     def _check_combinations(self) -> RecoveryConfig:
         if self.adapters and self.weights:
-            raise ValueError(f"weights={self.weights} has no effect beside adapters. Remove one of them.")
+            raise ValueError(f"`weights: {self.weights}` has no effect with adapters. Remove one of the two.")
         for name, value in (
             ("memory_budget", self.memory_budget),
             ("optimizer.state_folder", self.optimizer.state_folder),
         ):
             if self.memory == "model" and value is not None:
-                raise ValueError(f"{name}={value} has no effect with memory: model. Remove it, or set memory: layer.")
+                raise ValueError(
+                    f"`{name}: {value}` has no effect with `memory: model`. Remove it, or set `memory: layer`."
+                )
         return self
 
     @property

@@ -229,9 +229,7 @@ class RecoveryRun:
         if self.curve.best_step not in (None, len(self.curve.loss)):
             held = self._store.read("best")
             if held is None:
-                raise OSError(
-                    f"{self._store.folder}: the best values must be there to be read, got none. Run it again."
-                )
+                raise OSError(f"{self._store.folder}: the file of the best weights is missing. Run the recipe again.")
             self.states.take(held[1])
         self._check_finite(0.0 if self.states.is_finite() else math.nan, "what is trained", len(self.curve.loss))
 
@@ -265,7 +263,7 @@ class RecoveryRun:
                 continue
             if held[0]["data"] != self._texts.describe():
                 raise ValueError(
-                    "checkpoint_dir: recovery must go on with the text that it began with, got another. Give the same data, or "
+                    "checkpoint_dir: recovery must continue with the text that it began with, got another. Pass the same data, or "
                     "choose another folder."
                 )
             self.curve = RunCurve(**held[0]["curve"])

@@ -19,7 +19,7 @@ def compare_outputs(folders: Sequence[Path]) -> dict[str, Any]:
     """
     names = [str(folder) for folder in folders]
     if len(set(names)) < len(names):
-        raise ValueError(f"compare: must be given outputs once each, got {names}. Drop the repeated one.")
+        raise ValueError(f"compare: each output must be given once, got {names}. Remove the repeated one.")
     manifests = {name: read_manifest(name) for name in names}
     return {
         "outputs": {name: _summarize(Path(name), manifest) for name, manifest in manifests.items()},
@@ -103,9 +103,9 @@ def format_comparison(found: Mapping[str, Any], every: bool = False) -> list[Any
     if modules:
         parts.append(Table(["kept units (overlap with the first: intersection over union)", *outputs], modules))
     if left_out := len(found["modules"]) - len(modules):
-        parts.append(f"{left_out} module{'s' if left_out > 1 else ''} the same in all")
+        parts.append(f"{left_out} module{'s keep' if left_out > 1 else ' keeps'} the same units in all outputs")
     if not found["same_dense_model"]:
-        parts.append("These were made from different dense models: kept units do not compare.")
+        parts.append("The outputs come from different dense models, so their kept units are not compared.")
     return parts
 
 

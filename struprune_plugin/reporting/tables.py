@@ -133,7 +133,7 @@ def summarize_layers(manifest: Manifest) -> Table:
         left = ["█" * filled + "·" * (_BAR - filled), f"{group.sparsity:.1%}"]
         errors = [f"{group.error_before:.4f}", f"{group.error_after:.4f}"]
         rows.append([group.name, *describe_units(group), *left, *errors])
-    return Table(["module", "kept", "unit", "left", "sparsity", "error deleted", "re-solved"], rows)
+    return Table(["module", "kept", "unit", "left", "sparsity", "error, deleted", "error, re-solved"], rows)
 
 
 def show_budget(record: LimitRecord, value: float) -> str:
@@ -198,7 +198,7 @@ def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
     settings = manifest.settings
     chosen = [settings.get(name) for name in ("importance", "weight_update")]
     methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
-    units = f"attention {settings.get('attention_unit')}, ffn {'channels' if settings.get('prune_ffn') else 'none'}"
+    units = f"attention: {settings.get('attention_unit')}, FFN: {'channels' if settings.get('prune_ffn') else 'none'}"
     facts = [
         ("pruned from", manifest.model.base),
         *list_facts(manifest, folder),
@@ -219,8 +219,8 @@ def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
         facts.append(("recovery", f"{how}, {told}"))
     if cache := measure_cache_bytes(folder, manifest):
         told = f"{cache[0]:,} → {cache[1]:,} bytes per token ({cache[1] / cache[0] - 1:+.1%})"
-        facts.append(("cache of keys and values", told))
+        facts.append(("key-value cache", told))
     if {"quantization_config", "layout"} <= {*read_saved_config(folder)}:  # its layers have inputs of odd widths
-        why = "not with its kernels for CPUs, which take quantised models in stock classes alone: output: uniform"
+        why = "not with its CPU kernels, which run quantised models only in stock classes; set output: uniform"
         facts.append(("vLLM", why))
     return format_facts(facts)

@@ -148,4 +148,4 @@ def check_one_process(what: str, remedy: str) -> None:
     :raises ValueError: there are several processes
     """
     if count_ranks() > 1:
-        raise ValueError(f"{what} must run in one process, got {count_ranks()}. {remedy}")
+        raise ValueError(f"{what} works in one process only, got {count_ranks()}. {remedy}")

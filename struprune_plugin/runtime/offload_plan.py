@@ -114,7 +114,7 @@ def place_parts(budget: int, sizes: Sizes, demands: Demands, strict: bool = True
         remedy = " sensitivity: none," if demands.sensitivity else ""
         raise ValueError(
             f"memory_budget: must be at least {least:,} bytes ({least / sizes.layer:.2f} decoder layers) for "
-            f"{sizes.tokens} tokens a batch, got {budget:,} ({budget / sizes.layer:.2f}). Raise it, or choose{remedy} a "
+            f"batches of {sizes.tokens} tokens, got {budget:,} ({budget / sizes.layer:.2f}). Raise it, or choose{remedy} a "
             "smaller batch_size or shorter sequences."
         )
     roomy = _place_under(budget - sizes.layer, sizes, demands)  # beside another layer's weights

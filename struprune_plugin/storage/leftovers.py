@@ -64,7 +64,9 @@ def settle_leftovers(folder: Path) -> None:
             continue  # of another folder, whose name begins like this one
         alive = None if owner is None else _is_alive(owner)
         if alive is None:
-            logger.warning(f"{scratch} may belong to a run elsewhere that writes {folder}. Remove it if there is none.")
+            logger.warning(
+                f"{scratch} may belong to a run on another machine that writes {folder}. Remove it if there is no such run."
+            )
         elif not alive:
             done = scratch / DONE
             if done.is_dir() and not (done / FILES_NAME).is_file():  # it died before it had listed its files
@@ -72,7 +74,7 @@ def settle_leftovers(folder: Path) -> None:
                     write_listing(done)
             told = settle_scratch(scratch, folder)
             state = "is still there" if scratch.exists() else "is removed"
-            logger.warning(" ".join([f"{scratch}, left by a run that died, {state}.", *told]))
+            logger.warning(" ".join([f"{scratch}, left by a run that ended early, {state}.", *told]))
 
 
 def settle_scratch(scratch: Path, folder: Path) -> list[str]:
@@ -85,13 +87,18 @@ def settle_scratch(scratch: Path, folder: Path) -> list[str]:
     try:
         if old.exists() and not os.path.lexists(folder):
             old.rename(folder)
-            told.append(f"{folder} is back as it was.")
+            told.append(f"{folder} is restored.")
         elif old.exists() and done.exists():  # another folder was created there in the meantime
-            told.append(f"What {folder} held before is in {_move_beside(old, folder, 'earlier')}.")
+            told.append(f"The earlier content of {folder} is in {_move_beside(old, folder, 'earlier')}.")
         if done.exists():
-            told.append(f"The finished output is whole, in {_move_beside(done, folder, 'finished')}; move it yourself.")
+            told.append(
+                f"The finished output is complete, in {_move_beside(done, folder, 'finished')}; move it yourself."
+            )
     except OSError as error:
-        return [*told, f"{scratch} holds what must not be lost, in {DONE} and {OLD}, and cannot be moved: {error}."]
+        return [
+            *told,
+            f"{scratch} holds complete work in {DONE} and {OLD} that cannot be moved: {error}. Move it yourself.",
+        ]
     shutil.rmtree(scratch, ignore_errors=True)
     return told
 

@@ -100,7 +100,9 @@ def read_listing(folder: Path) -> Listing | None:
         return Listing.model_validate_json(file.read_bytes(), strict=True)
     except ValidationError as error:
         told = error.errors(include_url=False)[0]["msg"]
-        raise ValueError(f"{file}: must be a list of an output's files, got another content: {told}.") from None
+        raise ValueError(
+            f"{file}: must be a list of an output's files, got other content: {told}. Restore the file, or prune again."
+        ) from None
 
 
 def write_listing(folder: Path, names: Iterable[str] | None = None) -> None:

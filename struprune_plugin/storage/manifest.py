@@ -87,7 +87,7 @@ class Manifest(BaseModel):
     def _check_names(self) -> Manifest:
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
-            raise ValueError("groups must have a name each, got one twice")
+            raise ValueError("groups must have different names, got one name twice")
         return self
 
 
@@ -116,7 +116,7 @@ def read_manifest(path: str | Path) -> Manifest:
     file = path / MANIFEST_NAME if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"{path}: must be a pruned folder with a {MANIFEST_NAME}, or that file, got neither. Prune first."
+            f"{path}: must be a pruned folder with a {MANIFEST_NAME}, or that file, got neither. Give the output of a run."
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -125,11 +125,12 @@ def read_manifest(path: str | Path) -> Manifest:
         found = content["format_version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{file}: must be a StruPrune manifest, got {shorten_value(error)}. Use the file as it was written."
+            f"{file}: must be a StruPrune manifest, got {shorten_value(error)}. Restore the file, or prune again."
         ) from None
     if found != FORMAT_VERSION:
         raise ValueError(
-            f"{file}: format_version must be {FORMAT_VERSION}, got {shorten_value(found)}. Use the version that wrote it."
+            f"{file}: format_version must be {FORMAT_VERSION}, got {shorten_value(found)}. Use the version of "
+            "StruPrune that wrote it."
         )
     return parse_manifest(content, str(file))
 
@@ -147,12 +148,14 @@ def parse_manifest(content: Mapping[str, Any], where: str) -> Manifest:
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
         told = first["msg"].removeprefix("Value error, ")
         raise ValueError(
-            f"{where}: {place or 'the manifest'} must be as it was written, got {shorten_value(first['input'])}: {told}. Use the "
-            "file as it was written."
+            f"{where}: {place or 'the manifest'} must be as it was written, got "
+            f"{shorten_value(first['input'])}: {told}. "
+            "Restore the file, or prune again."
         ) from None
     if content.get(DIGEST_KEY) != digest_manifest(content):
         raise ValueError(
-            f"{where}: must be as it was written, got a content that its {DIGEST_KEY} is not of. Restore the file, or prune again."
+            f"{where}: must be as it was written, but its content does not match its {DIGEST_KEY}. Restore the "
+            "file, or prune again."
         )
     return manifest
 

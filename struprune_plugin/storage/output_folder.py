@@ -47,7 +47,7 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
         )
     if replaces and not overwrite:
         raise ValueError(
-            f"output_dir: must be empty or absent, {folder} is neither. Choose another, or pass overwrite."
+            f"output_dir: must be empty or absent, {folder} is neither. Choose another folder, or pass overwrite."
         )
     if replaces:
         _check_replaceable(folder)
@@ -103,14 +103,14 @@ def _check_place(folder: Path, num_bytes: int) -> None:
     longest = os.pathconf(parent, "PC_NAME_MAX") - _LONGER if hasattr(os, "pathconf") else 255 - _LONGER
     if len(os.fsencode(folder.name)) > longest:
         raise ValueError(
-            f"output_dir: the folder's name must have at most {longest} bytes, so that one can be made beside it while the run "
-            f"lasts, got {len(os.fsencode(folder.name))}. Choose a shorter name."
+            f"output_dir: the folder's name must have at most {longest} bytes, so that a temporary folder with a longer name fits "
+            f"beside it, got {len(os.fsencode(folder.name))}. Choose a shorter name."
         )
     if folder.is_dir() and parent.stat().st_mode & stat.S_ISVTX:  # as in /tmp: only the owner may rename a folder
         owners = {0, parent.stat().st_uid, folder.stat().st_uid}
         if os.geteuid() not in owners:
             raise ValueError(
-                f"output_dir: {folder} must be yours to be replaced, it is another user's. Choose another path."
+                f"output_dir: {folder} must be your own to be replaced, but belongs to another user. Choose another path."
             )
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
@@ -175,6 +175,6 @@ def _take_place(scratch: Path, folder: Path, overwrite: bool, inputs: Sequence[s
         flush(folder.parent)
     except (OSError, ValueError) as error:
         told = " ".join(settle_scratch(scratch, folder))
-        failure = OSError(f"output_dir: {folder} must be free to take the output, it is not: {error} {told}")
+        failure = OSError(f"output_dir: the finished output cannot be moved to {folder}: {error} {told}")
         failure.errno = getattr(error, "errno", None) or errno.EEXIST
         raise failure from None

@@ -34,7 +34,7 @@ class ModelRecord:
     @model_validator(mode="after")
     def _check(self) -> ModelRecord:
         if not 1 <= self.parameters_before >= self.parameters_after:
-            raise ValueError("parameters_before must be at least 1, and as many as parameters_after")
+            raise ValueError("parameters_before must be at least 1, and at least parameters_after")
         return self
 
 

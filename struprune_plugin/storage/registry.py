@@ -44,10 +44,12 @@ class Registry(dict[str, type[C]]):
         name = method.model_fields[self.key].default
         if not isinstance(name, str):
             raise ValueError(
-                f"{method.__name__}: {self.key} must have its name as default: Literal['x'] = 'x', got {name!r}."
+                f"{method.__name__}: {self.key} must have the method's name as default, as in Literal['x'] = 'x', got {name!r}."
             )
         if name in self:
-            raise ValueError(f"{self.key}: {name!r} must be registered once, got {method!r} and {self[name]!r}.")
+            raise ValueError(
+                f"{self.key}: {name!r} must be registered once, got {method!r} and {self[name]!r}. Rename one of them."
+            )
         self[name] = method  # type: ignore[assignment]
         return method
 
@@ -70,14 +72,16 @@ class Registry(dict[str, type[C]]):
         for field in given.keys() - method.model_fields.keys():
             others = [other for other, cls in self.items() if field in cls.model_fields]
             known = suggest(str(field), method.model_fields) or f"Its fields are {', '.join(method.model_fields)}."
-            remedy = f"Remove it, or take {' or '.join(others)}." if others else known
+            if not others:
+                raise ValueError(f"{name} has no field {show_name(field)}. {known}")
             raise ValueError(
-                f"has no use for {show_name(field)} with {self.key}: {name}, got {shorten_value(given[field])}. {remedy}"
+                f"`{show_name(field)}: {shorten_value(given[field])}` has no effect with `{self.key}: {name}`. Remove it, or set "
+                f"{' or '.join(f'`{self.key}: {other}`' for other in others)}."
             )
         return method.model_validate(given)
 
     def _list(self) -> str:
-        return f"Known are {', '.join(self)}."
+        return f"The names are {', '.join(self)}."
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -125,8 +129,8 @@ def describe_error(error: ValidationError, kinds: Mapping[str, type[BaseModel]])
         elif e["type"] == "extra_forbidden":
             kind = kinds.get(error.title) if len(loc) == 1 else None
             holder = error.title if len(loc) == 1 else ".".join(map(show_name, loc[:-1]))
-            remedy = (kind and suggest(str(loc[0]), kind.model_fields)) or "Correct or remove it."
-            problems.append(f"{place} must be a field of {holder}, got an unknown one. {remedy}")
+            remedy = (kind and suggest(str(loc[0]), kind.model_fields)) or "Correct its name, or remove it."
+            problems.append(f"{place} is not a field of {holder}. {remedy}")
         else:
             wanted = re.sub(r"^(Input|Field) should", "must", e["msg"])
             told = wanted if wanted != e["msg"] else f"must be valid ({e['msg']})"

@@ -58,7 +58,8 @@ class ResumeStore:
                 before = json.loads(file.read_text(encoding="utf-8"))
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(
-                    f"checkpoint_dir: {file} must be as it was written, got {error!r}. Remove the folder and start afresh."
+                    f"checkpoint_dir: {file} must be as it was written, but cannot be read ({error!r}). Remove "
+                    "the folder, and start again."
                 ) from None
             changes = [
                 f"{place} ({shorten_value(theirs, 40)}, now {shorten_value(ours, 40)})"
@@ -66,10 +67,12 @@ class ResumeStore:
             ]
             if changes:
                 raise ValueError(
-                    f"checkpoint_dir: {self.folder} must hold the checkpoint of this very run, got one with another "
+                    f"checkpoint_dir: {self.folder} holds the checkpoint of another run, which differs in "
                     f"{'; '.join(changes[:3])}. Repeat that run, or choose another folder."
                 )
-            logger.info(f"{self.folder}: going on after {len(list(self.folder.glob('*.safetensors')))} finished parts")
+            logger.info(
+                f"checkpoint_dir: continuing after {len(list(self.folder.glob('*.safetensors')))} finished parts in {self.folder}"
+            )
         else:
             with self._tell_of_refusals("the description of the run"):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +98,8 @@ class ResumeStore:
             yield
         except Exception as error:  # safetensors has errors of its own for a full disk
             failure = OSError(
-                f"checkpoint_dir: {part} must be written to {self.folder}, got: {error}. Make room; the same command then goes "
-                "on after the last finished part."
+                f"checkpoint_dir: {part} cannot be written to {self.folder}: {error}. Free disk space; the same command then "
+                "continues after the last finished part."
             )
             failure.errno = getattr(error, "errno", None) or 5
             raise failure from None
@@ -115,7 +118,7 @@ class ResumeStore:
             error: Exception | str = "its digest is another"
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as failure:
             error = failure
-        logger.warning(f"checkpoint_dir: {file} is not whole ({error}) and is made again.")
+        logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
         return None
 
     def list_parts(self, start: str) -> list[str]:

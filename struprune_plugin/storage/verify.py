@@ -40,12 +40,13 @@ def verify_folder(folder: Path) -> Verdict:
     :raises ValueError: not an output of StruPrune
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: must be a pruned folder, got none. Correct the path.")
+        raise ValueError(f"{folder}: must be a pruned folder, got no folder. Correct the path.")
     entries = list_entries(folder, whole=True)
     problems, notes = _list_changes(entries), list(_describe_code(folder, entries))
     if read_listing(folder) is None:
         notes.append(
-            "no list of files (written by llm-compressor's own oneshot): bytes cannot be compared, weights were read instead"
+            "the folder has no list of its files, because llm-compressor's own oneshot wrote it: bytes cannot be compared, and "
+            "the weights were read instead"
         )
         problems += _check_weights(folder)
     return Verdict(entries, problems, notes)
@@ -70,7 +71,7 @@ def check_undamaged(folder: Path) -> None:
     for entry in list_entries(folder, whole=False):
         if entry.state in _DAMAGED and any(fnmatch(entry.name, pattern) for pattern in _RELIED_ON):
             raise ValueError(
-                f"{folder / entry.name}: must be as it was written, got it {entry.state}. Restore the file, or prune again."
+                f"{folder / entry.name}: must be as it was written, but is {entry.state}. Restore the file, or prune again."
             )
 
 

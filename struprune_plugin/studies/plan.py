@@ -44,9 +44,9 @@ def list_layer_units(model: nn.Module) -> list[LayerUnits]:
     for index, (layer, layout) in enumerate(find_layouts(model)):
         sizes, units = measure_layer(layout, layer), {}
         if layout.attention is not None:
-            heads = "" if layout.attention.has_heads else ", whole heads cannot"
+            heads = "" if layout.attention.has_heads else "; whole heads cannot be removed"
             count, width = sizes.num_key_value_heads, sizes.value_head_dim
-            units[layout.attention.output] = f"{count} value heads of {width} channels{heads}"
+            units[layout.attention.output] = f"{count} heads of {width} value channels{heads}"
         for ffn in layout.ffns:
             units[ffn.output] = f"{find_linear(layer, ffn.output).in_features:,} FFN channels"
         if layout.experts is not None:
@@ -73,11 +73,11 @@ def find_obstacle(shapes: Shapes) -> str:
     """Return why a few layers of a model do not represent all; empty if they do."""
     layouts = [layout for _, layout in find_layouts(shapes.model)]
     if shapes.config.get_text_config(decoder=True) is not shapes.config:
-        return "the decoder is a part of the model"
+        return "the decoder is only a part of the model"
     if any(one != layouts[0] for one in layouts):
-        return "layers are of several kinds"
+        return "the decoder layers are of several kinds"
     if layouts[0].experts is not None:
-        return "its count of work takes every linear to see every token, and experts see few"
+        return "the work is counted as if every linear saw every token, but an expert sees few"
     return ""
 
 
@@ -95,9 +95,11 @@ def list_engines(modifiers: Sequence[Modifier], mixture: bool = False) -> dict[s
     own_code = f"yes{needs}, with trust_remote_code=True or after `import struprune_plugin`"
     vllm = "with this package installed there (docs/serving.md), or convert --to uniform-padded"
     if packed:
-        vllm = "not with its kernels for CPUs, which take quantised models in stock classes alone: set output: uniform"
+        vllm = "not with its CPU kernels, which run quantised models only in stock classes; set output: uniform"
     if mixture:
-        vllm = "no: its Transformers backend does not read packed experts; set output: uniform, or convert --to uniform-padded"
+        vllm = (
+            "no: its Transformers backend reads no packed experts; set output: uniform, or convert --to uniform-padded"
+        )
     return {"transformers": own_code, "lm-eval": "yes, trust_remote_code=True", "vLLM": vllm}
 
 
@@ -218,6 +220,6 @@ def format_fits(shapes: Shapes, fits: Sequence[Fit], limit: int, context: int) -
         command = f"struprune prune {shapes.name} --recipe {best.recipe} --sparsity {best.sparsity:g} --output OUT"
         choice = f"least pruned: {best.quantiser}, sparsity {best.sparsity:g}: {command}"
     else:
-        choice = f"least pruned: {best.quantiser}, sparsity 0: no unit need go."
+        choice = f"least pruned: {best.quantiser}, sparsity 0: no unit has to be removed."
     heading = f"{shapes.name} in {format_bytes(limit)}, with {context:,} tokens of context"
     return [heading, Table(["quantiser", "least sparsity", "weights + cache", "recipe"], rows), choice]

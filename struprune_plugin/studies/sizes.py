@@ -120,7 +120,7 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
     position, modifier = find_pruning(modifiers)
     stages = [m for m in modifiers if isinstance(m, StructuredModifier) and (m.sparsity is not None or m.budget)]
     if sparsity is None and not stages:
-        raise ValueError("recipe: must give a sparsity or a budget to be planned, got none. Pass --sparsity.")
+        raise ValueError("recipe: must give a sparsity or a budget for a plan, got neither. Pass --sparsity.")
     model, later = shapes.model, list(modifiers[position + 1 :])
     groups = modifier.find_groups(model)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
@@ -162,7 +162,7 @@ def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]
         if isinstance(modifier, StruPruneModifier):
             return position, modifier
     raise ValueError(
-        f"recipe: must hold a StruPruneModifier to be planned, got {[type(m).__name__ for m in modifiers]}. Name another recipe."
+        f"recipe: must have a StruPruneModifier for a plan, got {[type(m).__name__ for m in modifiers]}. Name another recipe."
     )
 
 

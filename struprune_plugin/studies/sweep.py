@@ -107,7 +107,8 @@ class Sweep:
         elif method != "default":
             if method not in list_recipes():
                 raise ValueError(
-                    f"--methods: must be default, {', '.join(RULES)} or names of recipes, got {method!r}. Correct it."
+                    f"--methods: must be default, {', '.join(RULES)} or names of recipes, got {method!r}. Choose one of these; "
+                    "`struprune recipes` lists the recipes."
                 )
             return load_recipe(method, changes=changes)
         return load_recipe(self.recipe, changes=changes)
@@ -245,7 +246,8 @@ def _open(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
     if not file.is_file():
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise ValueError(
-                f"--output: must be empty, absent or the folder of an earlier sweep, {folder} is none of these. Choose another."
+                f"--output: must be empty, absent or the folder of an earlier sweep, {folder} is none of "
+                "these. Choose another folder."
             )
         folder.mkdir(parents=True, exist_ok=True)
         record: dict[str, Any] = {"identity": identity, "points": {}}
@@ -258,13 +260,12 @@ def _open(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
             raise TypeError("points")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--output: {file} must be as it was written, got {error!r:.200}. Choose another folder."
+            f"--output: {file} must be as it was written, but cannot be read ({error!r:.200}). Choose another folder."
         ) from None
     changed = [name for name in identity if before.get(name) != identity[name]]
     if changed:
         raise ValueError(
-            f"--output: {folder} must hold this very sweep to go on with it, got one with another {', '.join(changed)}. Choose "
-            "another folder."
+            f"--output: {folder} holds a sweep with another {', '.join(changed)}, which cannot be continued. Choose another folder."
         )
     return record
 

@@ -41,8 +41,8 @@ def pick_point(record: Mapping[str, Any], wanted: tuple[float, bool, str]) -> st
     }
     if not within:
         raise ValueError(
-            f"--pick: a point must keep {what} within {limit:.4g}, got none of {len(record['points'])}. Allow more, or sweep lower "
-            "sparsities."
+            f"--pick: none of the {len(record['points'])} points keeps {what} within {limit:.4g}. Allow a larger loss, or sweep "
+            "lower sparsities."
         )
     return min(within, key=within.__getitem__)
 

@@ -238,7 +238,7 @@ def test_uniform_output_is_a_stock_model(dense, whole, unit, tmp_path):
     model_type = whole.config.model_type
     options = {"sparsity": 0.2, "attention_unit": unit, "output": "uniform", "output_dir": str(tmp_path / "out")}
     if unit == "head" and model_type not in STOCK_HEADS:
-        with pytest.raises(ValueError, match="output: uniform must have all heads"):
+        with pytest.raises(ValueError, match="`output: uniform` needs all heads"):
             run_oneshot(str(dense), **options)
         return
     if unit == "none" and model_type == "qwen3_moe":
@@ -269,7 +269,7 @@ def test_uniform_output_is_a_stock_model(dense, whole, unit, tmp_path):
 def test_uniform_output_refuses_layers_that_an_earlier_run_made_different(first, second, save_family, tmp_path):
     folder = save_family("llama")
     run_oneshot(str(folder), sparsity=0.2, output_dir=str(tmp_path / "first"), **first)
-    with pytest.raises(ValueError, match="output: uniform must have a dense model"):
+    with pytest.raises(ValueError, match="`output: uniform` needs a dense model"):
         run_oneshot(str(tmp_path / "first"), sparsity=0.05, output="uniform", output_dir=str(tmp_path / "x"), **second)
     assert not (tmp_path / "x").exists()
 

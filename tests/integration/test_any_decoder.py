@@ -59,7 +59,7 @@ def test_keys_that_all_heads_share_are_found_beside_the_values(model_type, heads
 
 def test_what_cannot_be_exchanged_is_refused_by_name():
     assert run_type("jetmoe")["verdict"].startswith(
-        "refused: model: 'jetmoe' must have layers with attention or an FFN that can be cut, got none: no linear that"
+        "refused: model: 'jetmoe' must have layers with attention or an FFN that can be cut, got none: no linear reads"
     )
 
 

@@ -122,8 +122,8 @@ def test_parameters_in_a_budget_are_the_sparsity():
 @pytest.mark.parametrize(
     ("budget", "told"),
     [
-        ({}, "must give parameters, bytes, cache or speedup, got none"),
-        ({"cache": 0.5, "phase": "prompt"}, "has no use for phase without speedup"),
+        ({}, "must give at least one of parameters, bytes, cache and speedup, got none"),
+        ({"cache": 0.5, "phase": "prompt"}, "phase has no effect without speedup. Remove it, or add speedup"),
         ({"bytes": "400MiB"}, "must be a number of bytes, e.g. 500MB or 4GB, got '400MiB'"),
         ({"speedup": 0.5}, "greater than or equal to 1"),
     ],
@@ -131,21 +131,27 @@ def test_parameters_in_a_budget_are_the_sparsity():
 def test_a_budget_that_means_nothing_is_refused(budget, told):
     with pytest.raises(ValueError, match=told):
         StruPruneModifier(budget=[budget])
-    with pytest.raises(ValueError, match=r"budget.parameters must be 0.2, as is said beside it, got 0.3"):
+    with pytest.raises(ValueError, match=r"sparsity 0\.2 and budget\.parameters 0\.3 are two values of one budget"):
         StruPruneModifier(sparsity=0.2, budget={"parameters": 0.3})
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"budget": {"cache": 0.3}}, r"^budget: cache must be at least 0\.\d+, .*, got 0\.3\. Ask for less"),
+        ({"budget": {"cache": 0.3}}, r"^budget: cache must be at least 0\.\d+, .*, got 0\.3\. Relax the budget"),
         ({"budget": {"bytes": 5000}}, r"^budget: bytes must be at least .* MB, .*, got 5 kB"),
-        ({"budget": {"cache": 0.9}, "allocation": "owl"}, "parameters alone for allocation: owl, .* got cache"),
+        (
+            {"budget": {"cache": 0.9}, "allocation": "owl"},
+            "`allocation: owl` can meet a budget of parameters only, got cache",
+        ),
         (
             {"budget": {"cache": 0.9, "bytes": 10**6}, "allocation": "softmax"},
-            "allocation: softmax, .* got bytes, cache",
+            "`allocation: softmax` can meet a budget of parameters only, got bytes, cache",
         ),
-        ({"budget": {"cache": 0.9}, "importance": "l0"}, "importance: l0, whose scores depend on the sparsity"),
+        (
+            {"budget": {"cache": 0.9}, "importance": "l0"},
+            "`importance: l0` needs sparsity, on which its scores depend, got cache alone",
+        ),
     ],
 )
 def test_what_cannot_be_met_is_refused_before_any_work(llama, tmp_path, fields, told):

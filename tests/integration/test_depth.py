@@ -276,9 +276,11 @@ def test_what_follows_in_a_recipe_works_without_sublayers(later, prompts, tmp_pa
 
 @pytest.mark.parametrize("allocation", ["uniform", "softmax"])
 def test_rules_that_leave_something_everywhere_are_refused(allocation):
-    with pytest.raises(ValueError, match="sublayers: both has no effect with allocation"):
+    with pytest.raises(ValueError, match="`sublayers: both` has no effect with `allocation: "):
         StruPruneModifier(sparsity=0.3, sublayers="both", allocation=allocation)
-    with pytest.raises(ValueError, match="sublayers: must be both for allocation: whole_layers, got none"):
+    with pytest.raises(
+        ValueError, match="`allocation: whole_layers` requires `sublayers: both`, got `sublayers: none`"
+    ):
         StruPruneModifier(sparsity=0.3, allocation="whole_layers")
 
 

@@ -37,8 +37,8 @@ RECOVERIES = {
     "lora": {"loss": {"kl": 1.0}, "batch_size": 3, "schedule": {"learning_rate": 1e-3}, "holdout": None},
 }
 REFUSED = {  # fields -> what both processes say
-    "admm": ({"weight_update": "admm"}, "weight_update: admm must run in one process, got 2"),
-    "tuning": ({"ffn_tuning": {"epochs": 1}}, "ffn_tuning must run in one process, got 2"),
+    "admm": ({"weight_update": "admm"}, "weight_update: admm works in one process only, got 2"),
+    "tuning": ({"ffn_tuning": {"epochs": 1}}, "ffn_tuning works in one process only, got 2"),
     "singular": (
         {"dampening_frac": 0.0, "allocation": "uniform"},
         "layers.1.fc2: the least-squares system must have a condition number",

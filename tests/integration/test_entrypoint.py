@@ -29,31 +29,37 @@ def broken_model(tmp_path, name, value=float("inf")):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "sparsity or budget must be given where no SparsityAllocatorModifier stage comes before"),
+        ({}, "neither sparsity nor budget, and no SparsityAllocatorModifier stage comes before"),
         ({"sparsity": 0.9, "attention_unit": "none"}, r"removable .* Lower sparsity to at most 0\.\d+"),
         ({"sparsity": 0.3, "targets": ["re:.*nothing"]}, "'re:.*nothing' must match"),
-        ({"sparsity": 0.3, "width_multiple": 64}, r"at most the width 40, got 64 \(width_multiple: 64\)"),
+        ({"sparsity": 0.3, "width_multiple": 64}, r"multiples of 64 \(width_multiple: 64\), more than the width 40"),
         (
             {"sparsity": 0.3, "dataset": make_dataset(2, 16)},
-            r"fc2: calibration must have at least 41 tokens .* got 32 in 2",
+            r"fc2: the solve must have at least 41 calibration tokens .* got 32 in 2",
         ),
-        ({"sparsity": 0.3, "dataset": make_dataset(4, 80)}, "at most the model's 64 positions, got 80 tokens"),
+        (
+            {"sparsity": 0.3, "dataset": make_dataset(4, 80)},
+            "at most 64 tokens long, the model's number of positions, got 80",
+        ),
         (
             {"sparsity": 0.3, "allocation": {"rule": "softmax", "max_sparsity": 0.2}},
             r"max_sparsity: must be at least 0\.4",
         ),
         ({"sparsity": 0.01, "width_multiple": 24}, "must let the modules remove .* Lower width_multiple"),
         ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent' .* got 'basic'"),
-        ({"sparsity": 0.3, "stage": "nope"}, "stage: must be left out, got 'nope'"),
-        ({"sparsity": 0.3, "recipe_args": ["sparsity=0.9"]}, "recipe_args: must be left out"),
-        ({"recipe": [SparsityAllocatorModifier(sparsity=0.3)]}, "one SparsityAllocatorModifier stage must come before"),
+        ({"sparsity": 0.3, "stage": "nope"}, "stage='nope' has no effect. Remove it. Edit the recipe"),
+        ({"sparsity": 0.3, "recipe_args": ["sparsity=0.9"]}, r"recipe_args=\['sparsity=0\.9'\] has no effect"),
+        (
+            {"recipe": [SparsityAllocatorModifier(sparsity=0.3)]},
+            "exactly one SparsityAllocatorModifier must come before",
+        ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), SparsityAllocatorModifier(sparsity=0.3)]},
-            "one SparsityAllocatorModifier stage must come before",
+            "exactly one SparsityAllocatorModifier must come before",
         ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
-            "must hold one StruPruneModifier",
+            "must have one StruPruneModifier",
         ),
         (
             {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
@@ -74,7 +80,7 @@ def broken_model(tmp_path, name, value=float("inf")):
                     ),
                 ]
             },
-            r"at most the width 40, got 64 \(QuantizationModifier: weights in groups of 64\)",
+            r"multiples of 64 \(QuantizationModifier: weights in groups of 64\), more than the width 40",
         ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3)] * 2, "pipeline": "sequential"},
@@ -123,7 +129,7 @@ def test_oneshot_refuses_other_architectures_by_config_alone(tmp_path):
 
 
 def test_oneshot_refuses_what_is_no_model_and_no_recipe(opt, tmp_path):
-    with pytest.raises(ValueError, match="recipe: must be a YAML file"):
+    with pytest.raises(ValueError, match=r"recipe: none was given\. Pass recipe=… with a YAML file"):
         oneshot(model=str(opt), recipe=None)
     with pytest.raises(ValueError, match="model: must be a folder, a hub name or a loaded model, got int"):
         oneshot(model=5, recipe=StruPruneModifier(sparsity=0.3))
@@ -253,10 +259,10 @@ def test_a_run_from_python_says_each_thing_once(opt, tmp_path, level):
     assert done.returncode == 0, done.stderr[-2000:]
     during, _, after = done.stdout.partition("afterwards\n")
     assert "lifecycle reset" in after
-    assert during.count("parameters of the decoder layers") == 1
-    assert "error deleted" in during
+    assert "parameters of the decoder layers" not in during and during.count(" removed (") == 1  # only in the table
+    assert "error, deleted" in during
     assert during.rstrip().endswith("wrote out")
-    log, table = during.split("error deleted")
+    log, table = during.split("error, deleted")
     if level is None:
         assert "ifecycle" not in during
         assert during.count("No accelerator available") == int(not torch.accelerator.is_available())
@@ -361,7 +367,7 @@ def test_a_model_larger_than_the_memory_is_pruned_off_the_disk(opt, tmp_path):
 @pytest.mark.parametrize(("folder", "memory"), [(None, 1000), ("disk", 0)])
 def test_offload_memory_asks_for_a_folder_and_some_bytes(opt, tmp_path, folder, memory):
     place = folder and tmp_path / folder
-    with pytest.raises(ValueError, match="offload_memory: must be bytes"):
+    with pytest.raises(ValueError, match="offload_memory: must be a number of bytes"):
         run_oneshot(str(opt), sparsity=0.3, offload_folder=place, offload_memory=memory)
     assert not list(tmp_path.iterdir())
 

@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_for_real(part, inputs, tmp_path, limit_files, capfd
     if part == "output":
         assert list(tmp_path.iterdir()) == []
         return
-    assert "checkpoint_dir: the description of the run must be written to" in line
+    assert "checkpoint_dir: the description of the run cannot be written to" in line
     assert list(tmp_path.rglob("*")) == [tmp_path / "c"]
     assert cli.main(argv) == 0
 

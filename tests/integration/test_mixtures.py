@@ -181,7 +181,7 @@ def test_experts_that_fail_the_rehearsal_stay_whole_in_an_allocator_stage_too(mi
 
 
 def test_an_importance_that_is_not_defined_for_experts_is_refused(mixture, tmp_path):
-    with pytest.raises(ValueError, match="experts must be none for importance: closed_form"):
+    with pytest.raises(ValueError, match="`importance: closed_form` is not defined for the experts of a mixture"):
         prune(mixture, tmp_path / "out", importance="closed_form", allocation="uniform", attention_unit="none")
     assert not (tmp_path / "out").exists()
 

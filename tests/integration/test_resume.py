@@ -171,7 +171,9 @@ def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):
     save = journal.save_file
     with monkeypatch.context() as patch:
         patch.setattr(journal, "save_file", fail)
-        with pytest.raises(OSError, match=r"checkpoint_dir: layer-00001 must be written .* No space left.* Make room"):
+        with pytest.raises(
+            OSError, match=r"checkpoint_dir: layer-00001 cannot be written .* No space left.* Free disk space"
+        ):
             run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
     assert sorted(path.name for path in (tmp_path / "c").glob("*.safetensors")) == [
         "allocation.safetensors",

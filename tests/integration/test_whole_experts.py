@@ -240,11 +240,11 @@ REFUSED = {
     "too many": ({"experts": "whole", "sparsity": 0.9, **ALONE}, "2 of 8 experts of a layer must stay"),
     "no errors compared": (
         {"experts": "both", "sparsity": 0.3, "allocation": "uniform"},
-        "allocation that compares errors",
+        "`experts: both` needs a rule that compares errors, got `allocation: uniform`",
     ),
     "some layers": (
         {"experts": "whole", "sparsity": 0.1, "ignore": ["re:.*layers\\.2\\..*experts.*"]},
-        "experts of all layers",
+        "`experts: whole` must cover the experts of all layers",
     ),
 }
 
@@ -259,15 +259,15 @@ def test_what_cannot_be_is_refused_before_any_work(name, mixture, tmp_path):
 
 def test_the_host_s_modifier_beside_whole_experts_is_refused(mixture, tmp_path):
     recipe = [REAPPruningModifier(sparsity=0.25), StruPruneModifier(sparsity=0.1, experts="whole")]
-    with pytest.raises(ValueError, match="experts that no other modifier drops"):
+    with pytest.raises(ValueError, match="`experts: whole` cannot be combined with REAPPruningModifier"):
         prune(mixture, tmp_path / "out", recipe=recipe)
 
 
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        ({"criterion": "reap"}, "criterion=reap has no effect"),
-        ({"units": "whole", "widths": "per_layer"}, "widths=per_layer has no effect"),
+        ({"criterion": "reap"}, "`criterion: reap` has no effect"),
+        ({"units": "whole", "widths": "per_layer"}, "`widths: per_layer` has no effect"),
     ],
 )
 def test_fields_without_an_effect_are_refused(experts, message):

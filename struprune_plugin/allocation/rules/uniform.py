@@ -73,8 +73,8 @@ def _fit_alike(sizes: Sizes, allowed: Callable[[str, int], bool], limits: Sequen
     counts = round_uniform_counts(sizes, high, allowed)
     if not all(limit.fits(counts) for limit in limits):
         raise ValueError(
-            f"budget: {', '.join(limit.name for limit in limits)} must be met by layers of one size, got none small enough. "
-            "Ask for less, or set output: per_layer."
+            f"budget: no size that all layers share meets {', '.join(limit.name for limit in limits)}. Relax the budget, or set "
+            "`output: per_layer`."
         )
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

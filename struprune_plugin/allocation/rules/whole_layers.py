@@ -45,8 +45,8 @@ class WholeLayers(AllocationRule):
         plans = list(_list_plans(sizes, energies, budget.share).values())
         if not plans:
             raise ValueError(
-                f"whole_layers: layers and FFN channels must hold what is to be removed, {budget.share:.1%} of all units' "
-                "parameters, got no number of layers that does. Lower sparsity, or use allocation: error_curve."
+                f"`allocation: whole_layers` cannot remove {budget.share:.1%} of all units' parameters by layers and FFN channels. "
+                "Lower sparsity, or set `allocation: error_curve`."
             )
         losses = [sum(float(curve[k]) for curve, k in zip(curves, kept, strict=True)) for kept in plans]
         best = argmin_with_ties(losses)

@@ -44,7 +44,7 @@ def find_experts(
         try:
             lists = list(list_experts(layers[0]))
             if lists and not error <= 1e-5:
-                raise ValueError(f"taken apart they give something else, by {error:.0e} of the largest logit")
+                raise ValueError(f"split into linears, the experts change the logits by {error:.0e} of the largest")
             experts = _find_units(layers, call, length, lists[0], run) if lists else None
             found.append(
                 layout if experts is None else _join_shared(replace(layout, experts=experts), layers[0], call, length)
@@ -65,7 +65,7 @@ def _join_shared(layout: LayerLayout, layer: nn.Module, call: Call, length: int)
 
 
 def _explain(problem: Exception) -> str:
-    return f"llm-compressor cannot take them apart ({type(problem).__name__})"
+    return f"llm-compressor cannot split the experts into linears ({type(problem).__name__})"
 
 
 def _find_units(
@@ -79,7 +79,7 @@ def _find_units(
     measured = _measure_expert(members[0])
     ffns = read_units(measured).ffns
     if len(ffns) != 1:
-        raise ValueError("an expert has no channels that can go alone")
+        raise ValueError("an expert has no channels that can be removed alone")
     layout = ExpertsLayout(name, ffns[0], _find_join(layers[0], call, name, length))
     for index in range(members.num_experts):
         if flaw := find_flaw(layers, _make_trial(layout.place(index), measured, ffns[0]), run):

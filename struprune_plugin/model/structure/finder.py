@@ -76,7 +76,7 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
 def describe_left(structure: Structure) -> str:
     """Return the linears that keep their width, with the reasons; those common to several kinds of layers are listed once."""
     left = dict.fromkeys(f"{name} ({reason})" for kind in structure.kinds for name, reason in kind.left.items())
-    return ", ".join(left) or "no linear that reads what others of its layer give"
+    return ", ".join(left) or "no linear reads the output of another linear of its layer"
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
@@ -156,7 +156,7 @@ def _leave_cut_twice(layout: LayerLayout, layer: nn.Module, shared: set[int]) ->
         return any(id(parameter) in shared for linear in linears for parameter in linear.parameters())
 
     modules: list[AttentionLayout | FFNLayout] = [*([layout.attention] if layout.attention else []), *layout.ffns]
-    left = {module.output: "its weights serve several layers" for module in modules if is_shared(module)}
+    left = {module.output: "several layers share its weights" for module in modules if is_shared(module)}
     chained = {name for module in modules for name in module.producers}
     left |= {module.output: "its rows are another module's units" for module in modules if module.output in chained}
     attention = None if layout.attention and layout.attention.output in left else layout.attention
@@ -197,7 +197,7 @@ def _prove_attention(
         return None, flaw
     rows, eye = list_channel_rows(measured, attention, width), torch.eye(width)
     if not mixes(layers, attention.output, rows, eye.roll(1, 0), run):
-        return None, "a channel of a head cannot stand at another's place"
+        return None, "the channels of a head cannot be exchanged"
     rotates = attention.rotates and mixes(layers, attention.output, rows, eye - 2 / width, run)
     blocks = next(len(heads) for _, part, heads in rows if part == "value")
     first = make_trial(attention.output, reached, channels[: len(channels) // blocks], slices=True)

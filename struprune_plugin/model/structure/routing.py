@@ -117,8 +117,8 @@ def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]
     groups = named or 1
     if not top_k:
         raise ValueError(
-            f"experts: a token must go to a number of experts that one of {', '.join(_TOP_K)} says, got none in "
-            f"{type(config).__name__}. Set experts: channels."
+            f"experts: one of {', '.join(_TOP_K)} must give the number of experts per token, got none in "
+            f"{type(config).__name__}. Set `experts: channels`."
         )
     least = groups * max(-(-top_k // taken), 2) if named else top_k
     return range(num_experts, least - 1, -groups), groups
@@ -140,8 +140,8 @@ def find_routing(model: nn.Module) -> Routing:
             _KNOWN[key] = _measure(kind, small)
         except Exception as error:  # any error of a class that relies on its number of experts
             raise ValueError(
-                f"experts: whole ones must be able to go from {config.model_type!r}, got {type(error).__name__}: {error}. "
-                "Set experts: channels."
+                f"experts: whole experts cannot be removed from {config.model_type!r} ({type(error).__name__}: {error}). "
+                "Set `experts: channels`."
             ) from None
     return _KNOWN[key]
 
@@ -151,7 +151,7 @@ def _measure(kind: Any, small: PreTrainedConfig) -> Routing:
     counts = {module.num_experts for _, module in get_non_linearized_moes(build_instance(kind, small))}
     text = vars(small.get_text_config(decoder=True))
     keys = [name for name, value in text.items() if type(value) is int and value in counts]
-    problem = "no key of the configuration says their number"
+    problem = "no key of the configuration gives the number of experts"
     for key in sorted(keys, key=lambda name: "expert" not in name):
         try:
             wide, narrow = (_build(kind, small, key, number) for number in (_WIDE, _NARROW))
@@ -217,10 +217,12 @@ def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
             members.register_forward_pre_hook(lambda _module, args: given.add(len(args)))
     found = wide(input_ids=tokens, use_cache=False).logits
     if given != {3}:
-        raise ValueError("its experts are not told which tokens go where")
+        raise ValueError("the experts are called without the router's choice of tokens")
     pack_experts(wide)
     narrow.load_state_dict(wide.state_dict())
     wanted = narrow(input_ids=tokens, use_cache=False).logits
     error = float((found - wanted).abs().max() / wanted.abs().max())
     if not error <= _TOLERANCE:
-        raise ValueError(f"without some experts it gives something else than with fewer of them, by {error:.0e}")
+        raise ValueError(
+            f"removing experts gives other logits than a configuration with fewer experts, by {error:.0e} of the largest"
+        )

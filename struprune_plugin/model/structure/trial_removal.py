@@ -52,14 +52,14 @@ def find_flaw(layers: Sequence[nn.Module], trial: Trial, run: Callable[[], Tenso
     with _change(layers, trial, zero_rows=False):
         wanted = run()
     with _change(layers, trial, zero_rows=True):
-        problem = _compare(run(), wanted, "its rows are read by others, too")
+        problem = _compare(run(), wanted, "other modules read its rows, too")
     if problem or not trial.slices:
         return problem
     try:
         with _slice(layers, trial):
-            return _compare(run(), wanted, "without its rows the module gives something else")
+            return _compare(run(), wanted, "removing its rows changes more than zeros in their place do")
     except Exception as error:  # any error of a module that relies on its width
-        return f"the module does not take another width ({type(error).__name__})"
+        return f"the module does not run at another width ({type(error).__name__})"
 
 
 @torch.no_grad()

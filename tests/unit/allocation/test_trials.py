@@ -145,7 +145,7 @@ def test_without_trial_samples_nothing_is_tried(opt, tmp_path, monkeypatch):
 
 
 def test_trial_samples_are_refused_where_nothing_is_tried(opt):
-    with pytest.raises(ValueError, match=r"no use for trial_samples with rule: uniform, got 3"):
+    with pytest.raises(ValueError, match=r"`trial_samples: 3` has no effect with `rule: uniform`"):
         prune(opt, allocation={"rule": "uniform", "trial_samples": 3})
 
 

@@ -104,7 +104,7 @@ def test_the_command_writes_texts_and_replaces_none(tmp_path, capsys):
     assert len(texts) == 5
     assert all(texts)
     assert cli.main(words) == 2
-    assert "--output: must be a new file" in capsys.readouterr().err
+    assert "exists. Choose another path, or pass --overwrite" in capsys.readouterr().err
     out = tmp_path / "out"
     assert cli.main(["prune", str(model), "--recipe", "struprune", "--data", "self", "--num-samples", "4",
                     "--seq-length", "24", "--output", str(out)]) == 0  # fmt: skip

@@ -280,9 +280,9 @@ def test_a_width_is_found_though_another_key_has_the_same_value():
 
 def test_what_no_key_can_say_is_refused(tmp_path):
     model, _ = make_pruned("gptj")
-    with pytest.raises(ValueError, match=r"n_inner.*must make the model's shapes, got: transformer\.h\.0\.mlp"):
+    with pytest.raises(ValueError, match=r"n_inner.*must give the model's shapes, got: transformer\.h\.0\.mlp"):
         stock_config.find_stock_config(model, {"n_inner": 100})
-    with pytest.raises(ValueError, match=r"GPTJConfig: \{.*\} must make the model's shapes"):
+    with pytest.raises(ValueError, match=r"GPTJConfig: \{.*\} must give the model's shapes"):
         stock_config.find_stock_config(model)
     convert.adopt_config(model)
     model.save_pretrained(tmp_path)

@@ -155,5 +155,7 @@ def test_fit_shares_meets_every_budget_and_leaves_nothing_over(shares, part):
 
 def test_a_budget_below_the_fewest_units_is_refused_by_name():
     limit = make_limit("cache", 0, -0.1, "line")
-    with pytest.raises(ValueError, match=r"^budget: cache must leave the modules at least .*, got .*\. Ask for less"):
+    with pytest.raises(
+        ValueError, match=r"^budget: cache must leave the modules at least .*, got .*\. Relax the budget"
+    ):
         allocate_under_limits(GROUPS, make_curves(0), [limit])

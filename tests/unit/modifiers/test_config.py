@@ -20,16 +20,24 @@ from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.storage.records import AllocationRecord
 
 UNUSED = [  # fields, what their refusal says, and what makes them count
-    ({"allocation": {"rule": "uniform", "max_sparsity": 0.1}}, "no use for max_sparsity", {"allocation": "softmax"}),
-    ({"allocation": {"rule": "softmax", "gamma": 0.5}}, "take softmax_inverse", {"allocation": "softmax_inverse"}),
-    ({"allocation": {"rule": "uniform", "trial_samples": 3}}, "take error_curve", {"allocation": "error_curve"}),
-    ({"weight_update": {"method": "least_squares", "steps": 2}}, "take admm", {"weight_update": "admm"}),
-    ({"importance": {"method": "wanda", "steps": 7}}, "take closed_form", {"importance": "obs"}),
-    ({"ffn_tuning": {"epochs": 1}, "prune_ffn": False}, "ffn_tuning has no effect", {"prune_ffn": True}),
-    ({"width_multiple": 2, "prune_ffn": False}, "width_multiple=2 has no effect", {"prune_ffn": True}),
+    (
+        {"allocation": {"rule": "uniform", "max_sparsity": 0.1}},
+        "`max_sparsity: 0.1` has no effect with `rule: uniform`",
+        {"allocation": "softmax"},
+    ),
+    (
+        {"allocation": {"rule": "softmax", "gamma": 0.5}},
+        "set `rule: softmax_inverse`",
+        {"allocation": "softmax_inverse"},
+    ),
+    ({"allocation": {"rule": "uniform", "trial_samples": 3}}, "set `rule: error_curve`", {"allocation": "error_curve"}),
+    ({"weight_update": {"method": "least_squares", "steps": 2}}, "set `method: admm`", {"weight_update": "admm"}),
+    ({"importance": {"method": "wanda", "steps": 7}}, "set `method: closed_form`", {"importance": "obs"}),
+    ({"ffn_tuning": {"epochs": 1}, "prune_ffn": False}, "`ffn_tuning` has no effect", {"prune_ffn": True}),
+    ({"width_multiple": 2, "prune_ffn": False}, "`width_multiple: 2` has no effect", {"prune_ffn": True}),
     (
         {"sensitivity": {"samples": 4}, "importance": "wanda", "allocation": "uniform"},
-        "sensitivity.samples has no effect",
+        "`sensitivity.samples=4` has no effect",
         {"importance": "obs"},
     ),
 ]
@@ -52,12 +60,12 @@ def test_what_is_off_or_the_default_is_not_refused(off):
     [
         ("allocation", "sofmax", "must be a known rule, got 'sofmax'. Did you mean softmax"),
         ("experts", {"widths": "per_expert"}, "must be same or per_layer, got per_expert: engines hold"),
-        ("allocation", 3, "must be a name or a mapping with 'rule', got 3. Known are"),
+        ("allocation", 3, "must be a name or a mapping with 'rule', got 3. The names are"),
         ("allocation", {"temperature": 2.0}, "must be a name or a mapping with 'rule'"),
         (
             "importance",
             {"method": "closed_form", "step": 2},
-            "no use for step with method: closed_form, got 2. Did you mean steps",
+            "closed_form has no field step. Did you mean steps",
         ),
         ("importance", {"method": "closed_form", "steps": -1}, "importance.steps"),
         ("weight_update", "adm", "Did you mean admm"),
@@ -133,7 +141,7 @@ def test_the_host_s_own_oneshot_refuses_too(opt):
 
 def test_rotary_attention_has_no_use_for_admm_s_attention(save_family):
     fields = {"sparsity": 0.3, "weight_update": {"method": "admm", "attention_method": 1}}
-    with pytest.raises(ValueError, match=r"weight_update.attention_method has no effect where positions rotate"):
+    with pytest.raises(ValueError, match=r"`weight_update\.attention_method=1` has no effect with rotary positions"):
         run_oneshot(str(save_family("llama")), **fields)
 
 
@@ -157,13 +165,19 @@ QUANTISER = {"scheme": "W8A8", "ignore": ["lm_head"]}
 @pytest.mark.parametrize(
     ("modifier", "message"),
     [
-        (QuantizationModifier(**QUANTISER, targets=["Linearr"]), "targets must match a module .*, got 'Linearr'"),
-        (QuantizationModifier(**QUANTISER, targets=["Linear", "re:.*q_prj"]), r"got 're:\.\*q_prj'"),
+        (QuantizationModifier(**QUANTISER, targets=["Linearr"]), "'Linearr' in targets matches no module of the model"),
+        (
+            QuantizationModifier(**QUANTISER, targets=["Linear", "re:.*q_prj"]),
+            r"'re:\.\*q_prj' in targets matches no module",
+        ),
         (
             QuantizationModifier(scheme="W8A8", targets=["re:.*fc1"], ignore=["re:.*"]),
-            "must leave a module of its targets",
+            "ignore must leave at least one module of targets",
         ),
-        (SparseGPTModifier(sparsity=0.5, targets=["re:nothing"]), "targets must match a module .*, got 're:nothing'"),
+        (
+            SparseGPTModifier(sparsity=0.5, targets=["re:nothing"]),
+            "'re:nothing' in targets matches no module of the model",
+        ),
     ],
 )
 def test_a_later_modifier_whose_targets_match_nothing_is_refused(opt, modifier, message):

@@ -57,7 +57,7 @@ def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, w
         (
             {},
             {"allocation": {"rule": "softmax", "temperature": 2.0}},
-            "allocation.temperature must be .* The stage decides it: leave it out here",
+            "allocation.temperature must be .* The stage sets it: remove it here",
         ),
         (
             {"allocation": {"rule": "softmax_inverse", "gamma": 0.5}},

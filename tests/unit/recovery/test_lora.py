@@ -514,9 +514,9 @@ def test_changes_reach_the_stage():
         ({"holdout": {"fraction": 1.0}}, "holdout.fraction must .*less than 1"),
         ({"loss": {"kl": {"temperature": 0}}}, "loss.kl.temperature must .*greater than 0"),
         ({"loss": {"kl": {"top_k": 0}}}, "loss.kl.top_k must .*greater than or equal to 1"),
-        ({"loss": {"cross_entropy": 1.0, "teacher": "a"}}, "teacher='a' has no effect with cross_entropy alone"),
-        ({"start": 0.0}, "start and end must be left out"),
-        ({"seeds": 4}, "seeds must be a field of LoRARecoveryModifier, got an unknown one. Did you mean seed"),
+        ({"loss": {"cross_entropy": 1.0, "teacher": "a"}}, "`teacher: a` has no effect with cross_entropy alone"),
+        ({"start": 0.0}, "start and end have no effect"),
+        ({"seeds": 4}, "seeds is not a field of LoRARecoveryModifier. Did you mean seed"),
     ],
 )
 def test_fields_are_checked(fields, message):
@@ -537,7 +537,7 @@ def test_fields_are_checked(fields, message):
         ({}, {"dataset": make_dataset(4, 1)}, "at least one sequence of two tokens, got none"),
         ({}, {"dataset": make_dataset(1)}, r"must leave a sample to train on, got 0\.1 \(1 of 1"),
         ({"holdout": {"fraction": 0.97}}, {}, r"must leave a sample to train on, got 0\.97 \(8 of 8"),
-        ({}, {"dataset": make_dataset(4, 65)}, "at most the model's 64 positions, got 65 tokens"),
+        ({}, {"dataset": make_dataset(4, 65)}, "at most 64 tokens long, the model's number of positions, got 65"),
         ({"loss": {"kl": 1.0, "teacher": "no/such"}}, {}, "loss.teacher: 'no/such' must be a model folder"),
     ],
 )

@@ -495,7 +495,7 @@ def test_going_on_with_other_text_is_refused(opt, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             recover(opt, checkpoint_dir=tmp_path / "c", **how)
     file.write_text('{"text": "' + "gamma " * 200 + '"}\n')
-    with pytest.raises(ValueError, match="checkpoint_dir: recovery must go on with the text that it began with"):
+    with pytest.raises(ValueError, match="checkpoint_dir: recovery must continue with the text that it began with"):
         recover(opt, checkpoint_dir=tmp_path / "c", **how)
 
 
@@ -514,16 +514,16 @@ def test_two_stages_keep_no_checkpoint(opt, tmp_path):
     [
         ({"loss": {}}, "loss must hold one of cross_entropy, kl and hidden, got none"),
         ({"loss": {"kl": -1.0}}, "loss.kl.weight must be greater than 0, got -1.0"),
-        ({"loss": {"mse": 1.0}}, "loss.mse must be a field"),
-        ({"loss": {"cross_entropy": 1.0, "teacher": "x"}}, "teacher='x' has no effect with cross_entropy alone"),
-        ({"weights": "all", "adapters": {}}, "weights=all has no effect beside adapters. Remove one"),
+        ({"loss": {"mse": 1.0}}, "loss.mse is not a field of loss"),
+        ({"loss": {"cross_entropy": 1.0, "teacher": "x"}}, "`teacher: x` has no effect with cross_entropy alone"),
+        ({"weights": "all", "adapters": {}}, "`weights: all` has no effect with adapters. Remove one"),
         ({"weights": "some"}, "weights must .*'all' or 'norms_and_biases'"),
-        ({"rank": 4}, "rank must be a field of RecoveryModifier"),
+        ({"rank": 4}, "rank is not a field of RecoveryModifier"),
         ({"data": {"tokens": 100}}, "data.files must be valid"),
-        ({"memory": "model", "memory_budget": 10}, "memory_budget=10 has no effect with memory: model"),
-        ({"memory": "model", "optimizer": {"state_folder": "x"}}, "optimizer.state_folder=x has no effect with"),
+        ({"memory": "model", "memory_budget": 10}, "`memory_budget: 10` has no effect with `memory: model`"),
+        ({"memory": "model", "optimizer": {"state_folder": "x"}}, "`optimizer.state_folder: x` has no effect with"),
         ({"holdout": {"fraction": 0, "patience": 2}}, "holdout.fraction must be greater than 0, got 0"),
-        ({"start": 0.0}, "start and end must be left out: RecoveryModifier works once"),
+        ({"start": 0.0}, "start and end have no effect: RecoveryModifier runs once"),
         ({"optimizer": {"state_dtype": "float16"}}, "optimizer.state_dtype must .*'float32' or 'bfloat16'"),
     ],
 )

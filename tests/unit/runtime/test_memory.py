@@ -177,7 +177,9 @@ def test_a_budget_is_kept_where_values_take_most(tmp_path):
 
 
 def test_a_budget_is_refused_with_methods_that_keep_none(opt):
-    with pytest.raises(ValueError, match="memory_budget: must be left out for weight_update: admm"):
+    with pytest.raises(ValueError, match="memory_budget: `weight_update: admm` cannot run under a memory budget"):
         run_oneshot(str(opt), sparsity=0.3, memory_budget=10**9, weight_update="admm")
-    with pytest.raises(ValueError, match=r"left out for ffn_tuning \(effort: best sets it; null leaves it out\)"):
+    with pytest.raises(
+        ValueError, match=r"`ffn_tuning` \(set by `effort: best`; `ffn_tuning: null` removes it\) cannot run"
+    ):
         run_oneshot(str(opt), sparsity=0.3, memory_budget=10**9, effort="best")

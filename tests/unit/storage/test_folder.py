@@ -223,7 +223,7 @@ def test_a_folder_that_another_made_meanwhile_is_kept_and_so_is_the_output(tmp_p
             out.mkdir()
             (out / "theirs").write_text("mine")
 
-    with pytest.raises(OSError, match=r"must be free to take the output.* is whole, in"):
+    with pytest.raises(OSError, match=r"the finished output cannot be moved to .* is complete, in"):
         write_while_another_does()
     assert (out / "theirs").read_text() == "mine"
     assert (find(tmp_path, "finished") / "x").read_text() == "done"
@@ -242,7 +242,7 @@ def test_a_rename_that_fails_gives_the_old_folder_back_and_keeps_the_output(tmp_
         return rename(self, other)
 
     monkeypatch.setattr(Path, "rename", fail_once)
-    with pytest.raises(OSError, match="is whole, in") as told:
+    with pytest.raises(OSError, match="is complete, in") as told:
         write(out, "second", overwrite=True)
     assert (told.value.errno, len(failed)) == (errno.EBUSY, 1)
     assert (out / "model.safetensors").read_text() == "first"
@@ -261,7 +261,7 @@ def test_nothing_is_lost_where_nothing_can_be_moved_any_more(tmp_path, monkeypat
         return rename(self, other)
 
     monkeypatch.setattr(Path, "rename", break_after_the_first)
-    with pytest.raises(OSError, match="holds what must not be lost, in finished and old") as told:
+    with pytest.raises(OSError, match="holds complete work in finished and old") as told:
         write(out, "second", overwrite=True)
     scratch = Path(re.search(r"(\S+\.partial-\S+) holds", str(told.value))[1])
     assert (scratch / "old" / "model.safetensors").read_text() == "first"

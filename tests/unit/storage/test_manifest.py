@@ -37,7 +37,7 @@ def test_what_is_written_is_read_as_it_was(manifest, tmp_path):
         (lambda m: m["model"].update(parameters_after=-1), r"struprune\.json: model\.parameters_after must be"),
         (lambda m: m["budget"].pop("rounding"), r"struprune\.json: budget\.rounding must be .*required"),
         (lambda m: m.update(notes="mine"), r"struprune\.json: notes must be .*not permitted"),
-        (lambda m: m.update(groups=m["groups"][:1] * 2), "groups must have a name each"),
+        (lambda m: m.update(groups=m["groups"][:1] * 2), "groups must have different names"),
         (lambda m: m["model"].update(parameters_before=1), "parameters_before must be at least 1"),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_content_that_its_digest_is_not_of_is_refused(manifest, tmp_path, chan
     write_manifest(manifest, tmp_path)
     file = tmp_path / "struprune.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match="must be as it was written, got a content that its sha256 is not of"):
+    with pytest.raises(ValueError, match="must be as it was written, but its content does not match its sha256"):
         read_manifest(file)
 
 

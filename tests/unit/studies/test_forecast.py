@@ -208,7 +208,7 @@ def test_engines_depend_on_what_differs():
     assert list_engines(load(attention_unit="head").modifiers)["vLLM"].startswith(
         "with this package"
     )  # docs/serving.md
-    assert list_engines(load("struprune_w8a8").modifiers)["vLLM"].startswith("not with its kernels for CPUs")
+    assert list_engines(load("struprune_w8a8").modifiers)["vLLM"].startswith("not with its CPU kernels")
     assert list_engines(load().modifiers, mixture=True)["vLLM"].startswith("no: its Transformers backend")
     assert list_engines(load("struprune_uniform").modifiers, mixture=True)["vLLM"] == "yes, as its own class"
     assert "compressed-tensors" in list_engines(load("struprune_w8a8").modifiers)["transformers"]
@@ -224,7 +224,7 @@ def test_every_type_has_a_default(model_type, name):
     ("argv", "message"),
     [
         (["--sparsity", "0.99"], "Lower sparsity"),
-        (["--recipe", "RECOVERY"], "must hold a StruPruneModifier"),
+        (["--recipe", "RECOVERY"], "must have a StruPruneModifier"),
         (["--recipe", "BARE"], "must give a sparsity"),
     ],
 )

@@ -70,7 +70,7 @@ def main() -> int:
         "tokens/s, prefill 8 × 256",
         "tokens/s, decode batch 8",
         "peak memory, prefill in float32",
-        "cache, bytes a token, as stored",
+        "key-value cache, bytes per token, as stored",
     ]
     cache = measure_cache_bytes(args.output, read_manifest(args.output))
     for name, count in zip(columns, cache or ("", ""), strict=True):

@@ -39,7 +39,7 @@ class LayerwiseTeacher:
         :param numbers: of the samples asked about
         """
         wanted = sorted(set(numbers))
-        for start in tqdm(range(0, len(wanted), _PART), desc="teacher"):
+        for start in tqdm(range(0, len(wanted), _PART), desc="teacher logits"):
             chosen = wanted[start : start + _PART]
             part = f"teacher-{start // _PART:05d}"
             held = store.read(part)

@@ -259,7 +259,7 @@ def test_a_run_from_python_says_each_thing_once(opt, tmp_path, level):
     assert done.returncode == 0, done.stderr[-2000:]
     during, _, after = done.stdout.partition("afterwards\n")
     assert "lifecycle reset" in after
-    assert "parameters of the decoder layers" not in during
+    assert "parameters of the decoder layers" not in during  # the table tells them
     assert during.count(" removed (") == 1
     assert "error, deleted" in during
     assert during.rstrip().endswith("wrote out")

@@ -190,7 +190,7 @@ def test_the_command_writes_page_and_picture(out, tmp_path, capsys):
     assert cli.main(argv) == 2
     assert "exists. Choose another path, or pass --overwrite" in capsys.readouterr().err
     assert cli.main([*argv, "--overwrite", "--no-samples"]) == 0
-    assert "No samples were asked for" in (tmp_path / "out.html").read_text()
+    assert "The page was written without sample texts" in (tmp_path / "out.html").read_text()
     assert cli.main(["report", str(out), "--output", str(tmp_path / "no" / "x.html")]) == 2
     assert not verify_folder(out).problems  # nothing was written into the output
 

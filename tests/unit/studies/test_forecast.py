@@ -107,7 +107,7 @@ def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys)
     assert cli.main([*argv, "--quiet", *SMALL]) == 0
     printed = capsys.readouterr().out
     assert "stored in mxfp4, dequantised as it is loaded" in printed
-    assert "not probed: its count of work" in printed
+    assert "not probed: the work is counted as if" in printed
     argv += [*SMALL, "--memory-budget"]
     assert cli.main([*argv, "1kB", "--no-probe"]) == 2
     assert f"must be at least {needs['least']:,} bytes" in capsys.readouterr().err

@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,plots]'
 	touch $@
 
-demo: .venv/installed  ## prune the embedded demo model to 20 % and score it
+demo: .venv/installed  ## prune the embedded demo model by 20 % and score it
 	$(BIN)/python -m eval.demo --output out/demo
 
 pictures: .venv/installed  ## docs/layers.svg and docs/sweep.svg: what `report` and `sweep` draw of the embedded demo model

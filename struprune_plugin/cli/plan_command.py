@@ -7,7 +7,7 @@ from typing import Annotated
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.cli.options import (
-    RECIPE,
+    DEFAULTED_RECIPE,
     Amount,
     Changes,
     Device,
@@ -26,7 +26,7 @@ from struprune_plugin.recipes.shipped import find_default
 class Question:
     """Settings of the plan."""
 
-    recipe: Annotated[str | None, RECIPE] = None
+    recipe: Annotated[str | None, DEFAULTED_RECIPE] = None
     no_probe: Annotated[bool, flag("--no-probe", "skip the probe, and with it time, memory and speed")] = False
     fit: Annotated[int | None, num_bytes("find the least sparsity per quantiser that fits this memory, e.g. 6GB")] = (
         None

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.cli.options import (
-    RECIPE,
+    DEFAULTED_RECIPE,
     Calibration,
     Device,
     Dtype,
@@ -43,7 +43,7 @@ class Points:
     methods: Annotated[str, option("methods: default, allocation rules (uniform, …) or names of recipes", "a,b")] = (
         "default"
     )
-    recipe: Annotated[str | None, RECIPE] = None
+    recipe: Annotated[str | None, DEFAULTED_RECIPE] = None
     pick: Annotated[
         str | None, option("also write the smallest model within this loss, e.g. '+5% perplexity'", "LOSS")
     ] = None

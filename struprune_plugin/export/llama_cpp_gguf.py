@@ -49,7 +49,7 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
         if got != wanted:
             raise ValueError(
                 f"gguf: {name} must be {wanted!r}, which llama.cpp's {ARCHITECTURE} architecture computes, got {got!r}. "
-                "Use uniform-padded, and llama.cpp's own converter."
+                "Convert to uniform-padded, and try llama.cpp's own converter."
             )
     _name_splitting(_read_tokenizer(tokenizer))
 
@@ -138,7 +138,7 @@ def _name_splitting(tokenizer: dict[str, Any]) -> str:
             return "llama-bpe"
     raise ValueError(
         "gguf: the tokenizer must be a byte-level BPE that splits as GPT-2's, SmolLM's or LLaMA-3's does, got a "
-        f"{tokenizer.get('model', {}).get('type')} with {kinds}. Use uniform-padded, and llama.cpp's own converter."
+        f"{tokenizer.get('model', {}).get('type')} with {kinds}. Convert to uniform-padded, and try llama.cpp's own converter."
     )
 
 

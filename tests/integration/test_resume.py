@@ -109,11 +109,11 @@ def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sparsity": 0.2}, r"another recipe\[0\].StruPruneModifier.sparsity \(0.3, now 0.2\)"),
-        ({"dataset": make_dataset(seed=5)}, r"another data \("),
-        ({"code": "x"}, r"another code \("),
-        ({"versions": {"torch": "1"}}, r"another versions.*torch"),
-        ({"model": True}, r"another model.weights"),
+        ({"sparsity": 0.2}, r"differs in recipe\[0\].StruPruneModifier.sparsity \(0.3, now 0.2\)"),
+        ({"dataset": make_dataset(seed=5)}, r"differs in data \("),
+        ({"code": "x"}, r"differs in code \("),
+        ({"versions": {"torch": "1"}}, r"differs in versions.*torch"),
+        ({"model": True}, r"differs in model.weights"),
     ],
 )
 def test_another_run_is_refused_by_name(opt, tmp_path, monkeypatch, change, message):

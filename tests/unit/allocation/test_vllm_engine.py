@@ -84,11 +84,14 @@ def asked(monkeypatch):
         for folder in job["folders"]:
             with open(f"{folder}/config.json") as file:
                 configs.append(json.load(file))
-        jobs.append({**job, "configs": configs})
-        seconds = [
-            {phase: [2.0, 1.0, 3.0] for phase in job["phases"]},
-            {phase: [1.0, 0.5, 1.5] for phase in job["phases"]},
-        ]
+        named = [folder.rpartition("/")[2] for folder in job["folders"]]
+        if named == ["dense", "changed"]:
+            jobs.append({**job, "configs": configs})
+        else:
+            assert named == ["changed", "dense"], "the same pair in the other order"
+            assert configs == jobs[-1]["configs"][::-1]
+        scales = [1.0 if name == "dense" else 0.5 for name in named]
+        seconds = [{phase: [2 * scale, scale, 3 * scale] for phase in job["phases"]} for scale in scales]
         return {"seconds": seconds, "machine": "a test"}
 
     monkeypatch.setattr(EngineProcess, "ask", ask)

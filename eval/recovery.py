@@ -303,7 +303,10 @@ def main() -> None:
     given, peers = args.pop("pruned"), args.pop("peers")
     peers = read_names(parser, "--peers", peers, PEERS) if peers else []
     args["calibration"] = args["calibration"] or args["data"] / "books_calibration.jsonl"
+    if unknown := sorted(set(names) - set(ROWS)):
+        parser.error(f"--rows: must be of {'; '.join(ROWS)}, got {'; '.join(unknown)}. Correct the names.")
     work = Work(**args)
+    work.output.mkdir(parents=True, exist_ok=True)
     logger.remove()
     warnings.filterwarnings("ignore")
     ledger = Ledger(work.output / "recovery-rows.json", {"model": Path(work.model).name, "sparsity": work.sparsity})
@@ -324,7 +327,6 @@ def main() -> None:
     text = (
         f"# Recovery of {Path(work.model).name}, {work.sparsity:.0%} removed\n\n```\n" + "\n\n".join(parts) + "\n```\n"
     )
-    work.output.mkdir(parents=True, exist_ok=True)
     (work.output / "recovery.md").write_text(text, encoding="utf-8")
     (work.output / "recovery.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print(text)

@@ -42,18 +42,15 @@ class VLLMEngine(Engine):
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run):
         self.num_layers = choose_layers(model, dtype.itemsize)
-        kind, part = shorten_class(model, self.num_layers)
-        with torch.device("meta"):
-            self._dense = kind._from_config(part, dtype=dtype)
         self.dtype, self.machine, self._dtype, self._run = str(dtype).removeprefix("torch."), "", dtype, run
+        self._dense = self._build(model, self.num_layers)
         self._folder = tempfile.TemporaryDirectory()
         write_stock(self._dense, Path(self._folder.name) / "dense")
-        replace_conv1d(self._dense)
 
     def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
         changed, folder = copy.deepcopy(self._dense), Path(self._folder.name)
         if change is None:
-            changed = self._keep_layers(self.num_whole)
+            changed = self._build(self._dense, self.num_whole)
         adopt_all(changed)
         if change is not None and not change.units:
             self._remove(changed, change.group)
@@ -71,12 +68,13 @@ class VLLMEngine(Engine):
     def _find_sublayer(self, group: UnitGroup) -> Sublayer:
         return find_sublayers(self._dense)[-1].get(group.consumer, Sublayer(flaw="unknown"))
 
-    def _keep_layers(self, count: int) -> Any:
-        kind, part = shorten_class(self._dense, count)
+    def _build(self, model: PreTrainedModel, num_layers: int) -> Any:
+        """Return a model with fewer decoder layers, without weights."""
+        kind, part = shorten_class(model, num_layers)
         with torch.device("meta"):
-            model = kind._from_config(part, dtype=self._dtype)
-        replace_conv1d(model)
-        return model
+            shorter = kind._from_config(part, dtype=self._dtype)
+        replace_conv1d(shorter)
+        return shorter
 
     def _remove(self, model: PreTrainedModel, group: UnitGroup) -> None:
         """Remove the modules of one kind from every layer but the first."""

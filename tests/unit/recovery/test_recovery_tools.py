@@ -26,22 +26,14 @@ def run(monkeypatch, module, *words):
     module.main()
 
 
+def describe_work(model, texts):
+    words = ("--model", model, "--data", texts, "--window", 32, "--num-samples", 4)
+    return (*words, "--tokens", 512, "--max-tokens", 128)
+
+
 def test_recovery_tells_curves_and_what_a_step_costs(texts, tmp_path, monkeypatch, capsys):
     model = save_opt(tmp_path / "model")
-    words = (
-        "--model",
-        model,
-        "--data",
-        texts,
-        "--window",
-        32,
-        "--num-samples",
-        4,
-        "--tokens",
-        512,
-        "--max-tokens",
-        128,
-    )
+    words = describe_work(model, texts)
     words += ("--points", 2, "--batch-size", 4, "--rows", "LoRA, KL;full, KL + hidden", "--repeats", 1)
     run(monkeypatch, recovery, *words, "--output", tmp_path / "out")
     told = json.loads((tmp_path / "out" / "recovery.json").read_text())
@@ -63,20 +55,7 @@ def test_recovery_tells_curves_and_what_a_step_costs(texts, tmp_path, monkeypatc
 
 def test_recovery_of_what_a_peer_left(texts, tmp_path, monkeypatch):
     model = save_opt(tmp_path / "model")
-    words = (
-        "--model",
-        model,
-        "--data",
-        texts,
-        "--window",
-        32,
-        "--num-samples",
-        4,
-        "--tokens",
-        512,
-        "--max-tokens",
-        128,
-    )
+    words = describe_work(model, texts)
     words += ("--points", 1, "--rows", "full, cross entropy", "--only", "curves", "--peers", "FASP")
     run(monkeypatch, recovery, *words, "--output", tmp_path / "out")
     told = json.loads((tmp_path / "out" / "recovery.json").read_text())
@@ -84,6 +63,14 @@ def test_recovery_of_what_a_peer_left(texts, tmp_path, monkeypatch):
     first, last = (told["curves"]["FASP | full, cross entropy"]["curve"][i]["tokens"] for i in (0, -1))
     assert first == 0
     assert last > 0
+
+
+def test_recovery_refuses_an_unknown_row_before_it_prunes(texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recovery, "prune", lambda *_: pytest.fail("pruned"))
+    words = (*describe_work(tmp_path, texts), "--rows", "LoRA, KL;none such", "--output", tmp_path / "out")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, recovery, *words)
+    assert "got none such. Correct the names." in capsys.readouterr().err
 
 
 def test_memory_of_recovery_is_three_layers_and_a_micro_batch(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from struprune_plugin.allocation.curves import (
 from struprune_plugin.allocation.measurements import measure_sensitivity
 from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
 from struprune_plugin.allocation.rules import Budget, GroupStatistics
-from struprune_plugin.allocation.rules.rule import tie_statistics
+from struprune_plugin.allocation.rules.rule import take_unrotated, tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.whole_experts import DropMeasurer, Mixture
 from struprune_plugin.linalg.knapsack import fit_shares
@@ -170,6 +170,8 @@ class Planner:
             if held and (bent := self._probe(tied, last, lambda blocks: measure_plans(blocks, probes))):
                 plans |= zip(("probed", "probed, all sublayers"), self._decide(bent, budget), strict=False)
                 told = bent
+            if held and (plain := take_unrotated(tied)):
+                plans |= zip(("unrotated", "unrotated, all sublayers"), self._decide(plain, budget), strict=False)
             plans = self._spread(plans, told, budget) if held else plans
         if len(plans) > 1 and judges:
             plans = {"": _take_best(plans, measure_plans(list(plans.values()), judges))}

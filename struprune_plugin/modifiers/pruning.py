@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from compressed_tensors.utils import patch_attr
 from llmcompressor.core import Event, State
+from llmcompressor.modifiers import Modifier
 from loguru import logger
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
@@ -23,7 +25,7 @@ from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.budget_told import describe_budget
-from struprune_plugin.modifiers.checks import check_alone
+from struprune_plugin.modifiers.checks import check_alone, list_modifiers, seeing_modifiers
 from struprune_plugin.modifiers.effort import EFFORTS
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
@@ -49,7 +51,7 @@ from struprune_plugin.reporting.tables import tell_budget
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
-from struprune_plugin.storage.records import CalibrationRecord, ModelRecord, StageEntry
+from struprune_plugin.storage.records import BudgetRecord, CalibrationRecord, ModelRecord, StageEntry
 from struprune_plugin.storage.rounds import join_rounds
 
 
@@ -96,6 +98,7 @@ class StruPruneModifier(StructuredModifier):
     ffn_tuning: FFNTuning | None = None
 
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
+    _modifiers: Sequence[Modifier] = PrivateAttr(default=())  # of the whole recipe
     _round_before: Any = PrivateAttr(default=None)  # a StruPruneModifier; None in the first round
     _own: Manifest | None = PrivateAttr(default=None)  # of a round that another one has followed
     _setup: RunSetup | None = PrivateAttr(default=None)
@@ -128,13 +131,12 @@ class StruPruneModifier(StructuredModifier):
     # -- lifecycle: llm-compressor's events ------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        model = state.model
         if self.ffn_tuning is not None:
             check_one_process("ffn_tuning", "Set `ffn_tuning: null` (`effort: best` sets it), or run one process.")
-        self._round_before = find_round_before(self)
+        self._modifiers, self._round_before = list_modifiers(), find_round_before(self)
         self._setup = self._prepare(state)
-        self._weights_digest = describe_weights(model)
-        self._plan = self._plan_early(model, self._setup)
+        self._weights_digest = describe_weights(state.model)
+        self._plan = self._plan_early(state.model, self._setup)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -142,12 +144,12 @@ class StruPruneModifier(StructuredModifier):
         if self._round_before is None:
             self._prune(state)
             return
-        before = self._round_before._close_round(state.model)
-        assert self.sparsity is not None
-        with patch_attr(self, "sparsity", find_share_left(self.sparsity, before.budget)):
-            self._setup = self._prepare(state)
-            self._plan = self._plan_early(state.model, self._setup)
-            self._prune(state)
+        with seeing_modifiers(self._modifiers):
+            left = find_share_left(self.sparsity or 0.0, self._round_before._close_round(state.model))
+            with patch_attr(self, "sparsity", left):
+                self._setup = self._prepare(state)
+                self._plan = self._plan_early(state.model, self._setup)
+                self._prune(state)
 
     def _prune(self, state: State) -> None:
         """Measure, allocate, and prune layer by layer."""
@@ -184,15 +186,14 @@ class StruPruneModifier(StructuredModifier):
             self._plan.experts.tell(state.model.config.get_text_config(decoder=True))
         own, later = self._own or self._adopt(state.model), self._round_before is not None
         wrap_save(
-            state.model,
-            lambda folder: write_manifest(join_rounds(read_manifest(folder), own) if later else own, folder),
+            state.model, lambda path: write_manifest(join_rounds(read_manifest(path), own) if later else own, path)
         )
         return True
 
-    def _close_round(self, model: PreTrainedModel) -> Manifest:
-        """Return the manifest of this round and those before, after ending it, so that another one can follow."""
-        self._own = own = self._adopt(model)
-        return self._join(own)
+    def _close_round(self, model: PreTrainedModel) -> BudgetRecord:
+        """Return the budget of this round and those before, after ending it, so that another one can follow."""
+        self._own = self._adopt(model)
+        return self._join(self._own).budget
 
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""
@@ -207,8 +208,7 @@ class StruPruneModifier(StructuredModifier):
     def _adopt(self, model: PreTrainedModel) -> Manifest:
         """Give the model its pruned class and configuration, and return the manifest of this stage."""
         finish_model(model, self.output == "uniform")
-        manifest = self._make_manifest(model)
-        logger.info(tell_budget(self._join(manifest).budget))
+        logger.info(tell_budget(self._join(manifest := self._make_manifest(model)).budget))
         return manifest
 
     def _join(self, own: Manifest) -> Manifest:

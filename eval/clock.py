@@ -3,7 +3,7 @@
     struprune costs MODEL --dtype float32 --output tf.json
     struprune costs MODEL --dtype float32 --engine llama.cpp --python .venv-llama/bin/python --output llama.json
     struprune costs MODEL --dtype float32 --engine vllm --python .venv-vllm/bin/python --output vllm.json
-    python -m eval.clock --model MODEL --data ../shared/testbed/data --tables tf.json,llama.json,vllm.json \
+    python -m eval.clock --model MODEL --data DATA --tables tf.json,llama.json,vllm.json \
         --python .venv-llama/bin/python --vllm-python .venv-vllm/bin/python --output results/clock
 
 ``--rows speeds`` plans every speed-up of every table on one set of error curves (with ``--allocation uniform`` on none), and times

@@ -1,6 +1,6 @@
 """Prune with other batch sizes, threads and dtypes, and count the kept units that differ.
 
-    python -m eval.determinism --model ../shared/testbed/opt-mini --num-samples 32
+    python -m eval.determinism --model MODEL --num-samples 32
 
 Every run is compared with that of the first batch size and one thread in its dtype. The last digits of weights may differ, because
 sums have other orders; kept units must not. The exit status is 1 if a kept unit differs.

@@ -1,6 +1,6 @@
 """Check that a pruned folder equals the dense model with zeros in place of the removed units, and is exact when saved again.
 
-python -m eval.equivalence --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30
+python -m eval.equivalence --dense MODEL --pruned out/opt-lab-30
 """
 
 from __future__ import annotations

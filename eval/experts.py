@@ -1,6 +1,6 @@
 """Channels of the experts of a mixture: ours and other criteria, at equal shares of the routed experts' parameters removed.
 
-    python -m eval.experts --model moe --data ../shared/testbed/data --share 0.25,0.5 --output results/experts
+    python -m eval.experts --model moe --data DATA --share 0.25,0.5 --output results/experts
 
 Attention, shared experts and dense FFNs stay whole. Each criterion alone (channels are sliced) and with our solve of
 the same channels; REAP drops whole experts, as some rows of ours do. Finished rows are read back.

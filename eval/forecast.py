@@ -1,6 +1,6 @@
 """Compare the predictions of ``struprune plan`` with the figures of the run.
 
-    python -m eval.forecast --models ../shared/testbed/opt-lab --num-samples 64 --seq-length 256
+    python -m eval.forecast --models MODEL --num-samples 64 --seq-length 256
 
 Plans, prunes and measures every model in separate processes, one after the other. Prints one line per figure; the exit status is 1
 if a figure differs by more than ``--within``.

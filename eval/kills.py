@@ -3,7 +3,7 @@
     python -m eval.kills --recipe pruned --kills 10
     python -m eval.kills --recipe quantised --phase saving --kills 5
     python -m eval.kills --recipe recovered --phase recovering --kills 6
-    python -m eval.kills --cost ../shared/testbed/opt-lab
+    python -m eval.kills --cost MODEL
 
 One recipe prunes the embedded demo model, another quantises it afterwards, a third trains it towards the dense one. Every trial
 starts with an empty ``--checkpoint``, is killed (``kill -9``) at a random moment of the part of the run that ``--phase`` names, and

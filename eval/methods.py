@@ -1,6 +1,6 @@
 """Compare the perplexity of pruning methods, and the share that they really remove.
 
-    python -m eval.methods --model ../shared/testbed/opt-mini --data ../shared/testbed/data \
+    python -m eval.methods --model MODEL --data DATA \
         --sparsity 0.1,0.2,0.3,0.5 --output results/methods-opt-mini
 
 DATA has books_calibration.jsonl and the texts to score. Finished rows are read back, not computed again; an output folder may

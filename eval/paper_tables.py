@@ -1,7 +1,7 @@
 """Reproduce the paper's tables and its figure, with its own numbers beside ours.
 
     python -m eval.paper_tables --model facebook/opt-125m --output results/paper             # C4 and WikiText-2 from the hub
-    python -m eval.paper_tables --model ../shared/testbed/opt-lab --data ../shared/testbed/data --output results/opt-lab
+    python -m eval.paper_tables --model MODEL --data DATA --output results/opt-lab
 
 `params` and `figure` need no model; `memory` makes random weights of the published shapes. Every table is written as
 <table>.md and <table>.json (params: ratios too). Rows that prune are kept in rows.json, which `python -m eval.methods`

@@ -1,7 +1,7 @@
 """Measure the seconds of a pruning run by stage, against the floor.
 
-python -m eval.profile --model ../shared/testbed/opt-lab --data books_calibration.jsonl --output results/profile
-python -m eval.profile --model ../shared/testbed/opt-lab --data books_calibration.jsonl --fasp --output results/profile
+python -m eval.profile --model MODEL --data books_calibration.jsonl --output results/profile
+python -m eval.profile --model MODEL --data books_calibration.jsonl --fasp --output results/profile
 python -m eval.profile --shape OPT-1.3B --layers 1 --samples 17 --length 512 --batch 1 --output results/profile-1.3b
 
 The floor is the forward passes that the statistics need, plus the products that give the Gram matrices, each measured

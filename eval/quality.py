@@ -1,6 +1,6 @@
 """What every part of the method brings, and the peers, at equal parameters removed.
 
-    python -m eval.quality --model ../shared/testbed/opt-mini --data ../shared/testbed/data \
+    python -m eval.quality --model MODEL --data DATA \
         --sparsity 0.1,0.2,0.3,0.5 --output results/quality-opt-mini
 
 ``--study data`` instead: the default against the number of calibration tokens, and calibrated on one corpus, scored on all.
@@ -36,7 +36,7 @@ _ROTATED = _FISHER | {"rotate_values": True}
 _DAMPED = _ROTATED | {"dampening_frac": "auto"}
 _WHOLE_LAYERS = {"rule": "whole_layers", "samples": 16, "trial_samples": 4}
 _TUNED = _DAMPED | {"ffn_tuning": {"epochs": 6}}
-BEST = "+ damping by held-out text (default)"  # the best rung without tuning and recovery
+BEST = "+ dampening by held-out text (default)"  # the best rung without tuning and recovery
 LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
     "wanda, heads, least squares": Row(spell(importance="wanda", reconstruct="local")),
     "obs, vo, residual, uniform": Row(spell(**_VO)),

@@ -1,6 +1,6 @@
 """Measure perplexity and bytes of a model: dense, pruned, quantised, and pruned and quantised in one recipe.
 
-    python -m eval.quantisation --model ../shared/testbed/opt-lab --data ../shared/testbed/data \
+    python -m eval.quantisation --model MODEL --data DATA \
         --sparsity 0.2,0.3 --output results/quantisation-opt-lab
 
 The recipes are the shipped ones; the quantised row leaves out their pruning stage, the pruned row their quantiser. Where the

@@ -1,7 +1,7 @@
 """Measure prefill and decode throughput of pruned models against the dense model in one run, beside the ideal.
 
-python -m eval.speed --dense ../shared/testbed/opt-lab --pruned out/opt-lab-30 --output results/speed
-python -m eval.speed --dense ../shared/testbed/opt-lab --sparsity 0.1,0.3,0.5 --width-multiple 1,64 --output results/speed
+python -m eval.speed --dense MODEL --pruned out/opt-lab-30 --output results/speed
+python -m eval.speed --dense MODEL --sparsity 0.1,0.3,0.5 --width-multiple 1,64 --output results/speed
 
 With ``--sparsity`` models are pruned here, uniformly and by a fast method: their sizes matter, not their weights. ``generate``
 writes the new tokens, and each is timed. Models take turns: seconds are those of the fastest tenth of all turns, a speed-up is the

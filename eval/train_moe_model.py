@@ -7,7 +7,7 @@ is trained on the dense model's predictions. The output is a stock ``glm4_moe`` 
 once rotary embeddings turn whole heads, its shared expert has no gate, its routed experts are weighed by sigmoids that
 need not sum to one, and a bias of the choice alone keeps their loads even.
 
-    python -m eval.train_moe_model --model smollm2 --data ../shared/testbed/data --output moe
+    python -m eval.train_moe_model --model smollm2 --data DATA --output moe
 
 One seed and one thread: two runs on one machine write the same bytes.
 """

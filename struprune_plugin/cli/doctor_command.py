@@ -27,24 +27,24 @@ class Package:
     """Package that StruPrune depends on.
 
     :param installed: installed version; None if missing
-    :param admitted: versions that StruPrune admits
+    :param supported: versions that StruPrune supports
     :param needed: whether StruPrune itself needs it, not only an extra
     """
 
     name: str
     installed: str | None
-    admitted: str
+    supported: str
     needed: bool
 
     @property
     def state(self) -> str:
         if self.installed is None:
             return "missing" if self.needed else "not installed"
-        return "ok" if SpecifierSet(self.admitted).contains(self.installed, prereleases=True) else "not admitted"
+        return "ok" if SpecifierSet(self.supported).contains(self.installed, prereleases=True) else "not supported"
 
     @property
     def is_problem(self) -> bool:
-        return self.state in ("missing", "not admitted")
+        return self.state in ("missing", "not supported")
 
 
 def doctor(screen: Screen) -> int:
@@ -55,8 +55,8 @@ def doctor(screen: Screen) -> int:
     packages, devices, engines = list_packages(), list_devices(), list_engines()
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     problems = [
-        f"{package.name}: must be {package.admitted or 'installed'}, got {package.installed or 'none'}. "
-        f'Run `pip install "{package.name}{package.admitted}"`.'
+        f"{package.name}: must be {package.supported or 'installed'}, got {package.installed or 'none'}. "
+        f'Run `pip install "{package.name}{package.supported}"`.'
         for package in packages
         if package.is_problem
     ]
@@ -67,11 +67,11 @@ def doctor(screen: Screen) -> int:
         "hub": {"offline": offline},
         "problems": problems,
     }
-    rows = [[package.name, package.installed or "", package.admitted, package.state] for package in packages]
+    rows = [[package.name, package.installed or "", package.supported, package.state] for package in packages]
     memory = [[d["name"], *(format_bytes(d[part]) if d[part] else "" for part in ("free", "total"))] for d in devices]
     screen.show(
         record,
-        Table(["package", "installed", "admitted", "state"], rows),
+        Table(["package", "installed", "supported", "state"], rows),
         Table(["device", "free", "memory"], memory),
         Table(["engine", "found"], [[name, found or "no"] for name, found in engines.items()]),
         f"hub: {'offline, as HF_HUB_OFFLINE is set' if offline else 'online; what is not in the cache is downloaded'}",
@@ -82,7 +82,7 @@ def doctor(screen: Screen) -> int:
 
 
 def list_packages() -> list[Package]:
-    """Return Python, StruPrune and the packages that its installed metadata names, with the admitted versions."""
+    """Return Python, StruPrune and the packages that its installed metadata names, with the supported versions."""
     try:
         wanted = [Requirement(line) for line in requires(_PACKAGE) or ()]
         python = Package("python", platform.python_version(), metadata(_PACKAGE)["Requires-Python"] or "", True)

@@ -36,8 +36,9 @@ def report(path: Folder, page: Page, screen: Screen, device: Device = "auto") ->
         raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
     manifest = read_manifest(path)
     output = page.output or path.resolve().with_name(f"{path.resolve().name}.html")
-    for file in filter(None, (output, page.picture)):
-        _check_new_file(file, page.overwrite)
+    for name, file in {"--output": output, "--picture": page.picture}.items():
+        if file is not None:
+            _check_new_file(name, file, page.overwrite)
     samples = []
     if not page.no_samples:
         check_undamaged(path)
@@ -66,9 +67,9 @@ def _write_samples(path: Path, base: str, page: Page) -> list[Any]:
     return [Sample(*parts) for parts in zip(prompts, dense, pruned, strict=True)]
 
 
-def _check_new_file(file: Path, overwrite: bool) -> None:
-    """Raise if a file exists and may not be replaced, or if its folder does not exist."""
+def _check_new_file(name: str, file: Path, overwrite: bool) -> None:
+    """Raise if the file of an option exists and may not be replaced, or if its folder does not exist."""
     if file.is_dir() or (file.exists() and not overwrite):
-        raise ValueError(f"--output: {file} exists. Choose another path, or pass --overwrite.")
+        raise ValueError(f"{name}: {file} exists. Choose another path, or pass --overwrite.")
     if not file.parent.is_dir():
-        raise ValueError(f"--output: the folder {file.parent} does not exist. Create it, or choose another path.")
+        raise ValueError(f"{name}: the folder {file.parent} does not exist. Create it, or choose another path.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from compressed_tensors.utils import is_match
+from compressed_tensors.utils import is_match, patch_attr
 from llmcompressor.core import active_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
@@ -32,6 +33,13 @@ _FINAL = {  # modifiers that need the final weights -> their name in messages
 def list_modifiers() -> list[Modifier]:
     """Return all modifiers of the recipe that is being initialised, in order."""
     return active_session().lifecycle.recipe.modifiers
+
+
+@contextmanager
+def seeing_modifiers(modifiers: Sequence[Modifier]) -> Iterator[None]:
+    """Let a stage that runs see all modifiers of the recipe in the block; llm-compressor shows it only itself."""
+    with patch_attr(active_session().lifecycle.recipe, "modifiers", list(modifiers)):
+        yield
 
 
 def split_modifiers(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:

@@ -15,6 +15,7 @@ from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.experts import list_experts
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.routing import find_routing, list_counts
+from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.widths import Rounding, measure_groups
@@ -197,3 +198,17 @@ def describe_experts(mixture: Mixture | None, kept: KeptExperts | None) -> list[
         ExpertsRecord(name, members[0].layer_index, len(members), [*keep], (len(members) - len(keep)) * each)
         for (name, members), keep in zip(mixture.lists.items(), kept.keep.values(), strict=True)
     ]
+
+
+def find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+    """Return the shared experts that keep all channels and are re-solved after the routed experts beside them.
+
+    :param groups: groups that the recipe selects
+    """
+    update, lists = recipe.weight_update, {(g.layer_name, g.join.block) for g in groups if g.experts}
+    if not lists or not update.solves or update.refines:
+        return []
+    chosen = {group.name for group in groups}
+    found = find_groups(model, "none", True, recipe.targets, recipe.ignore, True)
+    beside = [group for group in found if group.join.block and not group.experts]
+    return [group for group in beside if group.name not in chosen and (group.layer_name, group.join.block) in lists]

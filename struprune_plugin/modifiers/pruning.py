@@ -7,36 +7,39 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from compressed_tensors.utils import patch_attr
 from llmcompressor.core import Event, State
+from llmcompressor.modifiers import Modifier
 from loguru import logger
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
-from struprune_plugin.export.convert import adopt_attention, adopt_config, adopt_stock, wrap_save
-from struprune_plugin.export.layer_list import drop_layers
-from struprune_plugin.export.stock_config import (
-    are_layers_alike,
-    can_hold_heads,
-    make_uniform_config,
-    select_configurable,
-)
+from struprune_plugin.export.convert import adopt_attention, wrap_save
+from struprune_plugin.export.finish import finish_model
+from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.token_digest import digest_tokens
 from struprune_plugin.model.layers import count_parameters, describe_weights
-from struprune_plugin.model.units import find_groups, sort_groups
+from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.budget_told import describe_budget
-from struprune_plugin.modifiers.checks import check_alone
+from struprune_plugin.modifiers.checks import check_alone, list_modifiers, seeing_modifiers
 from struprune_plugin.modifiers.effort import EFFORTS
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
-from struprune_plugin.modifiers.mixtures import describe_experts
+from struprune_plugin.modifiers.mixtures import describe_experts, find_whole
 from struprune_plugin.modifiers.planning import Planner, plan_early
-from struprune_plugin.modifiers.replay import Replay, read_replay
+from struprune_plugin.modifiers.replay import Replay, fill_from_replay, read_replay
 from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
-from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, check_single_stage, find_allocator
+from struprune_plugin.modifiers.stages import (
+    agree_on_budget,
+    check_curves,
+    find_allocator,
+    find_round_before,
+    find_share_left,
+)
 from struprune_plugin.modifiers.uniform_output import check_uniform
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
@@ -48,8 +51,8 @@ from struprune_plugin.reporting.tables import tell_budget
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
-from struprune_plugin.storage.records import CalibrationRecord, ModelRecord, StageEntry
-from struprune_plugin.storage.registry import list_differences
+from struprune_plugin.storage.records import BudgetRecord, CalibrationRecord, ModelRecord, StageEntry
+from struprune_plugin.storage.rounds import join_rounds
 
 
 class StruPruneModifier(StructuredModifier):
@@ -70,7 +73,7 @@ class StruPruneModifier(StructuredModifier):
     Fields as in :class:`StructuredModifier`, and:
 
     :param sparsity: required unless there is a ``budget`` or an earlier :class:`SparsityAllocatorModifier` stage, whose
-        plan is then used
+        plan is then used. With several StruPruneModifiers in a recipe (rounds), each counts from the dense model
     :param allocation: ``uniform``, or a rule that takes an allocation pass of the stage's own
     :param reconstruct: target of a solve (method.md section 2)
     :param output: ``per_layer``: each layer has its own size, and our modelling file travels with the checkpoint;
@@ -95,6 +98,9 @@ class StruPruneModifier(StructuredModifier):
     ffn_tuning: FFNTuning | None = None
 
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
+    _modifiers: Sequence[Modifier] = PrivateAttr(default=())  # of the whole recipe
+    _round_before: Any = PrivateAttr(default=None)  # a StruPruneModifier; None in the first round
+    _own: Manifest | None = PrivateAttr(default=None)  # of a round that another one has followed
     _setup: RunSetup | None = PrivateAttr(default=None)
     _weights_digest: str = PrivateAttr(default="")
     _replayed: Replay | None = PrivateAttr(default=None)
@@ -109,18 +115,7 @@ class StruPruneModifier(StructuredModifier):
     @classmethod
     def _fill_from_replay(cls, values: Any) -> Any:
         """Return the fields filled from the replayed manifest, with which the recipe's own fields must agree."""
-        if not isinstance(values, dict) or not values.get("replay"):
-            return values
-        settings = {name: v for name, v in read_manifest(values["replay"]).settings.items() if name != "replay"}
-        own = {name: value for name, value in values.items() if name != "replay"}
-        given = cls(**own).dump_fields()  # short forms spelled out
-        for name in settings.keys() & own.keys():
-            if given[name] != settings[name]:
-                place, mine, theirs = next(list_differences(given[name], settings[name], name))
-                raise ValueError(
-                    f"replay: {place} must be {theirs!r} as in {values['replay']}, got {mine!r}. Remove it from the recipe."
-                )
-        return {**settings, **values}
+        return fill_from_replay(cls, values)
 
     @model_validator(mode="after")
     def _complete_fields(self) -> StruPruneModifier:
@@ -136,21 +131,28 @@ class StruPruneModifier(StructuredModifier):
     # -- lifecycle: llm-compressor's events ------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        model = state.model
         if self.ffn_tuning is not None:
             check_one_process("ffn_tuning", "Set `ffn_tuning: null` (`effort: best` sets it), or run one process.")
-        rehearse_units(self, model)
-        groups = self._find_own_groups(model)
-        check_single_stage()
-        if self.output == "uniform":
-            check_uniform(self, model, groups, self._stage_before is not None)
-        self._setup = prepare_run(self, model, groups, state.data.calib, self._find_whole(model, groups))
-        self._weights_digest = describe_weights(model)
-        self._plan = self._plan_early(model, self._setup)
+        self._modifiers, self._round_before = list_modifiers(), find_round_before(self)
+        self._setup = self._prepare(state)
+        self._weights_digest = describe_weights(state.model)
+        self._plan = self._plan_early(state.model, self._setup)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
+        if self._round_before is None:
+            self._prune(state)
+            return
+        with seeing_modifiers(self._modifiers):
+            left = find_share_left(self.sparsity or 0.0, self._round_before._close_round(state.model))
+            with patch_attr(self, "sparsity", left):
+                self._setup = self._prepare(state)
+                self._plan = self._plan_early(state.model, self._setup)
+                self._prune(state)
+
+    def _prune(self, state: State) -> None:
+        """Measure, allocate, and prune layer by layer."""
         model = state.model
         assert self._setup is not None
         setup = drop_lost_experts(self._setup, self, model)
@@ -182,15 +184,16 @@ class StruPruneModifier(StructuredModifier):
             return True  # llm-compressor finalises an aborted run: nothing to export
         if self._plan is not None and self._plan.experts is not None:
             self._plan.experts.tell(state.model.config.get_text_config(decoder=True))
-        drop_layers(state.model)
-        if self.output == "uniform":
-            adopt_stock(state.model, make_uniform_config(state.model))
-        else:
-            adopt_config(state.model)
-        budget = (manifest := self._make_manifest(state.model)).budget
-        wrap_save(state.model, lambda folder: write_manifest(manifest, folder))
-        logger.info(tell_budget(budget))
+        own, later = self._own or self._adopt(state.model), self._round_before is not None
+        wrap_save(
+            state.model, lambda path: write_manifest(join_rounds(read_manifest(path), own) if later else own, path)
+        )
         return True
+
+    def _close_round(self, model: PreTrainedModel) -> BudgetRecord:
+        """Return the budget of this round and those before, after ending it, so that another one can follow."""
+        self._own = self._adopt(model)
+        return self._join(self._own).budget
 
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""
@@ -202,7 +205,30 @@ class StruPruneModifier(StructuredModifier):
         chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
         return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
 
+    def _adopt(self, model: PreTrainedModel) -> Manifest:
+        """Give the model its pruned class and configuration, and return the manifest of this stage."""
+        finish_model(model, self.output == "uniform")
+        logger.info(tell_budget(self._join(manifest := self._make_manifest(model)).budget))
+        return manifest
+
+    def _join(self, own: Manifest) -> Manifest:
+        """Return the manifest of this stage joined with those of the rounds before it, without their recovery."""
+        before = self._round_before
+        return own if before is None else join_rounds(before._join(before._own), own)
+
     # -- before the pass ------------------------------------------------------------------------------------------
+
+    def _prepare(self, state: State) -> RunSetup:
+        """Return the setup of the run on the model as it is now, after checking recipe, model and data.
+
+        :raises ValueError: the run cannot succeed
+        """
+        model = state.model
+        rehearse_units(self, model)
+        groups = self._find_own_groups(model)
+        if self.output == "uniform":
+            check_uniform(self, model, groups, self._stage_before is not None)
+        return prepare_run(self, model, groups, state.data.calib, find_whole(self, model, groups))
 
     def _find_own_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups to prune, after taking over the budget of an allocator stage, if there is one.
@@ -222,16 +248,6 @@ class StruPruneModifier(StructuredModifier):
         if stage is not None:
             check_curves(self, stage, model, groups)
         return groups
-
-    def _find_whole(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return the shared experts that keep all channels and are re-solved after the routed experts beside them."""
-        update, lists = self.weight_update, {(g.layer_name, g.join.block) for g in groups if g.experts}
-        if not lists or not update.solves or update.refines:
-            return []
-        chosen = {group.name for group in groups}
-        found = find_groups(model, "none", True, self.targets, self.ignore, True)
-        beside = [group for group in found if group.join.block and not group.experts]
-        return [group for group in beside if group.name not in chosen and (group.layer_name, group.join.block) in lists]
 
     def _plan_early(self, model: PreTrainedModel, setup: RunSetup) -> UnitAllocation | None:
         """Return the kept counts if they need no calibration data (a replay or a uniform allocation), else None."""

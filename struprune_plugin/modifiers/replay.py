@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from loguru import logger
+from pydantic import BaseModel
 
 from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
 from struprune_plugin.storage.manifest import Manifest, describe_versions, read_manifest
 from struprune_plugin.storage.records import CalibrationRecord
+from struprune_plugin.storage.registry import list_differences
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,31 @@ class Replay:
                 "Pass the same text with the same number, length, order (shuffle_calibration_samples=False) and batch size of "
                 "samples, in the same number of processes."
             )
+
+
+def fill_from_replay(modifier: type[BaseModel], values: Any) -> Any:
+    """Return the fields of a pruning stage filled from the manifest that it replays, with which its own fields must agree.
+
+    :param values: fields of the recipe
+    :raises ValueError: they do not agree; the manifest is one of several rounds
+    """
+    if not isinstance(values, dict) or not values.get("replay"):
+        return values
+    manifest = read_manifest(values["replay"])
+    if manifest.rounds:
+        raise ValueError(
+            f"replay: must be of one pruning stage, got {values['replay']}, made in rounds. Run its recipe again."
+        )
+    settings = {name: v for name, v in manifest.settings.items() if name != "replay"}
+    own = {name: value for name, value in values.items() if name != "replay"}
+    given = modifier(**own).dump_fields()  # type: ignore[attr-defined]  # short forms spelled out
+    for name in settings.keys() & own.keys():
+        if given[name] != settings[name]:
+            place, mine, theirs = next(list_differences(given[name], settings[name], name))
+            raise ValueError(
+                f"replay: {place} must be {theirs!r} as in {values['replay']}, got {mine!r}. Remove it from the recipe."
+            )
+    return {**settings, **values}
 
 
 def read_replay(path: str, setup: RunSetup, weights_digest: str) -> Replay:

@@ -12,6 +12,7 @@ from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.checks import list_modifiers, split_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, PLAN_FIELDS, StructuredModifier
 from struprune_plugin.storage.files import shorten_value
+from struprune_plugin.storage.records import BudgetRecord
 from struprune_plugin.storage.registry import list_differences
 
 
@@ -21,15 +22,58 @@ def find_allocator(modifier: StructuredModifier) -> SparsityAllocatorModifier | 
     return next((other for other in reversed(before) if isinstance(other, SparsityAllocatorModifier)), None)
 
 
-def check_single_stage() -> None:
-    """Raise if the recipe has a second pruning stage: groups are measured before any stage has run.
+def find_round_before(modifier: StructuredModifier) -> StructuredModifier | None:
+    """Return the pruning stage before a modifier in the recipe, after checking that both can be rounds; None for the first.
+
+    :raises ValueError: as :func:`_check_round`
+    """
+    before = [other for other in split_modifiers(modifier)[0] if type(other) is type(modifier)]
+    if not before:
+        return None
+    _check_round(modifier, before[-1])
+    return before[-1]
+
+
+def find_share_left(sparsity: float, before: BudgetRecord) -> float:
+    """Return the share of the remaining parameters to remove, so that ``sparsity`` of the dense model's are removed in all.
+
+    :param before: budget record of the rounds before
+    :raises ValueError: these have removed as much
+    """
+    left = 1 - (1 - sparsity) * before.prunable_parameters / (before.prunable_parameters - before.removed_parameters)
+    if left <= 0:
+        raise ValueError(
+            f"sparsity: must be above {before.met_sparsity:.4f}, which the rounds before have reached by rounding, got {sparsity}. "
+            "Raise it."
+        )
+    return left
+
+
+def _check_round(ours: StructuredModifier, before: StructuredModifier) -> None:
+    """Raise if a pruning stage cannot follow another one in one recipe.
 
     :raises ValueError: in that case
     """
-    names = [type(modifier).__name__ for modifier in list_modifiers()]
-    if names.count("StruPruneModifier") > 1:
+    remedy = "To prune a pruned model in another way, prune the saved output in a second run."
+    if any(isinstance(other, SparsityAllocatorModifier) for other in list_modifiers()):
+        raise ValueError(f"recipe: must have no SparsityAllocatorModifier beside several StruPruneModifiers. {remedy}")
+    for name in (*GROUP_FIELDS, "output"):
+        _check_same(ours, before, name, remedy)
+    if ours.store is not None:
         raise ValueError(
-            f"recipe: must have one StruPruneModifier, got {names}. To prune twice, prune the saved output in a second run."
+            "checkpoint_dir: must be left out for several StruPruneModifiers in one recipe. Remove it, or run each stage by itself."
+        )
+    if ours.budget or before.budget or ours.sublayers != "none" or (ours.experts is not None and ours.experts.drops):
+        raise ValueError(
+            "recipe: several StruPruneModifiers must have `sparsity` and no `budget`, no `sublayers` and no whole experts. "
+            f"{remedy}"
+        )
+    if getattr(ours, "replay", None) or getattr(before, "replay", None):
+        raise ValueError("replay: must be left out for several StruPruneModifiers in one recipe. Remove it.")
+    if ours.sparsity is None or before.sparsity is None or ours.sparsity <= before.sparsity:
+        raise ValueError(
+            "sparsity: must grow from one StruPruneModifier to the next, as each counts from the dense model, got "
+            f"{before.sparsity} and {ours.sparsity}. Set a larger one in the later stage."
         )
 
 
@@ -62,10 +106,10 @@ def check_curves(
         _check_same(ours, stage, "rotate_values", "Give both stages the same value.")
 
 
-def _check_same(ours: StructuredModifier, stage: SparsityAllocatorModifier, name: str, remedy: str) -> None:
+def _check_same(ours: StructuredModifier, stage: StructuredModifier, name: str, remedy: str) -> None:
     if getattr(ours, name) != getattr(stage, name):
         place, mine, theirs = next(list_differences(ours.dump_fields()[name], stage.dump_fields()[name], name))
         raise ValueError(
-            f"StruPruneModifier: {place} must be {shorten_value(theirs)} as in the SparsityAllocatorModifier stage, got "
+            f"StruPruneModifier: {place} must be {shorten_value(theirs)} as in the {type(stage).__name__} stage before, got "
             f"{shorten_value(mine)}. {remedy}"
         )

@@ -49,6 +49,21 @@ class RecoveryRecord(BaseModel):
     seconds: float
 
 
+class RoundRecord(BaseModel):
+    """Record of an earlier round of a recipe that prunes in rounds.
+
+    :param settings: fields of the recipe's pruning stage
+    :param removed_parameters: parameters removed up to its end
+    :param recovery: recovery that followed it; None, and omitted from the file, if there was none
+    """
+
+    model_config = CLOSED | ConfigDict(frozen=True)
+
+    settings: dict[str, Any]
+    removed_parameters: Count
+    recovery: RecoveryRecord | None = Field(default=None, exclude_if=lambda recovery: recovery is None)
+
+
 class Manifest(BaseModel):
     """Manifest of a pruning run.
 
@@ -60,6 +75,7 @@ class Manifest(BaseModel):
     :param experts: kept whole experts, by layer; omitted from the file if none was removed
     :param evaluation: omitted from the file if nothing was measured yet
     :param recovery: None, and omitted from the file, if there was none
+    :param rounds: rounds before the last, if the recipe prunes in rounds; omitted from the file otherwise
     """
 
     model_config = CLOSED | ConfigDict(frozen=True)
@@ -82,6 +98,7 @@ class Manifest(BaseModel):
         default_factory=EvaluationRecord, exclude_if=lambda e: not (e.perplexity or e.tasks)
     )
     recovery: RecoveryRecord | None = Field(default=None, exclude_if=lambda recovery: recovery is None)
+    rounds: list[RoundRecord] = Field(default_factory=list, exclude_if=lambda rounds: not rounds)
 
     @model_validator(mode="after")
     def _check_names(self) -> Manifest:

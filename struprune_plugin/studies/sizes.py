@@ -154,11 +154,11 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier], sparsity: float |
 
 
 def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]:
-    """Return (position, pruning stage) of a recipe.
+    """Return (position, pruning stage) of a recipe; of several rounds the last one, whose sparsity counts from the dense model.
 
     :raises ValueError: there is none
     """
-    for position, modifier in enumerate(modifiers):
+    for position, modifier in reversed(list(enumerate(modifiers))):
         if isinstance(modifier, StruPruneModifier):
             return position, modifier
     raise ValueError(

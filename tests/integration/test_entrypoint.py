@@ -59,7 +59,7 @@ def broken_model(tmp_path, name, value=float("inf")):
         ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
-            "must have one StruPruneModifier",
+            r"sparsity: must grow from one StruPruneModifier to the next, .* got 0\.3 and 0\.2",
         ),
         (
             {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},

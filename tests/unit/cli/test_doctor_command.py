@@ -27,8 +27,8 @@ def test_a_machine_on_which_the_tests_run_is_well(monkeypatch, capsys):
     ("package", "state", "is_problem"),
     [
         (Package("a", "2.13.0+cpu", "<2.15,>=2.11", True), "ok", False),
-        (Package("a", "2.15.0", "<2.15,>=2.11", True), "not admitted", True),
-        (Package("a", "0.1", ">=1", False), "not admitted", True),
+        (Package("a", "2.15.0", "<2.15,>=2.11", True), "not supported", True),
+        (Package("a", "0.1", ">=1", False), "not supported", True),
         (Package("a", None, ">=1", True), "missing", True),
         (Package("a", None, ">=1", False), "not installed", False),
         (Package("a", "2.15.0.dev1", ">=2.11", True), "ok", False),
@@ -48,7 +48,7 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "peft: must be <0.22,>=0.21, got none. Run `pip install" in printed.err
     assert "torch: must be <2.15,>=2.11, got 1.0." in printed.err
-    assert "not admitted" in printed.out
+    assert "not supported" in printed.out
 
 
 def test_a_package_that_is_not_installed_says_so(monkeypatch):

@@ -192,6 +192,8 @@ def test_the_command_writes_page_and_picture(out, tmp_path, capsys):
     assert cli.main([*argv, "--overwrite", "--no-samples"]) == 0
     assert "The page was written without sample texts" in (tmp_path / "out.html").read_text()
     assert cli.main(["report", str(out), "--output", str(tmp_path / "no" / "x.html")]) == 2
+    assert cli.main(["report", str(out), "--overwrite", "--picture", str(tmp_path / "no" / "x.svg")]) == 2
+    assert "--picture: the folder" in capsys.readouterr().err
     assert not verify_folder(out).problems  # nothing was written into the output
 
 

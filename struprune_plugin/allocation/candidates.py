@@ -7,13 +7,15 @@ are compared by the KL divergence of the model's next tokens.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from loguru import logger
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -33,6 +35,7 @@ from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
 from struprune_plugin.linalg.second_moments import SecondMoments, move_moments
 from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts, PruningConfig, UnitAllocation
@@ -215,6 +218,22 @@ class Trial:
                 call.run(layer, self._context, states).map(self._context.park)
                 for call, states in zip(calls, inputs, strict=True)
             ]
+
+
+def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:
+    """Return the allocation that changes the model's output least on held-out batches; the first one among ties.
+
+    :param proposed: allocations by name; the first is returned if no divergence is finite
+    :param divergences: KL divergences in the same order
+    """
+    tried = {name: value for name, value in zip(proposed, divergences, strict=True) if math.isfinite(value)}
+    if not tried:
+        return next(iter(proposed.values()))
+    taken = list(tried)[argmin_with_ties(list(tried.values()))]
+    told = ", ".join(f"{name} {value:.4g}" for name, value in tried.items())
+    logger.info(f"KL divergence in nats of each candidate allocation: {told}; selected: {taken}")
+    plan = proposed[taken]
+    return replace(plan, record=replace(plan.record, tried=tried, taken=taken))
 
 
 def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context: DeviceContext) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import psutil
 import torch
@@ -121,13 +120,13 @@ class CurveMeasurer:
         if group.sublayer is not None:  # the bias is removed, too
             curve[0] = weighed.target_energy
         subject = Subject(model, module.layer, group, scores, moments, dense, influence)
-        parts = [self._context.to_host(part) for part in (curve, scores, order)]
-        found = GroupStatistics(self._rule.weigh(subject), *parts)
-        if basis is None:
-            return found
-        order, scores = config.importance.rank(ranking, group.num_units)
-        rotated = (self._context.to_host(part) for part in (basis, sum_increases(scores[order])))
-        return replace(found, **dict(zip(("basis", "unrotated"), rotated, strict=True)))
+        unrotated = None
+        if basis is not None:
+            alone, increases = config.importance.rank(ranking, group.num_units)
+            unrotated = sum_increases(increases[alone])
+        parts = (curve, scores, order, basis, unrotated)
+        weight, host = self._rule.weigh(subject), self._context.to_host
+        return GroupStatistics(weight, *(None if part is None else host(part) for part in parts))  # type: ignore[arg-type]
 
 
 def take_batches(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.cache import MeasurementCache
-from struprune_plugin.allocation.candidates import Fit, Trial
+from struprune_plugin.allocation.candidates import Fit, Trial, take_best
 from struprune_plugin.allocation.curves import (
     CurveMeasurer,
     can_keep_moments,
@@ -22,14 +21,13 @@ from struprune_plugin.allocation.curves import (
     take_batches,
 )
 from struprune_plugin.allocation.measurements import measure_sensitivity
-from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
+from struprune_plugin.allocation.probes import Block, bend_curves, list_blocks, propose_blocks
 from struprune_plugin.allocation.rules import Budget, GroupStatistics
 from struprune_plugin.allocation.rules.rule import take_unrotated, tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.whole_experts import DropMeasurer, Mixture
 from struprune_plugin.linalg.knapsack import fit_shares
 from struprune_plugin.linalg.rounding import check_budget, expand_counts
-from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
@@ -45,6 +43,8 @@ from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore
 
 Batches = list[dict[str, Tensor]]
+Curves = Mapping[str, Mapping[str, GroupStatistics]]  # statistics by the name of a size, by name
+Measure = Callable[[Sequence[UnitAllocation]], list[float]]  # divergence of every plan, in nats
 _SEQUENCES = 16  # calibration sequences for choosing whole experts, if the rule sets no number
 
 
@@ -163,18 +163,13 @@ class Planner:
             plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity, context), held
         else:
             budget = recipe.make_budget(setup.num_prunable, setup.share, setup.limits)
-            tied = told = tie_statistics(setup.sizes, measured)
-            plans = dict(zip((rule.rule, "all sublayers"), self._decide(tied, budget), strict=False))
+            curves = {rule.rule: tie_statistics(setup.sizes, measured)}
             probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
-            last = list(plans.values())[-1]
-            if held and (bent := self._probe(tied, last, lambda blocks: measure_plans(blocks, probes))):
-                plans |= zip(("probed", "probed, all sublayers"), self._decide(bent, budget), strict=False)
-                told = bent
-            if held and (plain := take_unrotated(tied)):
-                plans |= zip(("unrotated", "unrotated, all sublayers"), self._decide(plain, budget), strict=False)
-            plans = self._spread(plans, told, budget) if held else plans
+            plans = self._decide(curves, budget)
+            if held:
+                plans = self._propose(curves, plans, budget, partial(measure_plans, batches=probes))
         if len(plans) > 1 and judges:
-            plans = {"": _take_best(plans, measure_plans(list(plans.values()), judges))}
+            plans = {"": take_best(plans, measure_plans(list(plans.values()), judges))}
         taken = next(iter(plans.values()))
         return taken if setup.mixture is None else settle_experts(taken, setup.mixture, setup.groups)
 
@@ -202,35 +197,54 @@ class Planner:
             orders = drops.measure(self.model, fit)
         return MixturePlanner(recipe, self.setup, mixture, orders, measured).propose()
 
-    def _decide(self, statistics: Mapping[str, GroupStatistics], budget: Budget) -> list[UnitAllocation]:
-        """Return the rule's plan and, if it removes whole sublayers, its plan that keeps all sublayers."""
+    def _decide(self, curves: Curves, budget: Budget) -> dict[str, UnitAllocation]:
+        """Return the rule's plans and, where they remove whole sublayers, its plans that keep all sublayers, by name.
+
+        :param curves: statistics by name, the first of which must be able to meet the budget
+        """
         rule, sizes = self.recipe.allocation, self.setup.sizes
-        own = rule.decide(sizes, statistics, budget)
-        if all(own.kept.values()):
-            return [own]
-        plans = [own]
-        with suppress(ValueError):  # the budget can only be met with fewer sublayers
-            plans.append(rule.decide([replace(size, rest=None) for size in sizes], statistics, budget))
+        plans = {}
+        for name, statistics in curves.items():
+            plans[name] = own = rule.decide(sizes, statistics, budget)
+            if not all(own.kept.values()):
+                with suppress(ValueError):  # the budget can only be met with fewer sublayers
+                    whole = [replace(size, rest=None) for size in sizes]
+                    plans[f"{name}, all sublayers"] = rule.decide(whole, statistics, budget)
         return plans
 
-    def _probe(
-        self,
-        tied: Mapping[str, GroupStatistics],
-        own: UnitAllocation,
-        measure: Callable[[Sequence[UnitAllocation]], list[float]],
-    ) -> dict[str, GroupStatistics]:
-        """Return the statistics corrected by trials of one block of modules at a time; empty if there are not two blocks."""
+    def _propose(
+        self, curves: Curves, plans: Mapping[str, UnitAllocation], budget: Budget, measure: Measure
+    ) -> dict[str, UnitAllocation]:
+        """Return plans to try, by name, the rule's own first.
+
+        They come from the error curves, from those of unrotated units, from both corrected by trials of blocks of modules, and from
+        the rule's variants of all these.
+
+        :param curves: the error curves, under the name of the rule
+        :param plans: the rule's plans from them; the last one keeps all sublayers
+        """
+        told = self._probe(list(plans.values())[-1], measure)
+        first = next(iter(curves.values()))
+        curves = dict(curves) | ({"unrotated": plain} if (plain := take_unrotated(first)) else {})
+        if told:
+            bent = {f"{name}, probed": bend_curves(found, self.setup.sizes, *told) for name, found in curves.items()}
+            first, curves = next(iter(bent.values())), curves | bent
+        return self._spread(self._decide(curves, budget), first, budget)
+
+    def _probe(self, own: UnitAllocation, measure: Measure) -> tuple[list[int], dict[Block, float]] | None:
+        """Return a plan's kept units by size, and the divergence of every block of modules pruned alone; None if there are not
+        two blocks."""
         sizes, layers = self.setup.sizes, {group.name: group.layer_index for group in self.setup.groups}
         blocks = list_blocks(sizes, [layers.get(size.name, -1) for size in sizes], max(layers.values()) + 1)
         if not blocks:
-            return {}
+            return None
         members = [(size.members or ((size.name, 1),))[0] for size in sizes]
         counts = [own.kept[name] // factor for name, factor in members]
         found = measure([replace(own, kept=kept) for kept in propose_blocks(sizes, counts, blocks)])
         logger.debug(
             f"KL divergence in nats of each block of modules pruned alone: {', '.join(f'{value:.3g}' for value in found)}"
         )
-        return bend_curves(tied, sizes, counts, dict(zip(blocks, found, strict=True)))
+        return counts, dict(zip(blocks, found, strict=True))
 
     def _spread(
         self, proposed: Mapping[str, UnitAllocation], told: Mapping[str, GroupStatistics], budget: Budget
@@ -280,19 +294,3 @@ def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:
     rest, held = hold_batches(batches, 2 * -(-samples // count_ranks()))
     counts = gather(sum(len(batch["input_ids"]) for batch in held))
     return (rest, held) if min(counts) >= 2 else (batches, [])
-
-
-def _take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:
-    """Return the allocation that changes the model's output least on held-out batches; the first one among ties.
-
-    :param proposed: allocations by name; the first is returned if no divergence is finite
-    :param divergences: KL divergences in the same order
-    """
-    tried = {name: value for name, value in zip(proposed, divergences, strict=True) if math.isfinite(value)}
-    if not tried:
-        return next(iter(proposed.values()))
-    taken = list(tried)[argmin_with_ties(list(tried.values()))]
-    told = ", ".join(f"{name} {value:.4g}" for name, value in tried.items())
-    logger.info(f"KL divergence in nats of each candidate allocation: {told}; selected: {taken}")
-    plan = proposed[taken]
-    return replace(plan, record=replace(plan.record, tried=tried, taken=taken))

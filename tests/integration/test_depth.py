@@ -82,8 +82,8 @@ def test_what_is_free_goes_and_what_is_left_loads(make_once, name, prompts):
     dense, manifest = AutoModelForCausalLM.from_pretrained(folder), read_manifest(out)
     names = {"attention": "value_channels", "ffn": "ffn"}
     assert {(layer, names[kind]) for layer, kinds in FREE.items() for kind in kinds} <= list_gone(out)
-    assert manifest.allocation.taken in ("error_curve", "probed")
-    assert manifest.allocation.tried["error_curve"] < manifest.allocation.tried["all sublayers"]
+    assert not manifest.allocation.taken.endswith("all sublayers")
+    assert manifest.allocation.tried["error_curve"] < manifest.allocation.tried["error_curve, all sublayers"]
     budget = manifest.budget
     step = max(group.unit_cost * group.num_blocks for group in manifest.groups)
     assert 0 <= budget.removed_parameters - 0.5 * budget.prunable_parameters < step

@@ -28,8 +28,9 @@ _HALVINGS = 12  # bisections of the budget of parameters
 class ErrorCurve(AllocationRule):
     """Least sum of all modules' errors, each by the number of kept units, weighted by the sensitivity
     (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves scaled
-    to the measured divergences (:mod:`struprune_plugin.allocation.probes`). The allocations of both are tried against some nearer
-    to uniform and, under budgets other than parameters, against those of parameters alone.
+    to the measured divergences (:mod:`struprune_plugin.allocation.probes`). The allocations of both, and those of the curves of
+    unrotated values, are tried against some nearer to uniform and, under budgets other than parameters, against those of parameters
+    alone.
 
     :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
         widest module are used

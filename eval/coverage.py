@@ -149,7 +149,10 @@ class Case:
         return model(input_ids=self.tokens, use_cache=False).logits
 
     def prune(self, source: Path, name: str, sparsity: float = SPARSITY, **fields: Any) -> Any:
-        """Prune a folder into ``work/name``; return the model in memory. Where units hold too little, a few per cent go."""
+        """Prune a folder into ``work/name``; return the model in memory. Where units hold too little, a few per cent go.
+
+        Only :attr:`pruned` takes the default's time.
+        """
         try:
             return self.prune_to(sparsity, source, name, **fields)
         except ValueError as error:
@@ -219,7 +222,7 @@ def find_units(case: Case) -> str:
 def prune_ffn(case: Case) -> str:
     if "ffn" not in case.kinds:
         return "none"
-    pruned = case.prune(case.dense, "ffn", attention_unit="none", experts="none")
+    pruned = case.prune(case.dense, "ffn", attention_unit="none", experts="none", effort="fast")
     check_equal(case, pruned, case.work / "ffn")
     return describe_size(case, pruned)
 
@@ -242,7 +245,7 @@ def reload_stock(case: Case) -> str:
     """Save with one width for all layers, and load with code of transformers alone."""
     if not {"ffn", "experts"} & case.kinds:
         return "none"
-    pruned = case.prune(case.dense, "uniform", output="uniform", attention_unit="none")
+    pruned = case.prune(case.dense, "uniform", output="uniform", attention_unit="none", effort="fast")
     stock = case.load(case.work / "uniform", trust_remote_code=False)
     check(type(stock).__module__.startswith("transformers."), f"loaded as {type(stock).__name__}")
     difference = compare(case.run(stock), case.run(pruned))
@@ -263,7 +266,7 @@ def generate(case: Case) -> str:
 
 
 def prune_again(case: Case) -> str:
-    again = case.prune(case.work / "all", "again", sparsity=0.2, attention_unit=case.unit)
+    again = case.prune(case.work / "all", "again", sparsity=0.2, attention_unit=case.unit, effort="fast")
     difference = compare(case.run(case.load(case.work / "again")), case.run(again))
     check(difference < 1e-4, f"the loaded model differs by {difference:.0e}")
     return describe_size(case, again)

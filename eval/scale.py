@@ -33,7 +33,7 @@ from struprune_plugin.reporting.tables import format_table
 
 _DAMPINGS = 3  # solves that choose the dampening: all that most modules need
 _DIRECTIONS = 64  # of many outputs that held-out errors are measured in
-_TRIED = 15  # plans and blocks that trials solve a module for, in two passes
+_TRIED = 13  # plans and blocks that trials solve a module for, in two passes
 _SENSED = 16  # sequences that the sensitivity is measured on
 
 
@@ -119,7 +119,9 @@ def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[st
     per_layer = {
         "sensitivity": 4 * forward * sensed / rates.model / ranks,
         "allocation, statistics": (forward / rates.model + gram / rates.single) * allocated / ranks,
-        "allocation, curves": sum(_count_elimination(size, n, 1.0, rates) for n in (*widths, size.hidden)),  # values twice
+        "allocation, curves": sum(
+            _count_elimination(size, n, 1.0, rates) for n in (*widths, size.hidden)
+        ),  # values twice
         "allocation, trials": sum(_count_trials(size, n * (1 - job.sparsity)) for n in widths) / rates.single,
         "passes": passes / rates.model / ranks,
         "Gram products": gram / rates.single / ranks,

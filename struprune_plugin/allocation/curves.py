@@ -117,13 +117,14 @@ class CurveMeasurer:
             root = sensitivity.fisher_sqrt.get(group.output_name)
             moved = dense if root is None else self._context.place(root, dense) @ dense
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
-        if group.sublayer is not None:  # the bias is removed, too
-            curve[0] = weighed.target_energy
-        subject = Subject(model, module.layer, group, scores, moments, dense, influence)
         unrotated = None
         if basis is not None:
             alone, increases = config.importance.rank(ranking, group.num_units)
             unrotated = sum_increases(increases[alone])
+        for errors in (curve, unrotated):
+            if group.sublayer is not None and errors is not None:  # the bias is removed, too
+                errors[0] = weighed.target_energy
+        subject = Subject(model, module.layer, group, scores, moments, dense, influence)
         parts = (curve, scores, order, basis, unrotated)
         weight, host = self._rule.weigh(subject), self._context.to_host
         return GroupStatistics(weight, *(None if part is None else host(part) for part in parts))  # type: ignore[arg-type]

@@ -200,7 +200,8 @@ class Planner:
     def _decide(self, curves: Curves, budget: Budget) -> dict[str, UnitAllocation]:
         """Return the rule's plans and, where they remove whole sublayers, its plans that keep all sublayers, by name.
 
-        :param curves: statistics by name, the first of which must be able to meet the budget
+        :param curves: statistics by name
+        :raises ValueError: the budget cannot be met
         """
         rule, sizes = self.recipe.allocation, self.setup.sizes
         plans = {}
@@ -215,21 +216,18 @@ class Planner:
     def _propose(
         self, curves: Curves, plans: Mapping[str, UnitAllocation], budget: Budget, measure: Measure
     ) -> dict[str, UnitAllocation]:
-        """Return plans to try, by name, the rule's own first.
-
-        They come from the error curves, from those of unrotated units, from both corrected by trials of blocks of modules, and from
-        the rule's variants of all these.
+        """Return plans to try, by name: the rule's own, first, those of corrected curves and of unrotated units, and variants.
 
         :param curves: the error curves, under the name of the rule
         :param plans: the rule's plans from them; the last one keeps all sublayers
         """
-        told = self._probe(list(plans.values())[-1], measure)
-        first = next(iter(curves.values()))
-        curves = dict(curves) | ({"unrotated": plain} if (plain := take_unrotated(first)) else {})
+        (measured,) = curves.values()
+        told, others = self._probe(list(plans.values())[-1], measure), dict[str, Mapping[str, GroupStatistics]]()
         if told:
-            bent = {f"{name}, probed": bend_curves(found, self.setup.sizes, *told) for name, found in curves.items()}
-            first, curves = next(iter(bent.values())), curves | bent
-        return self._spread(self._decide(curves, budget), first, budget)
+            others["probed"] = bend_curves(measured, self.setup.sizes, *told)
+        if unrotated := take_unrotated(measured):
+            others["unrotated"] = unrotated
+        return self._spread({**plans, **self._decide(others, budget)}, others.get("probed", measured), budget)
 
     def _probe(self, own: UnitAllocation, measure: Measure) -> tuple[list[int], dict[Block, float]] | None:
         """Return a plan's kept units by size, and the divergence of every block of modules pruned alone; None if there are not

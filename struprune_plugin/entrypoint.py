@@ -30,6 +30,7 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
 from struprune_plugin.modifiers.host_log import log_output, quieten_host
 from struprune_plugin.modifiers.stage_modifier import StageModifier
+from struprune_plugin.modifiers.stages import list_rounds
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.model_card import try_write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes
@@ -151,7 +152,7 @@ def _make_store(
 ) -> ResumeStore | None:
     """Return the store of a run's finished parts, after setting it in every modifier that uses it; None without a folder.
 
-    :raises ValueError: the folder holds something else, or overlaps a path that the run reads or writes
+    :raises ValueError: the folder holds something else, or overlaps a path that the run reads or writes; the recipe has rounds
     """
     if folder is None:
         return None
@@ -162,6 +163,10 @@ def _make_store(
                 f"checkpoint_dir: must be apart from what the run reads and writes, got {path} beside {other}, one of which holds "
                 "the other. Choose another path."
             )
+    if len(list_rounds(modifiers)) > 1:  # their parts would have the same names
+        raise ValueError(
+            "checkpoint_dir: must be left out for several StruPruneModifiers in one recipe. Remove it, or run each stage by itself."
+        )
     store = ResumeStore(path)
     for modifier in modifiers:
         if isinstance(modifier, StageModifier):

@@ -25,7 +25,7 @@ from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.budget_told import describe_budget
-from struprune_plugin.modifiers.checks import check_alone, list_modifiers, seeing_modifiers
+from struprune_plugin.modifiers.checks import check_alone, seeing_modifiers
 from struprune_plugin.modifiers.effort import EFFORTS
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
@@ -37,8 +37,8 @@ from struprune_plugin.modifiers.stages import (
     agree_on_budget,
     check_curves,
     find_allocator,
-    find_round_before,
     find_share_left,
+    prepare_round,
 )
 from struprune_plugin.modifiers.uniform_output import check_uniform
 from struprune_plugin.modifiers.widths import check_widths
@@ -133,7 +133,7 @@ class StruPruneModifier(StructuredModifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         if self.ffn_tuning is not None:
             check_one_process("ffn_tuning", "Set `ffn_tuning: null` (`effort: best` sets it), or run one process.")
-        self._modifiers, self._round_before = list_modifiers(), find_round_before(self)
+        self._modifiers, self._round_before = prepare_round(self)
         self._setup = self._prepare(state)
         self._weights_digest = describe_weights(state.model)
         self._plan = self._plan_early(state.model, self._setup)

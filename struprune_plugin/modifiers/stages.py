@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+from llmcompressor.modifiers import Modifier
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.units.group import UnitGroup
@@ -15,6 +17,9 @@ from struprune_plugin.storage.files import shorten_value
 from struprune_plugin.storage.records import BudgetRecord
 from struprune_plugin.storage.registry import list_differences
 
+_TWO_RUNS = "To prune a pruned model in another way, prune the saved output in a second run."
+_GROWTH = 0.01  # of the sparsity from round to round, which rounding must not have reached already
+
 
 def find_allocator(modifier: StructuredModifier) -> SparsityAllocatorModifier | None:
     """Return the last allocator stage before a modifier in the recipe; None if there is none."""
@@ -22,16 +27,61 @@ def find_allocator(modifier: StructuredModifier) -> SparsityAllocatorModifier | 
     return next((other for other in reversed(before) if isinstance(other, SparsityAllocatorModifier)), None)
 
 
-def find_round_before(modifier: StructuredModifier) -> StructuredModifier | None:
-    """Return the pruning stage before a modifier in the recipe, after checking that both can be rounds; None for the first.
+def list_rounds(modifiers: Sequence[Modifier]) -> list[StructuredModifier]:
+    """Return the pruning stages among modifiers."""
+    return [other for other in modifiers if isinstance(other, StructuredModifier) and not other.only_plans]
 
-    :raises ValueError: as :func:`_check_round`
+
+def prepare_round(modifier: StructuredModifier) -> tuple[Sequence[Modifier], StructuredModifier | None]:
+    """Return all modifiers of the recipe that is being initialised, and the pruning stage before a given one; None for the first.
+
+    The first one checks all of them, and gives those after the first round another group: llm-compressor saves a recipe by group
+    and class, and of two stages of one class in one group it would keep the second.
+
+    :raises ValueError: as :func:`check_rounds`
     """
-    before = [other for other in split_modifiers(modifier)[0] if type(other) is type(modifier)]
-    if not before:
-        return None
-    _check_round(modifier, before[-1])
-    return before[-1]
+    modifiers, before = list_modifiers(), list_rounds(split_modifiers(modifier)[0])
+    if before:
+        return modifiers, before[-1]
+    check_rounds(modifiers)
+    seen, number = set[tuple[str | None, type]](), 1
+    for other in modifiers:
+        kind = other.group, type(other)
+        if kind in seen:
+            seen, number = set(), number + 1
+        seen.add(kind)
+        if number > 1:
+            other.group = f"{other.group or 'default'}_{number}"
+    return modifiers, None
+
+
+def check_rounds(modifiers: Sequence[Modifier]) -> None:
+    """Raise if several pruning stages of a recipe cannot be its rounds.
+
+    :param modifiers: all modifiers of the recipe
+    :raises ValueError: in that case
+    """
+    stages = list_rounds(modifiers)
+    if len(stages) > 1 and any(isinstance(other, SparsityAllocatorModifier) for other in modifiers):
+        raise ValueError(
+            f"recipe: must have no SparsityAllocatorModifier beside several StruPruneModifiers. {_TWO_RUNS}"
+        )
+    for stage in stages if len(stages) > 1 else ():
+        if stage.budget or stage.sublayers != "none" or (stage.experts is not None and stage.experts.drops):
+            raise ValueError(
+                "recipe: several StruPruneModifiers must have `sparsity` and no `budget`, no `sublayers` and no whole experts. "
+                f"{_TWO_RUNS}"
+            )
+        if getattr(stage, "replay", None):
+            raise ValueError("replay: must be left out for several StruPruneModifiers in one recipe. Remove it.")
+    for before, stage in pairwise(stages):
+        for name in (*GROUP_FIELDS, "output"):
+            _check_same(stage, before, name, _TWO_RUNS)
+        if stage.sparsity is None or before.sparsity is None or stage.sparsity < before.sparsity + _GROWTH:
+            raise ValueError(
+                f"sparsity: must grow by at least {_GROWTH} from one StruPruneModifier to the next, as each counts from the dense "
+                f"model, got {before.sparsity} and {stage.sparsity}. Give each stage its own value in the recipe."
+            )
 
 
 def find_share_left(sparsity: float, before: BudgetRecord) -> float:
@@ -47,34 +97,6 @@ def find_share_left(sparsity: float, before: BudgetRecord) -> float:
             "Raise it."
         )
     return left
-
-
-def _check_round(ours: StructuredModifier, before: StructuredModifier) -> None:
-    """Raise if a pruning stage cannot follow another one in one recipe.
-
-    :raises ValueError: in that case
-    """
-    remedy = "To prune a pruned model in another way, prune the saved output in a second run."
-    if any(isinstance(other, SparsityAllocatorModifier) for other in list_modifiers()):
-        raise ValueError(f"recipe: must have no SparsityAllocatorModifier beside several StruPruneModifiers. {remedy}")
-    for name in (*GROUP_FIELDS, "output"):
-        _check_same(ours, before, name, remedy)
-    if ours.store is not None:
-        raise ValueError(
-            "checkpoint_dir: must be left out for several StruPruneModifiers in one recipe. Remove it, or run each stage by itself."
-        )
-    if ours.budget or before.budget or ours.sublayers != "none" or (ours.experts is not None and ours.experts.drops):
-        raise ValueError(
-            "recipe: several StruPruneModifiers must have `sparsity` and no `budget`, no `sublayers` and no whole experts. "
-            f"{remedy}"
-        )
-    if getattr(ours, "replay", None) or getattr(before, "replay", None):
-        raise ValueError("replay: must be left out for several StruPruneModifiers in one recipe. Remove it.")
-    if ours.sparsity is None or before.sparsity is None or ours.sparsity <= before.sparsity:
-        raise ValueError(
-            "sparsity: must grow from one StruPruneModifier to the next, as each counts from the dense model, got "
-            f"{before.sparsity} and {ours.sparsity}. Set a larger one in the later stage."
-        )
 
 
 def agree_on_budget(ours: StructuredModifier, stage: SparsityAllocatorModifier) -> dict[str, Any]:

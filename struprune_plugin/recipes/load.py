@@ -16,6 +16,7 @@ from struprune_plugin.modifiers import (
     SparsityAllocatorModifier,
     StruPruneModifier,
 )
+from struprune_plugin.modifiers.stages import check_rounds
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.registry import describe_error, show_name, suggest
 
@@ -52,7 +53,7 @@ def load_recipe(
         ``field`` in the StruPrune modifier that has it; ``allocation.temperature`` sets one field of a method
     :raises ValueError: the file is missing or is not a YAML mapping; a stage, a group or a modifier is not of the form
         ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields; a
-        bare field that several modifiers have
+        bare field that several modifiers have; several pruning stages that cannot be rounds
     """
     if recipe is None:
         raise ValueError(
@@ -76,6 +77,7 @@ def load_recipe(
             ) from None
     if not loaded.modifiers:
         raise ValueError("recipe: must have at least one modifier, got none. Add a stage with a modifier.")
+    check_rounds(loaded.modifiers)
     return loaded
 
 

@@ -1,11 +1,12 @@
-"""One manifest for a recipe that prunes in rounds: kept units are those of the dense model."""
+"""One manifest for a recipe that prunes in rounds, with units numbered as in the dense model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from struprune_plugin.storage.manifest import Manifest, RoundRecord
-from struprune_plugin.storage.records import GroupRecord
+from struprune_plugin.storage.records import GroupRecord, StageEntry
 
 
 def join_rounds(before: Manifest, own: Manifest) -> Manifest:
@@ -20,7 +21,6 @@ def join_rounds(before: Manifest, own: Manifest) -> Manifest:
     told = RoundRecord(
         settings=before.settings, removed_parameters=before.budget.removed_parameters, recovery=before.recovery
     )
-    number = len(before.rounds) + 1
     return own.model_copy(
         update={
             "model": replace(own.model, parameters_before=before.model.parameters_before),
@@ -28,21 +28,25 @@ def join_rounds(before: Manifest, own: Manifest) -> Manifest:
                 own.budget, prunable_parameters=prunable, removed_parameters=removed, met_sparsity=removed / prunable
             ),
             "groups": [_join_groups(earlier[group.name], group) for group in own.groups],
-            "stages": [
-                *(replace(stage, name=_name_stage(stage.name, number)) for stage in before.stages),
-                *own.stages,
-            ],
+            "stages": _join_stages(before.stages, own.stages),
             "rounds": [*before.rounds, told],
         }
     )
 
 
-def _name_stage(name: str, number: int) -> str:
-    return name if name.startswith("round ") else f"round {number}: {name}"
+def _join_stages(before: Sequence[StageEntry], own: Sequence[StageEntry]) -> list[StageEntry]:
+    """Return the stages of all rounds: seconds are summed, the largest peak is kept."""
+    earlier, joined = {stage.name: stage for stage in before}, list[StageEntry]()
+    for stage in own:
+        if (first := earlier.pop(stage.name, None)) is not None:
+            peaks = [entry.peak_bytes for entry in (first, stage) if entry.peak_bytes is not None]
+            stage = replace(stage, seconds=first.seconds + stage.seconds, peak_bytes=max(peaks, default=None))
+        joined.append(stage)
+    return [*earlier.values(), *joined]
 
 
 def _join_groups(before: GroupRecord, own: GroupRecord) -> GroupRecord:
-    """Return a group's record with the units of the dense model."""
+    """Return a group's record with units numbered as in the dense model; rotated values, as after their first rotation."""
     return replace(
         own,
         num_units=before.num_units,

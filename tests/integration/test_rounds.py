@@ -8,6 +8,7 @@ from helpers.models import run_oneshot, save_wide_llama
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import RecoveryModifier, StruPruneModifier, read_manifest
+from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.tables import summarize_manifest
 from struprune_plugin.storage.verify import verify_folder
 
@@ -75,7 +76,12 @@ def test_every_round_has_its_recovery(opt, tmp_path):
 
     recipe = list_rounds({"allocation": CURVES}, 0.2, 0.4, between=recover)
     run_oneshot(str(opt), recipe=[*recipe, *recover()], output_dir=str(tmp_path / "out"))
+    again = load_recipe(tmp_path / "out" / "recipe.yaml").modifiers
+    assert [type(modifier) for modifier in again] == [StruPruneModifier, RecoveryModifier] * 2
+    assert [again[0].sparsity, again[2].sparsity] == [0.2, 0.4]
     manifest = read_manifest(tmp_path / "out")
+    names = [stage.name for stage in manifest.stages]
+    assert len(names) == len(set(names))
     assert [record.recovery.steps for record in (*manifest.rounds, manifest)] == [1, 1]
     assert re.search(r"round 1 .*% removed, then 1 steps of recovery", summarize_manifest(manifest, tmp_path / "out"))
     assert not verify_folder(tmp_path / "out").problems
@@ -85,6 +91,7 @@ def test_every_round_has_its_recovery(opt, tmp_path):
     ("stages", "options", "message"),
     [
         ([{"sparsity": 0.3}, {"sparsity": 0.2}], {}, r"sparsity: must grow .* got 0\.3 and 0\.2"),
+        ([{"sparsity": 0.3}, {"sparsity": 0.301}], {}, r"sparsity: must grow by at least 0\.01"),
         (
             [{"sparsity": 0.2}, {"sparsity": 0.3, "attention_unit": "none"}],
             {},
@@ -100,6 +107,16 @@ def test_what_cannot_be_a_round_is_refused(opt, tmp_path, monkeypatch, stages, o
     with pytest.raises(ValueError, match=message):
         run_oneshot(str(opt), recipe=[StruPruneModifier(**fields) for fields in stages], output_dir="out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_rounds_are_checked_as_the_recipe_is_read():
+    with pytest.raises(ValueError, match=r"got 0\.3 and 0\.3\. Give each stage its own value"):
+        load_recipe("struprune_rounds", changes={"sparsity": 0.3})
+    with pytest.raises(ValueError, match="no SparsityAllocatorModifier beside several"):
+        load_recipe(
+            "a_stage: {a_modifiers: {SparsityAllocatorModifier: {sparsity: 0.1}}}\n"
+            "b_stage: {b_modifiers: {StruPruneModifier: {}}}\nc_stage: {c_modifiers: {StruPruneModifier: {}}}"
+        )
 
 
 def test_a_replay_of_rounds_is_refused(opt, tmp_path):

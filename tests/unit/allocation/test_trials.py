@@ -155,6 +155,6 @@ def test_trial_samples_are_refused_beside_an_allocator_stage(opt):
         StruPruneModifier(allocation={"rule": "error_curve", "trial_samples": 3}),
     ]
     with pytest.raises(
-        ValueError, match=r"allocation\.trial_samples must be 4 as in the SparsityAllocatorModifier stage, got 3"
+        ValueError, match=r"allocation\.trial_samples must be 4 as in the SparsityAllocatorModifier stage before, got 3"
     ):
         run_oneshot(str(opt), stages)

@@ -52,7 +52,7 @@ def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, w
         (
             {},
             {"allocation": "uniform"},
-            "allocation must be 'softmax' as in the SparsityAllocatorModifier stage, got 'uni",
+            "allocation must be 'softmax' as in the SparsityAllocatorModifier stage before, got 'uni",
         ),
         (
             {},

@@ -276,6 +276,8 @@ def _derive_module(mixin: type, stock: type) -> type:
 class StruPruneLinear:
     """Linear with fewer rows or columns than the module around it handles; mixed in before a linear's own class.
 
+    Hooks and ``forward`` handle the channels that the weights have, so that quantisers and others see a linear like any other.
+
     :ivar spread: padding of its rows, as in :func:`adopt_padded`; None where no row is missing
     :ivar gather: padding of its columns, likewise
     """
@@ -283,16 +285,10 @@ class StruPruneLinear:
     spread: dict[str, Any] | None
     gather: dict[str, Any] | None
 
-    def forward(self: Any, states: torch.Tensor) -> torch.Tensor:
-        return self.lay_out(super().forward(self.pick(states)))  # type: ignore[misc]
-
-    def pick(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the part of the input that the weights read."""
-        return states if self.gather is None else narrow(states, self.gather)
-
-    def lay_out(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the padded output, given the product with the weights."""
-        return states if self.spread is None else widen(states, self.spread)
+    def __call__(self: Any, states: torch.Tensor) -> torch.Tensor:
+        read = states if self.gather is None else narrow(states, self.gather)
+        made = super().__call__(read)  # type: ignore[misc]
+        return made if self.spread is None else widen(made, self.spread)
 
 
 def widen(states: torch.Tensor, form: dict[str, Any]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from compressed_tensors.utils import patch_attr
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, split_call
-from struprune_plugin.model.layers import find_linear, lay_rows_out, pick_columns
+from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup
 
 _HOLD_EVERY = 4  # sequences
@@ -51,8 +51,7 @@ def capture_streams(
 
     def see_input(module: nn.Module, key: tuple[str, str]) -> None:
         def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            given = split_call(args, kwargs)[1]
-            seen[key] = _flatten(pick_columns(module, given) if key[1] == "inputs" else given)
+            seen[key] = _flatten(split_call(args, kwargs)[1])
             if stop and key[1] == "inputs":
                 raise Stopped
 
@@ -92,7 +91,7 @@ def skip_linears(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[None
     """Replace the groups' linears by zeros without computation, in a pass whose output is not read."""
 
     def answer(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: lay_rows_out(linear, hidden.new_zeros((*hidden.shape[:-1], linear.out_features)))
+        return lambda hidden: hidden.new_zeros((*hidden.shape[:-1], linear.out_features))
 
     with ExitStack() as stack:
         for group in groups:
@@ -112,8 +111,7 @@ def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor
     def answer(linear: nn.Linear, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
         def forward(inputs: Tensor) -> Tensor:
             own = None if linear.bias is None else bias.to(inputs)
-            inputs = pick_columns(linear, inputs)
-            return lay_rows_out(linear, nn.functional.linear(inputs, weight.to(inputs), own))
+            return nn.functional.linear(inputs, weight.to(inputs), own)
 
         return forward
 

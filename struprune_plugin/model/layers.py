@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationMetadata
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
@@ -112,16 +112,6 @@ def list_attention_configs(model: PreTrainedModel) -> list[tuple[nn.Module, Any]
         (layer, next((m.config for m in layer.modules() if hasattr(m, "config")), default))  # type: ignore[misc]
         for _, layer in find_decoder_layers(model)
     ]
-
-
-def pick_columns(linear: nn.Module, states: Tensor) -> Tensor:
-    """Return the part of a linear's input that its weights read; the whole input where the linear is not padded."""
-    return linear.pick(states) if hasattr(linear, "gather") else states  # type: ignore[operator]
-
-
-def lay_rows_out(linear: nn.Module, states: Tensor) -> Tensor:
-    """Return a linear's output given the product with its weights; the product itself where the linear is not padded."""
-    return linear.lay_out(states) if hasattr(linear, "spread") else states  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmcompressor.modifiers.quantization import QuantizationMixin
 from transformers import PreTrainedModel
 
 from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.checks import split_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
 
 
@@ -28,6 +30,11 @@ def check_uniform(
         problem = (
             "needs values as wide as queries and keys, as stock classes do, got `attention_unit: value_channels`. Set "
             "`attention_unit: head` or `attention_unit: none`"
+        )
+    elif _is_transposed(model) and any(isinstance(later, QuantizationMixin) for later in split_modifiers(recipe)[1]):
+        problem = (
+            f"gives {model.config.model_type} its stock class, whose transposed weights llm-compressor does not quantise, got a "
+            "quantiser behind it. Set `output: per_layer`"
         )
     elif not are_layers_alike(model):
         problem = (
@@ -49,3 +56,8 @@ def check_uniform(
         problem = "must cover all decoder layers, and targets or ignore leave some out. Remove targets and ignore"
     if problem:
         raise ValueError(f"`output: uniform` {problem}.")
+
+
+def _is_transposed(model: PreTrainedModel) -> bool:
+    """Return whether linears of a model were Conv1D modules, as in GPT-2."""
+    return any(hasattr(module, "nf") for module in model.modules())

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from struprune_plugin.export.modeling_struprune import adopt_padded, release_padded
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts
 from struprune_plugin.recovery.recovery_config import Adapters
 
@@ -88,6 +89,7 @@ def attach_adapters(model: nn.Module, names: list[str], adapters: Adapters) -> I
     sizes: dict[str, Any] = {"r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": adapters.dropout}
     config = LoraConfig(**sizes, target_modules=names, bias="none")
     adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]  # what it wraps is the model itself, in place
+    padded = [_move_padding(module) for module in model.modules() if isinstance(module, LoraLayer)]
     try:
         model.eval()
         yield [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -98,8 +100,24 @@ def attach_adapters(model: nn.Module, names: list[str], adapters: Adapters) -> I
         adapted.merge_and_unload()
     finally:
         model.eval()
+        for linear, form in filter(None, padded):
+            adopt_padded(linear, *form)
         for parameter, value in required:
             parameter.requires_grad_(value)
+
+
+def _move_padding(adapted: Any) -> tuple[nn.Module, tuple[Any, Any]] | None:
+    """Move the padding of a linear to the module that adds its adapter, whose weights have the same sides; return both.
+
+    None where the linear is not padded.
+    """
+    linear = adapted.get_base_layer()
+    if not hasattr(linear, "spread"):
+        return None
+    form = linear.spread, linear.gather
+    release_padded(linear)
+    adopt_padded(adapted, *form)
+    return linear, form
 
 
 def switch_dropout(model: nn.Module, active: bool) -> None:

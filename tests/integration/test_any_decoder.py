@@ -6,13 +6,15 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.models import make_dataset, run_oneshot
+from llmcompressor.modifiers.quantization import GPTQModifier
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from eval.coverage import make_config, run_type
-from struprune_plugin import read_manifest
+from struprune_plugin import RecoveryModifier, StruPruneModifier, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.export.any_class import list_padded
 from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 
@@ -57,15 +59,53 @@ def test_keys_that_all_heads_share_are_found_beside_the_values(model_type, heads
     torch.testing.assert_close(loaded(input_ids=ids).logits, pruned(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("model_type", ["falcon", "gpt2", "cohere2"])
+def test_padded_linears_are_trained_and_quantised_like_others(model_type, tmp_path):
+    """Their adapters and the quantiser's statistics have the sides of the weights, not those of the module around them."""
+    model = build_tiny(make_config(model_type, 2))
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    data, ids = make_tokens(model.config, 16)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {"linears": {"targets": ["Linear"], "weights": weights}}
+    recipe = [
+        StruPruneModifier(sparsity=0.2, allocation="uniform"),
+        RecoveryModifier(loss={"cross_entropy": 1.0}, adapters={"rank": 2}, schedule={"max_steps": 1}),
+        GPTQModifier(config_groups=groups, ignore=["lm_head"]),
+    ]
+    quantised = run_oneshot(
+        str(tmp_path / "dense"), recipe, data, num_calibration_samples=16, output_dir=str(tmp_path / "out")
+    )
+    padded = list_padded(quantised)
+    assert any(linear.spread for linear in padded)
+    assert any(linear.gather for linear in padded)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(loaded(input_ids=ids).logits, quantised(input_ids=ids).logits)
+
+
+def test_a_stock_class_that_no_quantiser_reads_is_refused(tmp_path):
+    model = build_tiny(make_config("gpt2", 2))
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    recipe = [
+        StruPruneModifier(sparsity=0.2, output="uniform", attention_unit="none"),
+        GPTQModifier(targets=["Linear"], scheme="W4A16", ignore=["lm_head"]),
+    ]
+    with pytest.raises(
+        ValueError, match=r"gives gpt2 its stock class, whose transposed weights .* Set `output: per_layer`"
+    ):
+        run_oneshot(str(tmp_path / "dense"), recipe, make_tokens(model.config)[0], output_dir=str(tmp_path / "out"))
+
+
 def test_what_cannot_be_exchanged_is_refused_by_name():
     assert run_type("jetmoe")["verdict"].startswith(
         "refused: model: 'jetmoe' must have layers with attention or an FFN that can be cut, got none: no linear reads"
     )
 
 
-def make_tokens(config):
+def make_tokens(config, count=8):
     """Return (a data set for calibration, ids for comparisons) of tokens that an instance knows."""
-    ids = draw_tokens(config, 8, 32)
+    ids = draw_tokens(config, count, 32)
     return Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()}), ids[:2]
 
 

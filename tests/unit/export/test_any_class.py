@@ -337,6 +337,16 @@ def test_padding_must_speak_of_the_linear_s_size():
         any_class.mark_padded(nn.Linear(4, 6), spread={"outer": 2, "segments": [[2, 2, 3]]})
 
 
+def test_hooks_of_a_padded_linear_see_the_channels_of_its_weights():
+    linear, seen = nn.Linear(4, 6, bias=False), []
+    any_class.mark_padded(linear, {"outer": 2, "segments": [[1, 3, 5]]}, {"outer": 1, "segments": [[2, 2, 3]]})
+    linear.register_forward_hook(lambda _module, args, output: seen.append((args[0].shape, output.shape)))
+    assert linear(torch.ones(7, 6)).shape == (7, 10)
+    assert seen == [((7, 4), (7, 6))]
+    copied = copy.deepcopy(linear)
+    assert torch.equal(copied(torch.ones(7, 6)), linear(torch.ones(7, 6)))
+
+
 def test_widen_and_narrow_are_inverse():
     form = {"outer": 2, "segments": [[1, 4, 4], [2, 2, 3]]}
     states = torch.arange(32.0).view(2, 16)

@@ -21,8 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.calibration import prepare_dataset
 from struprune_plugin.evaluation.text import load_tokenizer
-from struprune_plugin.export.any_class import describe_form
+from struprune_plugin.export.any_class import describe_form, is_pruned
 from struprune_plugin.export.saved_recipe import tidy_recipe
+from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
@@ -133,6 +134,8 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
             # ``1 + weight`` replaced, which rounds their weights; StruPrune's modifiers need neither.
             stack.enter_context(patch_attr(host, "get_non_linearized_moes", lambda model: []))
             stack.enter_context(patch_attr(host, "norm_calibration_context", nullcontext))
+        elif is_pruned(type(model.config)):
+            take_apart(model)  # llm-compressor would read the experts' width before pruning from the configuration
         try:
             yield
         except RuntimeError as error:

@@ -25,10 +25,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 @contextmanager
 def keep_offload(module: nn.Module) -> Iterator[None]:
-    """Unwrap the offloading of a module's forward pass during the block, so that its class and forward function can change."""
+    """Unwrap the offloading of a module's forward pass during the block, so that its class and forward function can change.
+
+    The forward function of a linear that a later quantiser has wrapped stays: no class of a linear here changes it.
+    """
     with unwrap_offload_forward(module):
         yield
-        module.__dict__.pop("forward", None)
+        if not (isinstance(module, nn.Linear) and hasattr(module, "quantization_scheme")):
+            module.__dict__.pop("forward", None)
 
 
 def replace_conv1d(model: nn.Module) -> None:

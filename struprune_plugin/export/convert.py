@@ -86,6 +86,8 @@ def check_heads(model: PreTrainedModel) -> None:
         problem = "has none whose heads are independent of each other"
     elif not all(attention.takes_fewer_heads for attention in attentions) and not can_narrow(model):
         problem = "has modules that do not run with fewer heads"
+    elif list_padded(model):
+        problem = "has lost value channels, after which whole heads cannot be removed in this class"
     else:
         return
     raise ValueError(

@@ -285,9 +285,9 @@ class StruPruneLinear:
     spread: dict[str, Any] | None
     gather: dict[str, Any] | None
 
-    def __call__(self: Any, states: torch.Tensor) -> torch.Tensor:
-        read = states if self.gather is None else narrow(states, self.gather)
-        made = super().__call__(read)  # type: ignore[misc]
+    def __call__(self: Any, input: torch.Tensor) -> torch.Tensor:  # the name that torch's linears use
+        is_wide = self.gather is not None and input.shape[-1] != self.in_features  # not if a hook's input is run again
+        made = super().__call__(narrow(input, self.gather) if is_wide else input)  # type: ignore[misc]
         return made if self.spread is None else widen(made, self.spread)
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.models import make_dataset, run_oneshot
-from llmcompressor.modifiers.quantization import GPTQModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.transform import AWQModifier
+from llmcompressor.modifiers.transform.awq.mappings import AWQMapping
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -81,6 +83,42 @@ def test_padded_linears_are_trained_and_quantised_like_others(model_type, tmp_pa
     assert any(linear.gather for linear in padded)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(loaded(input_ids=ids).logits, quantised(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "stablelm"])
+def test_smoothing_and_quantised_activations_work_behind_padded_linears(model_type, tmp_path):
+    model = build_tiny(make_config(model_type, 2))
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    data, ids = make_tokens(model.config, 16)
+    mapping = AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
+    stages = {
+        "awq": [AWQModifier(mappings=[mapping], duo_scaling=False, n_grid=3)],
+        "w8a8": [],
+    }
+    for name, smoothing in stages.items():
+        quantiser = QuantizationModifier(targets=["Linear"], scheme="W8A8", ignore=["lm_head"])
+        recipe = [
+            StruPruneModifier(sparsity=0.2, allocation={"rule": "error_curve", "trial_samples": 0}),
+            *smoothing,
+            quantiser,
+        ]
+        options = {"num_calibration_samples": 16, "output_dir": str(tmp_path / name)}
+        quantised = run_oneshot(str(tmp_path / "dense"), recipe, data, **options)
+        assert list_padded(quantised)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        torch.testing.assert_close(loaded(input_ids=ids).logits, quantised(input_ids=ids).logits)
+
+
+def test_heads_are_refused_where_values_are_padded(tmp_path):
+    model = build_tiny(make_config("cohere2", 2))
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    data, options = make_tokens(model.config, 16)[0], {"num_calibration_samples": 16}
+    fields = {"sparsity": 0.2, "allocation": "uniform"}
+    run_oneshot(str(tmp_path / "dense"), dataset=data, output_dir=str(tmp_path / "once"), **options, **fields)
+    with pytest.raises(ValueError, match="has lost value channels, after which whole heads cannot be removed"):
+        run_oneshot(str(tmp_path / "once"), dataset=data, attention_unit="head", **options, **fields)
 
 
 def test_a_stock_class_that_no_quantiser_reads_is_refused(tmp_path):

@@ -186,6 +186,24 @@ def test_an_importance_that_is_not_defined_for_experts_is_refused(mixture, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_a_quantiser_may_follow_in_a_second_run(tmp_path):
+    """The folder's configuration holds the width of the experts before pruning."""
+    model = build_tiny(make_config("qwen3_moe", 2))
+    model.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    ids = draw_tokens(model.config, 16, 32, seed=1)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    options = {"dataset": data, "num_calibration_samples": 16, "tokenizer": str(tmp_path / "dense")}
+    fields = {"sparsity": 0.3, "attention_unit": "none", "allocation": "uniform"}
+    run_oneshot(str(tmp_path / "dense"), output_dir=str(tmp_path / "pruned"), **fields, **options)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {"experts": {"targets": ["re:.*experts\\.\\d+\\..*proj$"], "weights": weights}}
+    recipe = [QuantizationModifier(config_groups=groups)]
+    quantised = run_oneshot(str(tmp_path / "pruned"), recipe, output_dir=str(tmp_path / "out"), **options)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(again(ids[:2]).logits, quantised(ids[:2]).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_quantiser_may_follow(tmp_path):
     model = build_tiny(make_config("qwen3_moe", 2))
     model.save_pretrained(tmp_path / "dense")

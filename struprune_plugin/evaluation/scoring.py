@@ -39,12 +39,7 @@ def measure_perplexity(
     :raises ValueError: ``window`` or ``stride`` is out of range, a token has no embedding, or there are fewer tokens than a window
     """
     stride = window if stride is None else stride
-    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings:
-        raise ValueError(
-            f"text: token ids must be below {embeddings}, the model's number of embeddings, got {int(tokens.max())}. Use the "
-            "model's own tokenizer."
-        )
+    _check_tokens(model, tokens)
     if window < 2 or not 1 <= stride <= window:
         raise ValueError(
             f"window must be at least 2 and stride in [1, window], got window={window}, stride={stride}. Raise window, or lower "
@@ -88,14 +83,31 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
     return model.to(device).eval(), tokenizer
 
 
+def _check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Raise if a token has no embedding.
+
+    :raises ValueError: in that case
+    """
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings:
+        raise ValueError(
+            f"text: token ids must be below {embeddings}, the model's number of embeddings, got {int(tokens.max())}. Use the "
+            "model's own tokenizer."
+        )
+
+
 @torch.no_grad()
 def continue_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], num_tokens: int
 ) -> list[str]:
-    """Return a model's greedy continuation of each prompt."""
+    """Return a model's greedy continuation of each prompt.
+
+    :raises ValueError: a token has no embedding
+    """
     texts = []
     for prompt in tqdm(prompts, desc="samples", leave=False):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+        _check_tokens(model, ids.flatten())
         context = getattr(model.config, "max_position_embeddings", ids.shape[1] + num_tokens) - ids.shape[1]
         options: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
         written = model.generate(

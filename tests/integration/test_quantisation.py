@@ -13,7 +13,6 @@ from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers.factory import ModifierFactory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from eval.quantisation import compare_with_parts, make_recipe
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
@@ -376,7 +375,8 @@ def test_orders_that_cannot_work_are_refused_before_work(opt, ours, stages, mess
     def fail(*_args, **_kwargs):
         raise AssertionError("work started")
 
-    monkeypatch.setattr(OPTDecoderLayer, "forward", fail)
+    for work in ("layerwise.statistics.LayerStatistics.run_layer", "recovery.recover.Recovery.run"):
+        monkeypatch.setattr(f"struprune_plugin.{work}", fail)
     options = {"dataset": make_dataset(), "output_dir": str(tmp_path / "out"), "num_calibration_samples": 8}
     if "cache" in message and oneshot is host_oneshot and isinstance(ours(), LoRARecoveryModifier):
         message = "num_key_value_heads"  # nothing of ours asks, the host's own words

@@ -163,11 +163,11 @@ class Planner:
             plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity, context), held
         else:
             budget = recipe.make_budget(setup.num_prunable, setup.share, setup.limits)
-            curves = {rule.rule: tie_statistics(setup.sizes, measured)}
+            tied = tie_statistics(setup.sizes, measured)
             probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
-            plans = self._decide(curves, budget)
+            plans = self._decide({rule.rule: tied}, budget)
             if held:
-                plans = self._propose(curves, plans, budget, partial(measure_plans, batches=probes))
+                plans = self._propose(tied, plans, budget, partial(measure_plans, batches=probes))
         if len(plans) > 1 and judges:
             plans = {"": take_best(plans, measure_plans(list(plans.values()), judges))}
         taken = next(iter(plans.values()))
@@ -214,20 +214,23 @@ class Planner:
         return plans
 
     def _propose(
-        self, curves: Curves, plans: Mapping[str, UnitAllocation], budget: Budget, measure: Measure
+        self,
+        tied: Mapping[str, GroupStatistics],
+        own: Mapping[str, UnitAllocation],
+        budget: Budget,
+        measure: Measure,
     ) -> dict[str, UnitAllocation]:
         """Return plans to try, by name: the rule's own, first, those of corrected curves and of unrotated units, and variants.
 
-        :param curves: the error curves, under the name of the rule
-        :param plans: the rule's plans from them; the last one keeps all sublayers
+        :param tied: statistics by the name of a size
+        :param own: the rule's plans from them; the last one keeps all sublayers
         """
-        (measured,) = curves.values()
-        told, others = self._probe(list(plans.values())[-1], measure), dict[str, Mapping[str, GroupStatistics]]()
-        if told:
-            others["probed"] = bend_curves(measured, self.setup.sizes, *told)
-        if unrotated := take_unrotated(measured):
+        others = {}
+        if told := self._probe(list(own.values())[-1], measure):
+            others["probed"] = bend_curves(tied, self.setup.sizes, *told)
+        if unrotated := take_unrotated(tied):
             others["unrotated"] = unrotated
-        return self._spread({**plans, **self._decide(others, budget)}, others.get("probed", measured), budget)
+        return self._spread({**own, **self._decide(others, budget)}, others.get("probed", tied), budget)
 
     def _probe(self, own: UnitAllocation, measure: Measure) -> tuple[list[int], dict[Block, float]] | None:
         """Return a plan's kept units by size, and the divergence of every block of modules pruned alone; None if there are not

@@ -100,7 +100,7 @@ class StruPruneModifier(StructuredModifier):
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
     _modifiers: Sequence[Modifier] = PrivateAttr(default=())  # of the whole recipe
     _round_before: Any = PrivateAttr(default=None)  # a StruPruneModifier; None in the first round
-    _own: Manifest | None = PrivateAttr(default=None)  # of a round that another one has followed
+    _own_manifest: Manifest | None = PrivateAttr(default=None)  # where another round has followed
     _setup: RunSetup | None = PrivateAttr(default=None)
     _weights_digest: str = PrivateAttr(default="")
     _replayed: Replay | None = PrivateAttr(default=None)
@@ -184,7 +184,7 @@ class StruPruneModifier(StructuredModifier):
             return True  # llm-compressor finalises an aborted run: nothing to export
         if self._plan is not None and self._plan.experts is not None:
             self._plan.experts.tell(state.model.config.get_text_config(decoder=True))
-        own, later = self._own or self._adopt(state.model), self._round_before is not None
+        own, later = self._own_manifest or self._adopt(state.model), self._round_before is not None
         wrap_save(
             state.model, lambda path: write_manifest(join_rounds(read_manifest(path), own) if later else own, path)
         )
@@ -192,8 +192,8 @@ class StruPruneModifier(StructuredModifier):
 
     def _close_round(self, model: PreTrainedModel) -> BudgetRecord:
         """Return the budget of this round and those before, after ending it, so that another one can follow."""
-        self._own = self._adopt(model)
-        return self._join(self._own).budget
+        self._own_manifest = self._adopt(model)
+        return self._join(self._own_manifest).budget
 
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""
@@ -214,7 +214,7 @@ class StruPruneModifier(StructuredModifier):
     def _join(self, own: Manifest) -> Manifest:
         """Return the manifest of this stage joined with those of the rounds before it, without their recovery."""
         before = self._round_before
-        return own if before is None else join_rounds(before._join(before._own), own)
+        return own if before is None else join_rounds(before._join(before._own_manifest), own)
 
     # -- before the pass ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from helpers.models import make_dataset, run_oneshot
+from helpers.models import make_dataset, run_oneshot, save_model
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform import AWQModifier
 from llmcompressor.modifiers.transform.awq.mappings import AWQMapping
@@ -65,8 +65,7 @@ def test_keys_that_all_heads_share_are_found_beside_the_values(model_type, heads
 def test_padded_linears_are_trained_and_quantised_like_others(model_type, tmp_path):
     """Their adapters and the quantiser's statistics have the sides of the weights, not those of the module around them."""
     model = build_tiny(make_config(model_type, 2))
-    model.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    save_model(model, tmp_path / "dense")
     data, ids = make_tokens(model.config, 16)
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
     groups = {"linears": {"targets": ["Linear"], "weights": weights}}
@@ -88,8 +87,7 @@ def test_padded_linears_are_trained_and_quantised_like_others(model_type, tmp_pa
 @pytest.mark.parametrize("model_type", ["olmo2", "stablelm"])
 def test_smoothing_and_quantised_activations_work_behind_padded_linears(model_type, tmp_path):
     model = build_tiny(make_config(model_type, 2))
-    model.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    save_model(model, tmp_path / "dense")
     data, ids = make_tokens(model.config, 16)
     mapping = AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
     stages = {
@@ -112,8 +110,7 @@ def test_smoothing_and_quantised_activations_work_behind_padded_linears(model_ty
 
 def test_heads_are_refused_where_values_are_padded(tmp_path):
     model = build_tiny(make_config("cohere2", 2))
-    model.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    save_model(model, tmp_path / "dense")
     data, options = make_tokens(model.config, 16)[0], {"num_calibration_samples": 16}
     fields = {"sparsity": 0.2, "allocation": "uniform"}
     run_oneshot(str(tmp_path / "dense"), dataset=data, output_dir=str(tmp_path / "once"), **options, **fields)
@@ -123,8 +120,7 @@ def test_heads_are_refused_where_values_are_padded(tmp_path):
 
 def test_a_stock_class_that_no_quantiser_reads_is_refused(tmp_path):
     model = build_tiny(make_config("gpt2", 2))
-    model.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
+    save_model(model, tmp_path / "dense")
     recipe = [
         StruPruneModifier(sparsity=0.2, output="uniform", attention_unit="none"),
         GPTQModifier(targets=["Linear"], scheme="W4A16", ignore=["lm_head"]),

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from helpers.models import run_oneshot
+from helpers.models import run_oneshot, save_model
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,15 +45,17 @@ def test_experts_of_types_that_differ_pass_every_stage(model_type, monkeypatch):
     assert "experts" in row["units (layers)"]
 
 
+def save_mixture(model_type, folder, samples):
+    """Save a tiny mixture; return its folder, calibration data, and ids for comparisons."""
+    model = build_tiny(make_config(model_type, 2))
+    ids = draw_tokens(model.config, samples, 32, seed=1)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    return save_model(model, folder), data, ids[:2]
+
+
 @pytest.fixture
 def mixture(tmp_path):
-    """A folder of a tiny Mixtral, and calibration data."""
-    model = build_tiny(make_config("mixtral", 2))
-    model.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
-    ids = draw_tokens(model.config, 32, 32, seed=1)
-    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
-    return tmp_path / "dense", data, ids[:2]
+    return save_mixture("mixtral", tmp_path / "dense", 32)
 
 
 def prune(mixture, out, **fields):
@@ -188,39 +190,31 @@ def test_an_importance_that_is_not_defined_for_experts_is_refused(mixture, tmp_p
 
 def test_a_quantiser_may_follow_in_a_second_run(tmp_path):
     """The folder's configuration holds the width of the experts before pruning."""
-    model = build_tiny(make_config("qwen3_moe", 2))
-    model.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
-    ids = draw_tokens(model.config, 16, 32, seed=1)
-    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
-    options = {"dataset": data, "num_calibration_samples": 16, "tokenizer": str(tmp_path / "dense")}
+    dense, data, ids = save_mixture("qwen3_moe", tmp_path / "dense", 16)
+    options = {"dataset": data, "num_calibration_samples": 16, "tokenizer": str(dense)}
     fields = {"sparsity": 0.3, "attention_unit": "none", "allocation": "uniform"}
-    run_oneshot(str(tmp_path / "dense"), output_dir=str(tmp_path / "pruned"), **fields, **options)
+    run_oneshot(str(dense), output_dir=str(tmp_path / "pruned"), **fields, **options)
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
     groups = {"experts": {"targets": ["re:.*experts\\.\\d+\\..*proj$"], "weights": weights}}
     recipe = [QuantizationModifier(config_groups=groups)]
     quantised = run_oneshot(str(tmp_path / "pruned"), recipe, output_dir=str(tmp_path / "out"), **options)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    torch.testing.assert_close(again(ids[:2]).logits, quantised(ids[:2]).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again(ids).logits, quantised(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_quantiser_may_follow(tmp_path):
-    model = build_tiny(make_config("qwen3_moe", 2))
-    model.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
-    ids = draw_tokens(model.config, 16, 32, seed=1)
-    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    dense, data, ids = save_mixture("qwen3_moe", tmp_path / "dense", 16)
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 4}
     quantiser = QuantizationModifier(
         config_groups={"experts": {"targets": ["re:.*experts\\.\\d+\\..*proj$"], "weights": weights}}
     )
     recipe = [StruPruneModifier(sparsity=0.3, attention_unit="none", output="uniform"), quantiser]
     options = {"dataset": data, "num_calibration_samples": 16, "output_dir": str(tmp_path / "out")}
-    quantised = run_oneshot(str(tmp_path / "dense"), recipe=recipe, **options)
+    quantised = run_oneshot(str(dense), recipe=recipe, **options)
     kept = json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"]
     assert kept < 52
     assert kept % 4 == 0
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors["model.layers.0.mlp.experts.0.down_proj.weight_shape"].tolist() == [96, kept]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    torch.testing.assert_close(again(ids[:2]).logits, quantised(ids[:2]).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again(ids).logits, quantised(ids).logits, rtol=1e-4, atol=1e-4)

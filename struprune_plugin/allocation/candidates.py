@@ -2,17 +2,18 @@
 
 Error curves and sensitivities are second-order approximations at the dense model, and a plan may lead far from it. Each plan is
 applied with weights solved on the dense model's moments, without correction of inherited errors, all plans in one pass; they
-are compared by the KL divergence of the model's next tokens.
+are compared by the KL divergence of the model's next tokens. Where a plan removes whole experts, the others are solved on the
+tokens that they take over, so that the sum of the experts changes least.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from loguru import logger
@@ -20,27 +21,20 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.rules import GroupStatistics
+from struprune_plugin.allocation.trial_weights import Fit, TrialSolver, Weights
 from struprune_plugin.layerwise.calls import States
 from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.ends import leave_layers
 from struprune_plugin.layerwise.expert_choice import route_among
 from struprune_plugin.layerwise.head import Head
-from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.linalg.elimination import unit_columns
-from struprune_plugin.linalg.error_curves import solve_nested_weights
-from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
-from struprune_plugin.linalg.second_moments import SecondMoments, move_moments
-from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.linalg.ties import argmin_with_ties
-from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts, PruningConfig, UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
+from struprune_plugin.runtime.distributed import sum_over_ranks
 
 Kept = Mapping[str, int]  # number of units by group
 
@@ -58,19 +52,21 @@ class _Path:
     experts: KeptExperts | None = None
     states: list[States] = field(default_factory=list)
 
+    def list_dropped(self, groups: Sequence[UnitGroup]) -> dict[str, Sequence[int]]:
+        """Return the kept experts of a layer, by list, where the plan removes others."""
+        if self.experts is None:
+            return {}
+        keep = {group.experts: self.experts.keep[group.output_name] for group in groups if group.experts}
+        members = Counter(group.experts for group in groups)
+        return {experts: kept for experts, kept in keep.items() if len(kept) < members[experts]}
 
-@dataclass(frozen=True)
-class Fit:
-    """Results of an allocation pass that trials use.
-
-    :param measured: statistics of every group: the removal order of its units, and the basis to which they are rotated
-    :param num_batches: number of batches on which the weights are solved; the batches after them are for trials
-    :param moments: moments of those batches, on the host, if the pass has stored them; the batches are then left out
-    """
-
-    measured: Mapping[str, GroupStatistics]
-    num_batches: int
-    moments: Mapping[str, SecondMoments] | None = None
+    def route(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> ExitStack:
+        """Return a context in which the layer's routers choose among the kept experts."""
+        with ExitStack() as stack:
+            for experts, keep in self.list_dropped(groups).items():
+                assert self.experts is not None
+                stack.enter_context(route_among(layer, self.experts.routing, experts, keep))
+            return stack.pop_all()
 
 
 class Trial:
@@ -94,13 +90,15 @@ class Trial:
         fit: Fit,
         context: DeviceContext,
     ):
-        self._model, self._groups, self._config, self._context = model, groups, config, context
+        self._model, self._groups, self._context = model, groups, context
         self._paths = [_Path(plan.kept, plan.experts) for plan in plans]
-        self._measured, self._known = fit.measured, fit.moments or {}
-        self._num_fit = 0 if self._known else fit.num_batches
-        self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
+        self._num_fit = 0 if fit.moments else fit.num_batches
+        target = TARGETS["local" if all(plan.experts is None for plan in plans) else "residual"]
+        self._statistics = LayerStatistics(target, context, all_groups=True)
+        self._solver = TrialSolver(config, fit, self._statistics, context)
         self._dense: list[Tensor] = []  # outputs of the last layer, by trial batch
 
+    @torch.no_grad()
     def run(self, batches: Sequence[dict[str, Tensor]]) -> None:
         """Run every plan through all layers.
 
@@ -109,13 +107,14 @@ class Trial:
         for step in stream_layers(self._model, batches, self._context, "trials"):
             own, num_fit = select_groups(self._groups, step.name), self._num_fit
             cut = [group for group in own if self._list_counts(group)]
-            for _ in step.observe(self._statistics, cut, slice(num_fit)):
+            for _ in step.observe(self._statistics, self._add_dropped(cut, own), slice(num_fit)):
                 pass
+            weights = {group.name: self._solver.solve(step.layer, group, self._list_counts(group)) for group in cut}
+            left = self._solve_left(step.layer, own)
             tried = step.observe(self._statistics, [], slice(num_fit, None))
             self._dense = [self._context.park(output.hidden) for _, output in tried]
-            weights = {group.name: self._solve(step.layer, group) for group in cut}
             for path in self._paths:
-                self._advance(path, step.layer, own, weights)
+                self._advance(path, step.layer, own, {**weights, **left.get(_name_kept(path.list_dropped(own)), {})})
             self._statistics.finish_layer()
 
     @torch.no_grad()
@@ -143,81 +142,60 @@ class Trial:
         """Return the numbers of kept units in the plans, without the number of all units."""
         return sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
 
-    def _solve(self, layer: nn.Module, group: UnitGroup) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return a consumer's weights, in module order, and bias, on the host, by number of kept units."""
-        known = self._known.get(group.name)
-        moments = self._statistics.collect_moments(layer, group, "trials").all if known is None else known
-        counts = self._list_counts(group)
-        with self._context.stage("trials"), self._context.solving():
-            solve = partial(self._solve_counts, layer, group, moments, counts)
-            return compute_on_rank0(solve, dict[int, tuple[Tensor, Tensor]], torch.device("cpu"))
+    def _add_dropped(self, cut: list[UnitGroup], groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """Return groups with one of every list that loses experts, so that the sum of its experts' outputs is recorded."""
+        lists = {experts for path in self._paths for experts in path.list_dropped(groups)}
+        missing = lists - {group.experts for group in cut}
+        return cut + list({group.experts: group for group in groups if group.experts in missing}.values())
 
-    def _solve_counts(
-        self, layer: nn.Module, group: UnitGroup, moments: SecondMoments, counts: Sequence[int]
-    ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the result of :meth:`_solve`, from moments on any device."""
-        linear, host = find_linear(layer, group.consumer), self._context.to_host
-        dense = ModuleView(layer, group, self._statistics).read_dense()
-        moments = move_moments(moments, lambda part: self._context.place(part, dense))
-        damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
-        solved = self._find_weights(group, damped, dense, counts)
-        for weight in [weight for count, weight in solved.items() if not count]:
-            weight.zero_()  # the whole sublayer is removed, with its bias
-        parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}
-        dtype = linear.weight.dtype
-        return {count: (host(weight.to(dtype)), host(bias.to(dtype))) for count, (weight, bias) in parts.items()}
-
-    def _find_weights(
-        self, group: UnitGroup, damped: SecondMoments, dense: Tensor, counts: Sequence[int]
-    ) -> dict[int, Tensor]:
-        """Return the weights on the kept units, zero elsewhere, by number of kept units, shape [d, n + 1]."""
-        found, copies, place = self._measured[group.name], group.columns_per_unit, self._context.place
-        order = found.order.to(damped.gram.device)
-        if not self._config.weight_update.solves:
-            gone = {count: unit_columns(order[: group.num_units - count], copies) for count in counts}
-            return {count: dense.index_fill(1, columns, 0.0) for count, columns in gone.items()}
-        if found.basis is None:
-            return solve_nested_weights(damped, order, copies, counts, group.name)
-        basis = place(found.basis, damped.gram)
-        solved = solve_nested_weights(rotate_moments(damped, basis, copies), order, copies, counts, group.name)
-        return {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
-
-    def _list_dropped(self, path: _Path, groups: Sequence[UnitGroup]) -> dict[str, Sequence[int]]:
-        """Return the kept experts of a layer, by list, where a plan removes others."""
-        if path.experts is None:
-            return {}
-        keep = {group.experts: path.experts.keep[group.output_name] for group in groups if group.experts}
-        members = Counter(group.experts for group in groups)
-        return {experts: kept for experts, kept in keep.items() if len(kept) < members[experts]}
+    def _solve_left(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> dict[str, dict[str, Weights]]:
+        """Return the weights of the experts that stay where others of their list are removed: by the name of
+        the kept experts, then by group."""
+        found: dict[str, dict[str, Weights]] = {}
+        for path in self._paths:
+            dropped = path.list_dropped(groups)
+            if not dropped or not self._solver.config.weight_update.solves or _name_kept(dropped) in found:
+                continue
+            left = [g for g in groups if g.experts in dropped and g.expert_index in dropped[g.experts]]
+            self._statistics.keep_groups(left)
+            with path.route(layer, groups):
+                moments = [self._statistics.collect_moments(layer, group, "trials") for group in left]
+            found[_name_kept(dropped)] = {
+                group.name: self._solver.solve(layer, group, [*self._list_counts(group), group.num_units], gathered)
+                for group, gathered in zip(left, moments, strict=True)
+            }
+        return found
 
     def _advance(
         self,
         path: _Path,
         layer: nn.Module,
         groups: Sequence[UnitGroup],
-        weights: Mapping[str, Mapping[int, tuple[Tensor, Tensor]]],
+        weights: Mapping[str, Weights],
     ) -> None:
         """Propagate a plan's hidden states through the layer, pruned as in the plan."""
-        gone = {
-            group.consumer: weights[group.name][kept]
+        new = {
+            group.consumer: solved[kept]
             for group in groups
-            if (kept := path.kept.get(group.name, group.num_units)) < group.num_units
+            if (kept := path.kept.get(group.name, group.num_units)) in (solved := weights.get(group.name, {}))
         }
-        dropped = self._list_dropped(path, groups)
-        if not gone and not dropped and not path.states:
+        if not new and not path.list_dropped(groups) and not path.states:
             return
         calls = self._statistics.calls[self._num_fit :]
         inputs = path.states or [call.states for call in calls]
         with ExitStack() as stack:
             stack.enter_context(self._context.stage("trials"))
-            stack.enter_context(replace_weights(layer, gone))
-            for experts, keep in dropped.items():
-                assert path.experts is not None
-                stack.enter_context(route_among(layer, path.experts.routing, experts, keep))
+            stack.enter_context(replace_weights(layer, new))
+            stack.enter_context(path.route(layer, groups))
             path.states = [
                 call.run(layer, self._context, states).map(self._context.park)
                 for call, states in zip(calls, inputs, strict=True)
             ]
+
+
+def _name_kept(dropped: Mapping[str, Sequence[int]]) -> str:
+    """Return a name for the kept experts of a layer."""
+    return json.dumps(dropped)
 
 
 def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:

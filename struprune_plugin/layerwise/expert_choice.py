@@ -22,19 +22,22 @@ _RANK = 1e-10  # relative to the largest eigenvalue: below it experts are linear
 def route_among(layer: nn.Module, routing: Routing, experts: str, keep: Sequence[int]) -> Iterator[None]:
     """Restrict a layer's router to some of its experts, as if the others were removed; the layer's weights do not change.
 
+    Hooks registered within see the experts under their own indices.
+
     :param experts: name of the list of split experts
     :param keep: indices of the admissible experts, sorted
     """
     members: Any = layer.get_submodule(experts)
-    inner, kept = members.forward, torch.tensor(keep)
+    kept = torch.tensor(keep)
 
-    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return inner(hidden, kept.to(chosen.device)[chosen], weights)
+    def name_experts(_module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, chosen, weights = args
+        return hidden, kept.to(chosen.device)[chosen], weights
 
     with ExitStack() as stack:
         for module, own, value in list(routing.cut(layer, keep)):
             stack.enter_context(_shadow(module, own, value))
-        stack.enter_context(patch_attr(members, "forward", forward))
+        stack.callback(members.register_forward_pre_hook(name_experts).remove)
         yield
 
 

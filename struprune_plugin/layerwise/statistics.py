@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,11 @@ class MomentGatherer:
         """Return a sum on the device, moved from the host where it was accumulated there."""
         return self._context.to_device(part, self._device)
 
+    def forget(self, groups: Iterable[UnitGroup]) -> None:
+        """Drop the sums of some groups."""
+        for store, group in product((self._sums, self._held, self._visits, self._rows), list(groups)):
+            store.pop(group.name, None)  # type: ignore[attr-defined]
+
     def clear(self) -> None:
         """Drop the sums of a layer."""
         for store in (self._sums, self._held, self._visits, self._rows):
@@ -180,8 +186,7 @@ class LayerStatistics:
 
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
         """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""
-        if self._groups[0].experts:
-            self._moments.clear()
+        self._moments.forget(group for group in self._groups if group.experts)
         self._groups = groups
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:

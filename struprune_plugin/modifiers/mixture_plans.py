@@ -19,6 +19,8 @@ from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
 
+_SPREAD = 5  # numbers of kept experts to try
+
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -62,7 +64,8 @@ class MixturePlanner:
     def propose(self) -> dict[str, UnitAllocation]:
         """Return plans to try by name, the one of least error first; kept units are under the dense model's group names.
 
-        These are the best plan that keeps all experts, the best that removes some, and variants of both nearer to uniform.
+        These are the best plan that keeps all experts, the best that removes some, and variants of both nearer to uniform; then
+        plans of other numbers of experts, evenly spread, since errors of whole experts are rough.
 
         :raises ValueError: the budget cannot be met
         """
@@ -70,12 +73,16 @@ class MixturePlanner:
         errors = {str(candidate.split.left): candidate.error for candidate in found}
         kept = [[c for c in found if (c.split.left == self._total) == every] for every in (True, False)]
         chosen = [part[argmin_with_ties([candidate.error for candidate in part])] for part in kept if part]
+        steps = sorted({round(place * (len(found) - 1) / (_SPREAD - 1)) for place in range(_SPREAD)})
         proposed: dict[str, UnitAllocation] = {}
-        for candidate in sorted(chosen, key=lambda candidate: candidate.error):
+        for candidate in [*sorted(chosen, key=lambda candidate: candidate.error), *(found[step] for step in steps)]:
             name = f"{candidate.split.left} experts"
+            if name in proposed:
+                continue
             record = replace(candidate.plan.record, error=candidate.error, experts=errors)
             proposed[name] = replace(candidate.plan, record=record)
-            proposed |= {f"{name}, {how}": plan for how, plan in self._vary(candidate, record).items()}
+            if candidate in chosen:
+                proposed |= {f"{name}, {how}": plan for how, plan in self._vary(candidate, record).items()}
         return proposed
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.cache import MeasurementCache
-from struprune_plugin.allocation.candidates import Fit, Trial, take_best
+from struprune_plugin.allocation.candidates import Trial, take_best
 from struprune_plugin.allocation.curves import (
     CurveMeasurer,
     can_keep_moments,
@@ -25,6 +25,7 @@ from struprune_plugin.allocation.probes import Block, bend_curves, list_blocks, 
 from struprune_plugin.allocation.rules import Budget, GroupStatistics
 from struprune_plugin.allocation.rules.rule import take_unrotated, tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
+from struprune_plugin.allocation.trial_weights import Fit
 from struprune_plugin.allocation.whole_experts import DropMeasurer, Mixture
 from struprune_plugin.linalg.knapsack import fit_shares
 from struprune_plugin.linalg.rounding import check_budget, expand_counts
@@ -140,7 +141,7 @@ class Planner:
             fit = take_batches(fit, setup.groups, sequences)
         context = self.context.replace(place_run(recipe, model, setup.groups, fit, together=True))
         hidden_size, groups = model.config.get_text_config(decoder=True).hidden_size, self._list_measured()
-        keeps = bool(held) and all(gather(can_keep_moments(groups, hidden_size)))
+        keeps = bool(held) and setup.mixture is None and all(gather(can_keep_moments(groups, hidden_size)))
         config = recipe.make_config(model)
         measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
         cache = None if recipe.importance.aims else self.cache  # the same at other sparsities otherwise

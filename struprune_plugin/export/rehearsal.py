@@ -74,9 +74,10 @@ def _rehearse(
         groups = find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts)
         _check_pruning(tiny, tokens, allow_sublayers(tiny, groups, sublayers))
     except Exception as error:  # any error of a class that relies on its sizes
+        told = str(error).rstrip(".")
         raise ValueError(
             f"model: a tiny instance of {kind.__name__} must work as before after pruning, saving and loading, got "
-            f"{type(error).__name__}: {error} Choose another attention_unit, or another model."
+            f"{type(error).__name__}: {told}. Choose another attention_unit, or another model."
         ) from error
 
 

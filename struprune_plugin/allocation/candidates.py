@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -35,6 +34,7 @@ from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts, PruningConfig, UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import sum_over_ranks
+from struprune_plugin.storage.records import AllocationRecord
 
 Kept = Mapping[str, int]  # number of units by group
 
@@ -202,16 +202,22 @@ def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[floa
     """Return the allocation that changes the model's output least on held-out batches; the first one among ties.
 
     :param proposed: allocations by name; the first is returned if no divergence is finite
-    :param divergences: KL divergences in the same order
+    :param divergences: KL divergences in the same order; empty if nothing was tried
     """
-    tried = {name: value for name, value in zip(proposed, divergences, strict=True) if math.isfinite(value)}
+    tried = {
+        name: value for name, value in zip(proposed, divergences, strict=bool(divergences)) if math.isfinite(value)
+    }
     if not tried:
         return next(iter(proposed.values()))
     taken = list(tried)[argmin_with_ties(list(tried.values()))]
-    told = ", ".join(f"{name} {value:.4g}" for name, value in tried.items())
-    logger.info(f"KL divergence in nats of each candidate allocation: {told}; selected: {taken}")
     plan = proposed[taken]
     return replace(plan, record=replace(plan.record, tried=tried, taken=taken))
+
+
+def describe_trials(record: AllocationRecord) -> str:
+    """Return a line on the divergences of the allocations that were tried."""
+    told = ", ".join(f"{name} {value:.4g}" for name, value in (record.tried or {}).items())
+    return f"KL divergence in nats of each candidate allocation: {told}; selected: {record.taken}"
 
 
 def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context: DeviceContext) -> list[float]:

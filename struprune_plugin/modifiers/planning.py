@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.cache import MeasurementCache
-from struprune_plugin.allocation.candidates import Trial, take_best
+from struprune_plugin.allocation.candidates import Trial, describe_trials, take_best
 from struprune_plugin.allocation.curves import (
     CurveMeasurer,
     can_keep_moments,
@@ -21,19 +20,17 @@ from struprune_plugin.allocation.curves import (
     take_batches,
 )
 from struprune_plugin.allocation.measurements import measure_sensitivity
-from struprune_plugin.allocation.probes import Block, bend_curves, list_blocks, propose_blocks
-from struprune_plugin.allocation.rules import Budget, GroupStatistics
-from struprune_plugin.allocation.rules.rule import take_unrotated, tie_statistics
+from struprune_plugin.allocation.rules import GroupStatistics
+from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.trial_weights import Fit
 from struprune_plugin.allocation.whole_experts import DropMeasurer, Mixture
-from struprune_plugin.linalg.knapsack import fit_shares
-from struprune_plugin.linalg.rounding import check_budget, expand_counts
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating
 from struprune_plugin.modifiers.mixture_plans import MixturePlanner, settle_experts
+from struprune_plugin.modifiers.proposals import Proposer
 from struprune_plugin.modifiers.setup import RunSetup, place_run
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
@@ -129,7 +126,10 @@ class Planner:
             return allocated.plan
         logger.info(f"measuring the dense model for allocation: {self.recipe.allocation.rule}")
         with self.context.stage("allocate"):
-            return self._allocate(sensitivity)
+            plan = self._allocate(sensitivity)
+        if plan.record.tried:
+            logger.info(describe_trials(plan.record))
+        return plan
 
     def _allocate(self, sensitivity: Sensitivity) -> UnitAllocation:
         """Return the allocation from measurements of the dense model, after comparing it with others."""
@@ -161,18 +161,19 @@ class Planner:
                 return trial.measure(batches)
 
         if setup.mixture is not None:
-            plans, judges = self._propose_whole(setup.mixture, measured, fit, sensitivity, context), held
-        else:
-            budget = recipe.make_budget(setup.num_prunable, setup.share, setup.limits)
-            tied = tie_statistics(setup.sizes, measured)
-            probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
-            plans = self._decide({rule.rule: tied}, budget)
-            if held:
-                plans = self._propose(tied, plans, budget, partial(measure_plans, batches=probes))
-        if len(plans) > 1 and judges:
-            plans = {"": take_best(plans, measure_plans(list(plans.values()), judges))}
-        taken = next(iter(plans.values()))
-        return taken if setup.mixture is None else settle_experts(taken, setup.mixture, setup.groups)
+            plans = self._propose_whole(setup.mixture, measured, fit, sensitivity, context)
+            values = measure_plans(list(plans.values()), held) if len(plans) > 1 and held else []
+            return settle_experts(take_best(plans, values), setup.mixture, setup.groups)
+        probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
+        probe, judge = (partial(measure_plans, batches=part) for part in (probes, judges))
+        budget = recipe.make_budget(setup.num_prunable, setup.share, setup.limits)
+        proposer = Proposer(recipe, setup, budget, tie_statistics(setup.sizes, measured))
+        plans = proposer.propose(probe if held else None)
+        values = judge(list(plans.values())) if held else []
+        if held and (searched := proposer.search(take_best(plans, values), probe)) is not None:
+            plans["searched"] = searched
+            values = [*values, *judge([searched])]
+        return take_best(plans, values)
 
     def _list_measured(self) -> list[UnitGroup]:
         """Return the groups whose curves the rule needs; groups of experts only if their channels may be pruned."""
@@ -197,97 +198,6 @@ class Planner:
         with calibrating(self.model), context.stage("experts"):
             orders = drops.measure(self.model, fit)
         return MixturePlanner(recipe, self.setup, mixture, orders, measured).propose()
-
-    def _decide(self, curves: Curves, budget: Budget) -> dict[str, UnitAllocation]:
-        """Return the rule's plans and, where they remove whole sublayers, its plans that keep all sublayers, by name.
-
-        :param curves: statistics by name
-        :raises ValueError: the budget cannot be met
-        """
-        rule, sizes = self.recipe.allocation, self.setup.sizes
-        plans = {}
-        for name, statistics in curves.items():
-            plans[name] = own = rule.decide(sizes, statistics, budget)
-            if not all(own.kept.values()):
-                with suppress(ValueError):  # the budget can only be met with fewer sublayers
-                    whole = [replace(size, rest=None) for size in sizes]
-                    plans[f"{name}, all sublayers"] = rule.decide(whole, statistics, budget)
-        return plans
-
-    def _propose(
-        self,
-        tied: Mapping[str, GroupStatistics],
-        own: Mapping[str, UnitAllocation],
-        budget: Budget,
-        measure: Measure,
-    ) -> dict[str, UnitAllocation]:
-        """Return plans to try, by name: the rule's own, first, those of corrected curves and of unrotated units, and variants.
-
-        :param tied: statistics by the name of a size
-        :param own: the rule's plans from them; the last one keeps all sublayers
-        """
-        others = {}
-        if told := self._probe(list(own.values())[-1], measure):
-            others["probed"] = bend_curves(tied, self.setup.sizes, *told)
-        if unrotated := take_unrotated(tied):
-            others["unrotated"] = unrotated
-        return self._spread({**own, **self._decide(others, budget)}, others.get("probed", tied), budget)
-
-    def _probe(self, own: UnitAllocation, measure: Measure) -> tuple[list[int], dict[Block, float]] | None:
-        """Return a plan's kept units by size, and the divergence of every block of modules pruned alone; None if there are not
-        two blocks."""
-        sizes, layers = self.setup.sizes, {group.name: group.layer_index for group in self.setup.groups}
-        blocks = list_blocks(sizes, [layers.get(size.name, -1) for size in sizes], max(layers.values()) + 1)
-        if not blocks:
-            return None
-        members = [(size.members or ((size.name, 1),))[0] for size in sizes]
-        counts = [own.kept[name] // factor for name, factor in members]
-        found = measure([replace(own, kept=kept) for kept in propose_blocks(sizes, counts, blocks)])
-        logger.debug(
-            f"KL divergence in nats of each block of modules pruned alone: {', '.join(f'{value:.3g}' for value in found)}"
-        )
-        return counts, dict(zip(blocks, found, strict=True))
-
-    def _spread(
-        self, proposed: Mapping[str, UnitAllocation], told: Mapping[str, GroupStatistics], budget: Budget
-    ) -> dict[str, UnitAllocation]:
-        """Return plans and the rule's variants of them that meet the budget and the required widths, by name.
-
-        :param told: most accurate statistics known, by size
-        """
-        setup, found = self.setup, dict[str, UnitAllocation]()
-        slack, first = self.recipe.allocation.measure_slack(setup.sizes), next(iter(proposed.values()))
-
-        def add(name: str, kept: Mapping[str, int]) -> None:
-            if all(kept != other.kept for other in found.values()):
-                found[name] = replace(first, kept=kept)
-
-        def add_fitting(name: str, counts: Sequence[int]) -> None:
-            with suppress(ValueError):
-                kept = expand_counts(setup.sizes, self._fit(counts, slack))
-                check_widths(setup.groups, kept, setup.roundings)
-                add(name, kept)
-
-        for label, own in proposed.items():
-            add(label, own.kept)
-            for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
-                add_fitting(name if label == self.recipe.allocation.rule else f"{label}, {name}", counts)
-        if (others := self.recipe.allocation.decide_by_parameters(setup.sizes, told, budget)) is not None:
-            add_fitting("by parameters", others)
-        return found
-
-    def _fit(self, counts: Sequence[int], slack: int | None) -> Sequence[int]:
-        """Return kept counts moved until they meet every budget; if parameters alone are budgeted, only check them.
-
-        :param slack: parameters by which they may miss that budget
-        :raises ValueError: they miss it by more
-        """
-        sizes, limits = self.setup.sizes, self.setup.limits
-        if not limits:
-            check_budget(sizes, counts, self.setup.share, slack)
-            return counts
-        shares = [1 - count / size.num_units for count, size in zip(counts, sizes, strict=True)]
-        return fit_shares(sizes, shares, limits, self.recipe.allocation.most or 1.0)
 
 
 def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:

@@ -1,0 +1,143 @@
+"""Plans that the trials compare: the rule's own, those of corrected error curves, variants, and what a search around one finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from loguru import logger
+
+from struprune_plugin.allocation.probes import Block, bend_curves, list_blocks, propose_blocks
+from struprune_plugin.allocation.rules import Budget, GroupStatistics
+from struprune_plugin.allocation.rules.rule import take_unrotated
+from struprune_plugin.allocation.search import Shifts, search_blocks, shift_blocks
+from struprune_plugin.linalg.knapsack import fit_shares
+from struprune_plugin.linalg.rounding import check_budget, expand_counts
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.setup import RunSetup
+from struprune_plugin.modifiers.widths import check_widths
+from struprune_plugin.pruning.config import UnitAllocation
+
+Curves = Mapping[str, Mapping[str, GroupStatistics]]  # statistics by the name of a size, by name
+Measure = Callable[[Sequence[UnitAllocation]], list[float]]  # divergence of every plan, in nats
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """Proposer of plans for one budget.
+
+    :param tied: statistics by the name of a size
+    """
+
+    recipe: StructuredModifier
+    setup: RunSetup
+    budget: Budget
+    tied: Mapping[str, GroupStatistics]
+
+    def propose(self, measure: Measure | None) -> dict[str, UnitAllocation]:
+        """Return plans by name: the rule's own, first; with trials, those of corrected curves and of unrotated units, and variants.
+
+        :param measure: None without trials
+        :raises ValueError: the budget cannot be met
+        """
+        own, others = self._decide({self.recipe.allocation.rule: self.tied}), {}
+        if measure is None:
+            return own
+        if blocks := self._list_blocks():
+            last = list(own.values())[-1]  # keeps all sublayers
+            found = self._probe(last, blocks, measure)
+            others["probed"] = bend_curves(self.tied, self.setup.sizes, self._count(last), found)
+        if unrotated := take_unrotated(self.tied):
+            others["unrotated"] = unrotated
+        return self._spread({**own, **self._decide(others)}, others.get("probed", self.tied))
+
+    def search(self, start: UnitAllocation, measure: Measure) -> UnitAllocation | None:
+        """Return the plan of least divergence around one; None where no other is better, or blocks cannot be shifted."""
+        rule, counts, blocks = self.recipe.allocation, self._count(start), self._list_blocks()
+        if rule.takes_layers or not blocks or not all(counts):
+            return None
+
+        def make(shifts: Shifts) -> UnitAllocation | None:
+            with suppress(ValueError):
+                return replace(start, kept=self._fit(shift_blocks(self.setup.sizes, counts, shifts, rule.most or 1.0)))
+            return None
+
+        found = search_blocks(start, blocks, make, measure)
+        return None if found is start else found
+
+    def _decide(self, curves: Curves) -> dict[str, UnitAllocation]:
+        """Return the rule's plans and, where they remove whole sublayers, its plans that keep all sublayers, by name.
+
+        :param curves: statistics by name
+        :raises ValueError: the budget cannot be met
+        """
+        rule, sizes, budget = self.recipe.allocation, self.setup.sizes, self.budget
+        plans = {}
+        for name, statistics in curves.items():
+            plans[name] = own = rule.decide(sizes, statistics, budget)
+            if not all(own.kept.values()):
+                with suppress(ValueError):  # the budget can only be met with fewer sublayers
+                    whole = [replace(size, rest=None) for size in sizes]
+                    plans[f"{name}, all sublayers"] = rule.decide(whole, statistics, budget)
+        return plans
+
+    def _probe(self, own: UnitAllocation, blocks: Sequence[Block], measure: Measure) -> dict[Block, float]:
+        """Return the divergence of every block of modules pruned alone."""
+        plans = [replace(own, kept=kept) for kept in propose_blocks(self.setup.sizes, self._count(own), blocks)]
+        found = measure(plans)
+        logger.debug(
+            f"KL divergence in nats of each block of modules pruned alone: {', '.join(f'{value:.3g}' for value in found)}"
+        )
+        return dict(zip(blocks, found, strict=True))
+
+    def _list_blocks(self) -> list[Block]:
+        sizes, layers = self.setup.sizes, {group.name: group.layer_index for group in self.setup.groups}
+        return list_blocks(sizes, [layers.get(size.name, -1) for size in sizes], max(layers.values()) + 1)
+
+    def _count(self, plan: UnitAllocation) -> list[int]:
+        """Return a plan's kept units by size."""
+        members = [(size.members or ((size.name, 1),))[0] for size in self.setup.sizes]
+        return [plan.kept[name] // factor for name, factor in members]
+
+    def _spread(
+        self, proposed: Mapping[str, UnitAllocation], told: Mapping[str, GroupStatistics]
+    ) -> dict[str, UnitAllocation]:
+        """Return plans and the rule's variants of them that meet the budget and the required widths, by name.
+
+        :param told: most accurate statistics known, by size
+        """
+        setup, found, first = self.setup, dict[str, UnitAllocation](), next(iter(proposed.values()))
+
+        def add(name: str, kept: Mapping[str, int]) -> None:
+            if all(kept != other.kept for other in found.values()):
+                found[name] = replace(first, kept=kept)
+
+        def add_fitting(name: str, counts: Sequence[int]) -> None:
+            with suppress(ValueError):
+                add(name, self._fit(counts))
+
+        for label, own in proposed.items():
+            add(label, own.kept)
+            for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
+                add_fitting(name if label == self.recipe.allocation.rule else f"{label}, {name}", counts)
+        if (others := self.recipe.allocation.decide_by_parameters(setup.sizes, told, self.budget)) is not None:
+            add_fitting("by parameters", others)
+        return found
+
+    def _fit(self, counts: Sequence[int]) -> dict[str, int]:
+        """Return kept units by group, from counts moved until they meet every budget; if parameters alone are budgeted, they are
+        only checked.
+
+        :raises ValueError: they do not meet the budget or the required widths
+        """
+        setup, rule = self.setup, self.recipe.allocation
+        sizes, limits = setup.sizes, setup.limits
+        if limits:
+            shares = [1 - count / size.num_units for count, size in zip(counts, sizes, strict=True)]
+            counts = fit_shares(sizes, shares, limits, rule.most or 1.0)
+        else:
+            check_budget(sizes, counts, setup.share, rule.measure_slack(sizes))
+        kept = expand_counts(sizes, counts)
+        check_widths(setup.groups, kept, setup.roundings)
+        return kept

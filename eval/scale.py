@@ -33,7 +33,8 @@ from struprune_plugin.reporting.tables import format_table
 
 _DAMPINGS = 3  # solves that choose the dampening: all that most modules need
 _DIRECTIONS = 64  # of many outputs that held-out errors are measured in
-_TRIED = 13  # plans and blocks that trials solve a module for, in two passes
+_TRIED, _TRIALS = 30, 5  # plans and blocks that trials solve a module for, and passes: blocks, plans, a search, what it finds
+_HELD = 4  # sequences that a plan is tried on
 _SENSED = 16  # sequences that the sensitivity is measured on
 
 
@@ -122,7 +123,8 @@ def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[st
         "allocation, curves": sum(
             _count_elimination(size, n, 1.0, rates) for n in (*widths, size.hidden)
         ),  # values twice
-        "allocation, trials": sum(_count_trials(size, n * (1 - job.sparsity)) for n in widths) / rates.single,
+        "allocation, trials": sum(_count_trials(size, n * (1 - job.sparsity)) for n in widths) / rates.single
+        + _TRIED * _HELD / job.samples * forward / rates.model / ranks,
         "passes": passes / rates.model / ranks,
         "Gram products": gram / rates.single / ranks,
         "selection": sum(_count_elimination(size, n, job.sparsity, rates) for n in widths),
@@ -147,7 +149,7 @@ def _count_elimination(size: Size, n: int, removed: float, rates: Rates) -> floa
 
 def _count_trials(size: Size, kept: float) -> float:
     """Return operations: a factor per pass, a triangular solve per plan."""
-    return 2 * (kept**3 / 3 + size.hidden * kept**2) + _TRIED * size.hidden * kept**2
+    return _TRIALS * (kept**3 / 3 + size.hidden * kept**2) + _TRIED * size.hidden * kept**2
 
 
 def _count_solves(size: Size, kept: float, rates: Rates) -> float:

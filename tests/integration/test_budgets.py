@@ -168,14 +168,14 @@ def test_a_budget_on_the_command_line_replaces_the_recipes_sparsity():
 
 
 def test_trials_keep_to_the_budgets(llama, tmp_path, monkeypatch):
-    """Allocations nearer to uniform are tried, too; each must fit."""
+    """Allocations nearer to uniform are tried, too, and a search around the best; each must fit."""
     import struprune_plugin.modifiers.planning as planning
 
-    tried = []
+    trials = []
     real = planning.Trial
 
     def watch(model, groups, plans, *rest):
-        tried[:] = [plan.kept for plan in plans]  # the last ones; those before are blocks of modules, tried alone
+        trials.append([plan.kept for plan in plans])
         return real(model, groups, plans, *rest)
 
     monkeypatch.setattr(planning, "Trial", watch)
@@ -186,13 +186,15 @@ def test_trials_keep_to_the_budgets(llama, tmp_path, monkeypatch):
         allocation={"rule": "error_curve", "trial_samples": 4},
     )
     groups = {group.name: group for group in read_manifest(tmp_path / "out").groups}
-    assert len(tried) > 1
-    for plan in tried:
+    _, proposed, searched, *_ = trials
+    assert len(proposed) > 1
+    assert len(searched) > 1
+    for plan in itertools.chain(*trials[1:]):  # the blocks are modules tried alone
         values = sum(count * 4 for name, count in plan.items() if groups[name].kind == "value_channels")
         assert values + DENSE_CACHE / 2 <= 0.8 * DENSE_CACHE
         removed = sum((groups[name].num_units - count) * groups[name].unit_cost for name, count in plan.items())
         assert removed >= 0.2 * read_manifest(tmp_path / "out").budget.prunable_parameters
-    assert len(list(itertools.groupby(map(str, tried)))) == len(tried)
+    assert len(list(itertools.groupby(map(str, proposed)))) == len(proposed)
 
 
 def test_a_plan_by_parameters_keeps_the_most_that_meets_other_budgets():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics, Subject
@@ -58,10 +58,17 @@ class CurveMeasurer:
         self.moments: dict[str, SecondMoments] | None = {} if keeps_moments else None
 
     def measure(
-        self, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], groups: Sequence[UnitGroup]
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[dict[str, Tensor]],
+        groups: Sequence[UnitGroup],
+        known: Mapping[str, GroupStatistics] | None = None,
     ) -> dict[str, GroupStatistics]:
-        """Return the statistics of every group, by name."""
-        measured = {}
+        """Return the statistics of every group, by name.
+
+        :param known: statistics of an earlier run, which are returned; only moments are measured then
+        """
+        measured = dict(known or {})
         for step in stream_layers(model, batches, self._context, "error curves"):
             own, influence = select_groups(groups, step.name), torch.zeros(2, dtype=torch.float64)  # sum and tokens
             for call, output in step.observe(self._statistics, own):
@@ -70,7 +77,10 @@ class CurveMeasurer:
                         influence += self._compare(call, output)
             total, tokens = sum_over_ranks(influence).tolist()
             for group in own:
-                measured[group.name] = self._measure_group(model, step.layer, group, total / max(tokens, 1))
+                module = ModuleView(step.layer, group, self._statistics)
+                moments = self._gather(module)
+                if group.name not in measured:
+                    measured[group.name] = self._measure_group(model, module, moments, total / max(tokens, 1))
             self._statistics.finish_layer()
         return measured
 
@@ -85,15 +95,18 @@ class CurveMeasurer:
             total += torch.tensor([moved, len(inputs[part])], dtype=torch.float64)
         return total
 
-    def _measure_group(
-        self, model: PreTrainedModel, layer: nn.Module, group: UnitGroup, influence: float
-    ) -> GroupStatistics:
-        """Return the statistics of a group, computed on rank 0."""
-        module = ModuleView(layer, group, self._statistics)
+    def _gather(self, module: ModuleView) -> SecondMoments:
+        """Return the moments of a group, and store them where they are kept."""
         with self._context.stage("statistics"):
             moments = module.collect_moments("statistics").all
             if self.moments is not None:
-                self.moments[group.name] = move_moments(moments, self._context.to_host)
+                self.moments[module.group.name] = move_moments(moments, self._context.to_host)
+        return moments
+
+    def _measure_group(
+        self, model: PreTrainedModel, module: ModuleView, moments: SecondMoments, influence: float
+    ) -> GroupStatistics:
+        """Return the statistics of a group, computed on rank 0."""
         with self._context.stage("curves"), self._context.solving():
             cpu = torch.device("cpu")
             return compute_on_rank0(lambda: self._measure(model, module, moments, influence), GroupStatistics, cpu)

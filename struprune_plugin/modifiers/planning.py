@@ -145,11 +145,11 @@ class Planner:
         config = recipe.make_config(model)
         measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
         cache = None if recipe.importance.aims else self.cache  # the same at other sparsities otherwise
-        measured = None if cache is None else cache.take_curves(recipe.dump_fields())
-        if measured is None:
+        measured = known = None if cache is None else cache.take_curves(recipe.dump_fields())
+        if measured is None or keeps:
             with calibrating(model):
-                measured = measurer.measure(model, fit, groups) if groups else {}
-            if cache is not None:
+                measured = measurer.measure(model, fit, groups, known) if groups else {}
+            if cache is not None and known is None:
                 cache.keep_curves(recipe.dump_fields(), measured)
         found = Fit(measured, len(fit), measurer.moments)
 

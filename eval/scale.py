@@ -35,6 +35,7 @@ _DAMPINGS = 3  # solves that choose the dampening: all that most modules need
 _DIRECTIONS = 64  # of many outputs that held-out errors are measured in
 _TRIED, _TRIALS = 30, 5  # plans and blocks that trials solve a module for, and passes: blocks, plans, a search, what it finds
 _HELD = 4  # sequences that a plan is tried on
+_KEPT = 250e9  # bytes of moments that a host keeps between the passes of trials: a quarter of 1 TB; each pass gathers more anew
 _SENSED = 16  # sequences that the sensitivity is measured on
 
 
@@ -116,10 +117,11 @@ def count_seconds(size: Size, job: Job, rates: Rates, ranks: int = 1) -> dict[st
     allocated = min(1.0, max(16, 4 * size.ffn / job.length) / job.samples)
     sensed = min(1.0, _SENSED / job.samples)
     widths = (size.ffn, size.hidden)
+    gathered = 1 if 8 * size.layers * sum(n * (n + size.hidden) for n in widths) <= _KEPT else 1 + _TRIALS
     gram = sum(2 * job.tokens * count_sums(n, size.hidden) for n in widths)
     per_layer = {
         "sensitivity": 4 * forward * sensed / rates.model / ranks,
-        "allocation, statistics": (forward / rates.model + gram / rates.single) * allocated / ranks,
+        "allocation, statistics": (forward / rates.model + gram / rates.single) * allocated * gathered / ranks,
         "allocation, curves": sum(
             _count_elimination(size, n, 1.0, rates) for n in (*widths, size.hidden)
         ),  # values twice

@@ -78,9 +78,10 @@ class CurveMeasurer:
             total, tokens = sum_over_ranks(influence).tolist()
             for group in own:
                 module = ModuleView(step.layer, group, self._statistics)
-                moments = self._gather(module)
-                if group.name not in measured:
-                    measured[group.name] = self._measure_group(model, module, moments, total / max(tokens, 1))
+                if group.name in measured:
+                    self._gather(module)
+                else:
+                    measured[group.name] = self._measure_group(model, module, total / max(tokens, 1))
             self._statistics.finish_layer()
         return measured
 
@@ -103,10 +104,9 @@ class CurveMeasurer:
                 self.moments[module.group.name] = move_moments(moments, self._context.to_host)
         return moments
 
-    def _measure_group(
-        self, model: PreTrainedModel, module: ModuleView, moments: SecondMoments, influence: float
-    ) -> GroupStatistics:
+    def _measure_group(self, model: PreTrainedModel, module: ModuleView, influence: float) -> GroupStatistics:
         """Return the statistics of a group, computed on rank 0."""
+        moments = self._gather(module)
         with self._context.stage("curves"), self._context.solving():
             cpu = torch.device("cpu")
             return compute_on_rank0(lambda: self._measure(model, module, moments, influence), GroupStatistics, cpu)

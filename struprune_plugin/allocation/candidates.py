@@ -149,8 +149,7 @@ class Trial:
         return cut + list({group.experts: group for group in groups if group.experts in missing}.values())
 
     def _solve_left(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> dict[str, dict[str, Weights]]:
-        """Return the weights of the experts that stay where others of their list are removed: by the name of
-        the kept experts, then by group."""
+        """Return the weights of the experts that stay where others are removed, by the name of the kept experts, then by group."""
         found: dict[str, dict[str, Weights]] = {}
         for path in self._paths:
             dropped = path.list_dropped(groups)
@@ -159,11 +158,15 @@ class Trial:
             left = [g for g in groups if g.experts in dropped and g.expert_index in dropped[g.experts]]
             self._statistics.keep_groups(left)
             with path.route(layer, groups):
-                moments = [self._statistics.collect_moments(layer, group, "trials") for group in left]
-            found[_name_kept(dropped)] = {
-                group.name: self._solver.solve(layer, group, [*self._list_counts(group), group.num_units], gathered)
-                for group, gathered in zip(left, moments, strict=True)
-            }
+                found[_name_kept(dropped)] = {
+                    group.name: self._solver.solve(
+                        layer,
+                        group,
+                        [*self._list_counts(group), group.num_units],
+                        self._statistics.collect_moments(layer, group, "trials"),
+                    )
+                    for group in left
+                }
         return found
 
     def _advance(

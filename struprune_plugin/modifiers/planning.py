@@ -30,7 +30,7 @@ from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating
 from struprune_plugin.modifiers.mixture_plans import MixturePlanner, settle_experts
-from struprune_plugin.modifiers.proposals import Proposer
+from struprune_plugin.modifiers.proposals import FAR, Proposer
 from struprune_plugin.modifiers.setup import RunSetup, place_run
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
@@ -170,10 +170,10 @@ class Planner:
         proposer = Proposer(recipe, setup, budget, tie_statistics(setup.sizes, measured))
         plans = proposer.propose(probe if held else None)
         values = judge(list(plans.values())) if held else []
-        if held and (searched := proposer.search(take_best(plans, values), probe)) is not None:
-            plans["searched"] = searched
-            values = [*values, *judge([searched])]
-        return take_best(plans, values)
+        best = take_best(plans, values)
+        if values and min(values) >= FAR and (searched := proposer.search(best, probe)) is not None:
+            best = take_best({**plans, "searched": searched}, [*values, *judge([searched])])
+        return best
 
     def _list_measured(self) -> list[UnitGroup]:
         """Return the groups whose curves the rule needs; groups of experts only if their channels may be pruned."""

@@ -30,7 +30,8 @@ class ErrorCurve(AllocationRule):
     (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves scaled
     to the measured divergences (:mod:`struprune_plugin.allocation.probes`). The allocations of both, and those of the curves of
     unrotated values, are tried against some nearer to uniform and, under budgets other than parameters, against those of parameters
-    alone; then against what a search around the best of them finds (:mod:`struprune_plugin.allocation.search`).
+    alone; at a divergence of 1 nat or more, then against what a search around the best of them finds
+    (:mod:`struprune_plugin.allocation.search`).
 
     :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
         widest module are used

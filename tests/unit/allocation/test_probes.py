@@ -83,10 +83,9 @@ def test_plans_are_judged_on_sequences_that_no_block_was_tried_on(opt, tmp_path,
     monkeypatch.setattr(planning, "Trial", Watched)
     recipe = StruPruneModifier(sparsity=0.3, allocation={"rule": "error_curve", "trial_samples": 2})
     run_oneshot(str(opt), recipe, make_dataset(16), num_calibration_samples=16, output_dir=str(tmp_path / "out"))
-    probes, judges, *searches = seen
+    probes, judges = seen
     assert len(probes) == len(judges) == 2
     assert not torch.equal(probes, judges)
-    assert all(torch.equal(text, probes) for text in searches[: len(searches) - 1])
     tried = read_manifest(tmp_path / "out").allocation.tried
     assert any("probed" in name for name in tried)
 

@@ -33,10 +33,8 @@ from struprune_plugin.reporting.tables import format_table
 
 _DAMPINGS = 3  # solves that choose the dampening: all that most modules need
 _DIRECTIONS = 64  # of many outputs that held-out errors are measured in
-_TRIED, _TRIALS = (
-    13,
-    2,
-)  # plans and blocks that trials solve a module for, and passes; a search adds 17 plans in three passes
+_TRIED = 13  # plans and blocks that trials solve a module for; a search from 1 nat of divergence adds at most 17
+_TRIALS = 2  # passes of the trials; a search adds three
 _HELD = 4  # sequences that a plan is tried on
 _KEPT = 250e9  # bytes of moments that a host keeps between the passes of trials: a quarter of 1 TB; each pass gathers more anew
 _SENSED = 16  # sequences that the sensitivity is measured on

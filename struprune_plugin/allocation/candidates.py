@@ -207,9 +207,8 @@ def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[floa
     :param proposed: allocations by name; the first is returned if no divergence is finite
     :param divergences: KL divergences in the same order; empty if nothing was tried
     """
-    tried = {
-        name: value for name, value in zip(proposed, divergences, strict=bool(divergences)) if math.isfinite(value)
-    }
+    known = zip(proposed, divergences, strict=True) if divergences else ()
+    tried = {name: value for name, value in known if math.isfinite(value)}
     if not tried:
         return next(iter(proposed.values()))
     taken = list(tried)[argmin_with_ties(list(tried.values()))]

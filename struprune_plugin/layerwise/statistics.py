@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,8 +108,10 @@ class MomentGatherer:
 
     def forget(self, groups: Iterable[UnitGroup]) -> None:
         """Drop the sums of some groups."""
-        for store, group in product((self._sums, self._held, self._visits, self._rows), list(groups)):
-            store.pop(group.name, None)  # type: ignore[attr-defined]
+        stores: list[dict[str, Any]] = [self._sums, self._held, self._visits, self._rows]
+        for group in groups:
+            for store in stores:
+                store.pop(group.name, None)
 
     def clear(self) -> None:
         """Drop the sums of a layer."""

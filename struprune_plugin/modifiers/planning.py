@@ -30,7 +30,7 @@ from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating
 from struprune_plugin.modifiers.mixture_plans import MixturePlanner, settle_experts
-from struprune_plugin.modifiers.proposals import FAR, Proposer
+from struprune_plugin.modifiers.proposals import Proposer
 from struprune_plugin.modifiers.setup import RunSetup, place_run
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
@@ -41,8 +41,9 @@ from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore
 
 Batches = list[dict[str, Tensor]]
-Curves = Mapping[str, Mapping[str, GroupStatistics]]  # statistics by the name of a size, by name
-Measure = Callable[[Sequence[UnitAllocation]], list[float]]  # divergence of every plan, in nats
+FAR = (
+    1.0  # divergence in nats from which the best plan is searched around: curves and sensitivities are of second order
+)
 _SEQUENCES = 16  # calibration sequences for choosing whole experts, if the rule sets no number
 
 
@@ -169,9 +170,10 @@ class Planner:
         budget = recipe.make_budget(setup.num_prunable, setup.share, setup.limits)
         proposer = Proposer(recipe, setup, budget, tie_statistics(setup.sizes, measured))
         plans = proposer.propose(probe if held else None)
-        values = judge(list(plans.values())) if held else []
+        values = judge(list(plans.values())) if len(plans) > 1 and held else []
         best = take_best(plans, values)
-        if values and min(values) >= FAR and (searched := proposer.search(best, probe)) is not None:
+        far = min((best.record.tried or {}).values(), default=0.0) >= FAR
+        if far and (searched := proposer.search(best, probe)) is not None:
             best = take_best({**plans, "searched": searched}, [*values, *judge([searched])])
         return best
 

@@ -19,7 +19,6 @@ from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
 
-FAR = 1.0  # divergence in nats from which a search gains: curves and sensitivities are of second order
 Curves = Mapping[str, Mapping[str, GroupStatistics]]  # statistics by the name of a size, by name
 Measure = Callable[[Sequence[UnitAllocation]], list[float]]  # divergence of every plan, in nats
 

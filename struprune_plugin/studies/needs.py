@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from llmcompressor.modifiers import Modifier
 
-from struprune_plugin.allocation.curves import can_keep_moments, count_moment_bytes
 from struprune_plugin.linalg.second_moments import count_sums
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.layers import count_parameters
@@ -23,7 +22,7 @@ from struprune_plugin.runtime.offload_plan import (
 from struprune_plugin.storage.checkpoint import is_packed
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.studies.probe import Workload
-from struprune_plugin.studies.sizes import Shapes, find_pruning
+from struprune_plugin.studies.sizes import Shapes, count_kept_moments, find_pruning
 
 _STREAM_COPIES = (
     4  # of every token's hidden states, in the model's dtype: inputs and outputs of the dense and the pruned path
@@ -85,7 +84,6 @@ def count_needs(shapes: Shapes, modifiers: Sequence[Modifier], work: Workload) -
         passes.append(Demands(True, False, senses))
     plans = [WHOLE if budget is None else place_parts(budget, sizes, each) for each in passes]
     hidden = shapes.model.config.get_text_config(decoder=True).hidden_size
-    tries = getattr(modifier.allocation, "trial_samples", 0) > 0 and can_keep_moments(groups, hidden)
     on_host = max(_count_layer_moments(sizes) * plan.gather_on_host for plan in plans)
     modules = len({group.output_name for group in groups})
     quantised = getattr(shapes.config, "quantization_config", None)
@@ -95,7 +93,7 @@ def count_needs(shapes: Shapes, modifiers: Sequence[Modifier], work: Workload) -
         budget=budget,
         weights=count_parameters(shapes.model) * shapes.dtype.itemsize,
         states=work.num_samples * work.seq_length * hidden * (_STREAM_COPIES * shapes.dtype.itemsize + 4),
-        moments=max(count_moment_bytes(groups, hidden) if tries else 0, on_host),
+        moments=max(count_kept_moments(modifier, groups, hidden), on_host),
         sensitivity=4 * modules * hidden**2 if senses else 0,
         packed=quantised["quant_method"] if is_packed(shapes.config) else "",  # type: ignore[index]
     )

@@ -26,7 +26,6 @@ from llmcompressor.recipe import Recipe
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from struprune_plugin.allocation.curves import can_keep_moments, count_moment_bytes
 from struprune_plugin.entrypoint import oneshot
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.model.footprint import count_bytes
@@ -35,7 +34,7 @@ from struprune_plugin.model.structure.locate import locate_layers
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.runtime.stopwatch import measure_rate, time_runs, watch_memory
 from struprune_plugin.storage.manifest import read_manifest
-from struprune_plugin.studies.sizes import Shapes, find_pruning
+from struprune_plugin.studies.sizes import Shapes, count_kept_moments, find_pruning
 
 _LAYERS, _SECONDS, _FEWEST = 2, 20.0, 8  # of a probe: decoder layers, seconds it should take, sequences
 _OVER_COUNTED = 2.5  # rough ratio of a run's time to that of its operations at the machine's rate (docs/cost.md)
@@ -114,8 +113,7 @@ def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload)
     parts = _split_seconds({stage.name: stage.seconds for stage in stages}, seconds)
     memory = _count_memory(hidden, widest, work)
     memory /= _count_memory(dense.config.hidden_size, widest / small.divisor, small.work)
-    tries = getattr(modifier.allocation, "trial_samples", 0) > 0
-    kept = count_moment_bytes(groups, hidden) if tries and can_keep_moments(groups, hidden) else 0
+    kept = count_kept_moments(modifier, groups, hidden)
     kept_here = kept * _LAYERS / layers / small.divisor**2
     weights = count_parameters(shapes.model) * shapes.dtype.itemsize
     return Costs(

@@ -10,6 +10,7 @@ import torch
 from llmcompressor.modifiers import Modifier
 from transformers import PretrainedConfig, PreTrainedModel
 
+from struprune_plugin.allocation.curves import can_keep_moments, count_moment_bytes
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.linalg.rounding import find_group_sparsity
 from struprune_plugin.model.layers import (
@@ -164,6 +165,18 @@ def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]
     raise ValueError(
         f"recipe: must have a StruPruneModifier for a plan, got {[type(m).__name__ for m in modifiers]}. Name another recipe."
     )
+
+
+def count_kept_moments(modifier: StruPruneModifier, groups: Sequence[UnitGroup], hidden_size: int) -> int:
+    """Return the bytes of moments that trials keep on the host between their passes; 0 where they keep none."""
+    whole_experts = modifier.experts is not None and modifier.experts.drops
+    if (
+        not getattr(modifier.allocation, "trial_samples", 0)
+        or whole_experts
+        or not can_keep_moments(groups, hidden_size)
+    ):
+        return 0
+    return count_moment_bytes(groups, hidden_size)
 
 
 def _measure(shapes: Shapes, left: Sequence[tuple[UnitGroup, int]], later: Sequence[Modifier]) -> Footprint:

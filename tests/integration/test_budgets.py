@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.models import make_dataset, run_oneshot, save_wide_llama, save_wide_opt
+from helpers.trials import watch_trials
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
@@ -13,6 +14,7 @@ from struprune_plugin.allocation.rules.error_curve import ErrorCurve
 from struprune_plugin.linalg.budget import allocate_error_curves
 from struprune_plugin.linalg.knapsack import Limit
 from struprune_plugin.linalg.rounding import GroupSize
+from struprune_plugin.modifiers import planning
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_manifest
 
@@ -169,16 +171,7 @@ def test_a_budget_on_the_command_line_replaces_the_recipes_sparsity():
 
 def test_trials_keep_to_the_budgets(llama, tmp_path, monkeypatch):
     """Allocations nearer to uniform are tried, too, and a search around the best; each must fit."""
-    import struprune_plugin.modifiers.planning as planning
-
-    trials = []
-    real = planning.Trial
-
-    def watch(model, groups, plans, *rest):
-        trials.append([plan.kept for plan in plans])
-        return real(model, groups, plans, *rest)
-
-    monkeypatch.setattr(planning, "Trial", watch)
+    seen = watch_trials(monkeypatch)
     monkeypatch.setattr(planning, "FAR", 0.0)
     run(
         llama,
@@ -187,6 +180,7 @@ def test_trials_keep_to_the_budgets(llama, tmp_path, monkeypatch):
         allocation={"rule": "error_curve", "trial_samples": 4},
     )
     groups = {group.name: group for group in read_manifest(tmp_path / "out").groups}
+    trials = [[path.kept for path in trial._paths] for trial, _ in seen]
     _, proposed, searched, *_ = trials
     assert len(proposed) > 1
     assert len(searched) > 1

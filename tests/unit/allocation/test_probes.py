@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.models import make_dataset, run_oneshot
+from helpers.trials import read_texts, watch_trials
 
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
@@ -73,17 +74,10 @@ def test_blocks_that_show_nothing_change_nothing():
 
 
 def test_plans_are_judged_on_sequences_that_no_block_was_tried_on(opt, tmp_path, monkeypatch):
-    seen = []
-
-    class Watched(planning.Trial):
-        def measure(self, batches):
-            seen.append(torch.cat([batch["input_ids"] for batch in batches]))
-            return super().measure(batches)
-
-    monkeypatch.setattr(planning, "Trial", Watched)
+    seen = watch_trials(monkeypatch)
     recipe = StruPruneModifier(sparsity=0.3, allocation={"rule": "error_curve", "trial_samples": 2})
     run_oneshot(str(opt), recipe, make_dataset(16), num_calibration_samples=16, output_dir=str(tmp_path / "out"))
-    probes, judges = seen
+    probes, judges = read_texts(seen)
     assert len(probes) == len(judges) == 2
     assert not torch.equal(probes, judges)
     tried = read_manifest(tmp_path / "out").allocation.tried

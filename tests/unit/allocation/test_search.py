@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.models import make_dataset, run_oneshot
+from helpers.trials import read_texts, watch_trials
 
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.allocation.probes import list_blocks
@@ -98,14 +99,7 @@ def test_nothing_is_found_where_no_shift_gains_or_meets_the_budget():
 @pytest.mark.parametrize("far", [0.0, 1.0])
 def test_a_run_searches_far_from_the_dense_model_and_takes_what_other_text_confirms(far, opt, tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "FAR", far)
-    seen = []
-
-    class Watched(planning.Trial):
-        def measure(self, batches):
-            seen.append(torch.cat([batch["input_ids"] for batch in batches]))
-            return super().measure(batches)
-
-    monkeypatch.setattr(planning, "Trial", Watched)
+    seen = watch_trials(monkeypatch)
     recipe = StruPruneModifier(sparsity=0.3, allocation={"rule": "error_curve", "trial_samples": 4})
     run_oneshot(str(opt), recipe, make_dataset(16), num_calibration_samples=16, output_dir=str(tmp_path / "out"))
     manifest = read_manifest(tmp_path / "out")
@@ -113,7 +107,7 @@ def test_a_run_searches_far_from_the_dense_model_and_takes_what_other_text_confi
     assert ("searched" in tried) == (far == 0)
     assert tried[taken] == min(tried.values())
     assert manifest.budget.met_sparsity == pytest.approx(0.3, abs=0.005)
-    probes, judges, *searches = seen
+    probes, judges, *searches = read_texts(seen)
     assert not torch.equal(probes, judges)
     assert bool(searches) == (far == 0)
     if searches:  # the search reads one half of the held-out text, and the other decides

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.mixtures import make_mixture, mask_routing
 from helpers.models import make_dataset, run_oneshot
+from helpers.trials import watch_trials
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
@@ -51,20 +52,6 @@ def test_hold_batches_takes_the_last_sequences_and_no_more_than_a_quarter():
         parts = hold_batches(loader, asked)
         rows = [torch.cat([part["input_ids"] for part in side]).flatten().tolist() if side else [] for side in parts]
         assert rows == [list(range(12 - held)), list(range(12 - held, 12))]
-
-
-def watch_trials(monkeypatch, choose=None):
-    """Let trials be seen, and their outcome be chosen; return the list they go to: blocks alone, proposed plans, then a search."""
-    seen = []
-
-    class Watched(planning.Trial):
-        def measure(self, batches):
-            self.batches, found = batches, super().measure(batches)
-            seen.append((self, found))
-            return found if choose is None else [float(index != choose) for index in range(len(found))]
-
-    monkeypatch.setattr(planning, "Trial", Watched)
-    return seen
 
 
 def prune(folder, output=None, **fields):

@@ -8,7 +8,8 @@ import torch
 from helpers.models import make_dataset, make_opt, run_oneshot, save_model, save_opt, save_wide_opt
 from transformers import AutoModelForCausalLM, Cohere2Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
-from struprune_plugin import read_manifest
+from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin.allocation.curves import count_moment_bytes
 from struprune_plugin.cli import main as cli
 from struprune_plugin.model import units
 from struprune_plugin.model.footprint import count_bytes
@@ -19,7 +20,7 @@ from struprune_plugin.reporting.tables import measure_cache_bytes, measure_weigh
 from struprune_plugin.studies import probe
 from struprune_plugin.studies.plan import Fit, choose_fit, list_engines
 from struprune_plugin.studies.probe import Workload, _choose_probe, _count_work
-from struprune_plugin.studies.sizes import Shapes, outline_run, read_shapes
+from struprune_plugin.studies.sizes import Shapes, count_kept_moments, outline_run, read_shapes
 
 SMALL = ["--num-samples", "8", "--seq-length", "32"]
 
@@ -252,3 +253,13 @@ def test_work_grows_with_the_samples_of_the_effort():
     assert more["sensitivity"] == 4 * few["sensitivity"]
     assert more["allocate"] > few["allocate"]
     assert (more["solve"], more["passes"]) == (few["solve"], few["passes"])
+
+
+def test_trials_of_whole_experts_keep_no_moments(opt):
+    groups = units.find_groups(AutoModelForCausalLM.from_pretrained(opt), "value_channels")
+    kept = [
+        count_kept_moments(StruPruneModifier(sparsity=0.1, experts=asked), groups, 24)
+        for asked in ("channels", "whole")
+    ]
+    assert kept[0] == count_moment_bytes(groups, 24) > 0
+    assert kept[1] == 0

@@ -26,7 +26,7 @@ pytestmark = [
 def test_vllm_runs_every_kind_of_change_and_a_narrow_ffn_is_faster():
     model = make_model("llama", **SIZES, num_hidden_layers=2, max_position_embeddings=256)
     ffn, values, heads = list_kinds(model, ["ffn", "value_channels", "head"])
-    engine = VLLMEngine(model, torch.float32, Run(("prompt", "token"), 2, 128, str(PYTHON)))
+    engine = VLLMEngine(model, torch.float32, Run(("prompt", "token"), 2, 128, str(PYTHON)), 2)
     found = {
         name: engine.compare(change)
         for name, change in {

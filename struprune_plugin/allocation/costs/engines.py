@@ -8,20 +8,22 @@ from contextlib import suppress
 
 import torch
 from loguru import logger
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.costs.cost_table import CostTable, read_table
 from struprune_plugin.allocation.costs.llama_cpp_engine import LlamaCppEngine
-from struprune_plugin.allocation.costs.measure_costs import Engine, Run, check_measurable, measure_costs
+from struprune_plugin.allocation.costs.measure_costs import Engine, Run, check_measurable, choose_layers, measure_costs
 from struprune_plugin.allocation.costs.transformers_engine import TransformersEngine
 from struprune_plugin.allocation.costs.vllm_engine import VLLMEngine
+from struprune_plugin.allocation.costs.whole_model import can_hold, scale_to_whole
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_heads
-from struprune_plugin.model.layers import find_layouts
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 
-ENGINES: dict[str, Callable[[PreTrainedModel, torch.dtype, Run], Engine]] = {
+ENGINES: dict[str, Callable[[PreTrainedModel, torch.dtype, Run, int], Engine]] = {
     "transformers": TransformersEngine,
     "llama.cpp": LlamaCppEngine,
     "vllm": VLLMEngine,
@@ -69,5 +71,28 @@ def find_table(engine: str, model: PreTrainedModel, dtype: torch.dtype, units: S
         logger.info(
             f"timing the model's modules in {engine}: {', '.join(run.phases)}, batch {run.batch}, length {run.length}"
         )
-        _measured[key] = measure_costs(ENGINES[engine](model, dtype, run), model, list_kinds(model, units), run)
+        _measured[key] = _measure_table(ENGINES[engine], model, dtype, list_kinds(model, units), run)
     return _measured[key]
+
+
+def _measure_table(
+    start: Callable[[PreTrainedModel, torch.dtype, Run, int], Engine],
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    groups: Sequence[UnitGroup],
+    run: Run,
+) -> CostTable:
+    """Return a table measured on a few layers, scaled to the whole model if this machine can hold it."""
+    few, layers = choose_layers(model, dtype.itemsize), len(find_decoder_layers(model))
+    with tqdm(desc="timing", unit=" models", leave=False) as bar:
+
+        def tell(timed: str) -> None:
+            bar.set_postfix_str(timed, refresh=False)
+            bar.update()
+
+        table = measure_costs(start(model, dtype, run, few), model, groups, run, tell)
+        if few < layers and can_hold(model, dtype):
+            return scale_to_whole(table, start(model, dtype, run, layers), model, groups, tell)
+    if few < layers:
+        logger.info("the whole model does not fit in memory to be timed: speeds may differ from the table by a tenth")
+    return table

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.costs.engine_process import EngineProcess
-from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run, choose_layers
+from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run
 from struprune_plugin.export.random_gguf import check_random_gguf, write_random_gguf
 from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.layers import LayerSizes
@@ -42,15 +42,16 @@ class LlamaCppEngine(Engine):
 
     :param model: model whose shapes are timed; it may be without values
     :param dtype: dtype of the files' matrices
+    :param num_layers: number of decoder layers that are timed
     :raises ValueError: the model is not a LLaMA
     """
 
     name = "llama.cpp"
     num_whole = 1  # a cache needs a layer
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run):
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run, num_layers: int):
         check_random_gguf(model.config)
-        self.num_layers = choose_layers(model, dtype.itemsize)
+        self.num_layers = num_layers
         self._sizes = list_sizes(model)[: self.num_layers]
         self._config, self._dtype, self._run = model.config, dtype, run
         self._folder = tempfile.TemporaryDirectory()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from struprune_plugin.allocation.costs.few_layers import adopt_all, cut_alike, shorten_class
-from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run, choose_layers
+from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.model.layers import find_decoder_layers, find_linear
 from struprune_plugin.model.structure.locate import locate_layers
@@ -29,12 +29,13 @@ class TransformersEngine(Engine):
 
     :param model: model whose shapes are timed; it may be without values
     :param dtype: dtype of the timed weights
+    :param num_layers: number of decoder layers that are timed
     """
 
     name = "transformers"
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run):
-        self.num_layers = choose_layers(model, dtype.itemsize)
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run, num_layers: int):
+        self.num_layers = num_layers
         kind, part = shorten_class(model, self.num_layers)
         self._device = (
             torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

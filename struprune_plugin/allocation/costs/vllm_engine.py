@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin.allocation.costs.engine_process import EngineProcess
 from struprune_plugin.allocation.costs.few_layers import adopt_all, cut_alike, shorten_class
-from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run, choose_layers
+from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import adopt_config
@@ -35,13 +35,14 @@ class VLLMEngine(Engine):
 
     :param model: model whose shapes are timed; it may be without values
     :param dtype: dtype of the timed weights
+    :param num_layers: number of decoder layers that are timed
     """
 
     name = "vllm"
     num_whole = 1  # a cache needs attention
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run):
-        self.num_layers = choose_layers(model, dtype.itemsize)
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, run: Run, num_layers: int):
+        self.num_layers = num_layers
         self.dtype, self.machine, self._dtype, self._run = str(dtype).removeprefix("torch."), "", dtype, run
         self._dense = self._build(model, self.num_layers)
         self._folder = tempfile.TemporaryDirectory()

@@ -21,6 +21,7 @@ from struprune_plugin.allocation.costs.cost_table import (
 from struprune_plugin.allocation.costs.engines import find_table, list_kinds, list_units
 from struprune_plugin.allocation.costs.measure_costs import Engine, Run, check_measurable, measure_costs
 from struprune_plugin.allocation.costs.transformers_engine import TransformersEngine
+from struprune_plugin.allocation.costs.whole_model import can_hold, scale_to_whole
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.linalg.cost_curves import fit_penalties, fit_rising, fit_smooth, interpolate, weigh_alignment
 from struprune_plugin.studies.sizes import outline_run, read_shapes
@@ -92,13 +93,15 @@ class Played(Engine):
 
     name, machine, dtype, num_layers = "played", "a test", "float32", 2
 
-    def __init__(self, penalty=1.0, num_whole=0):
-        self.penalty, self.num_whole = penalty, num_whole
+    def __init__(self, penalty=1.0, num_whole=0, num_layers=2, extra=0.0):
+        self.penalty, self.num_whole, self.num_layers, self.extra = penalty, num_whole, num_layers, extra
 
     def seconds(self, kind, units):
         per_block = units // 2 if kind == "value_channels" else units
         factor = self.penalty if per_block % 8 else 1.0
-        return (10 + {"ffn": 2, "value_channels": 3, "head": 60}[kind] * units) * factor if units else 0.0
+        return (
+            (10 + ({"ffn": 2, "value_channels": 3, "head": 60}[kind] + self.extra) * units) * factor if units else 0.0
+        )
 
     def compare(self, change):
         layer = self.seconds("ffn", 256) + self.seconds("value_channels", 32)
@@ -107,7 +110,7 @@ class Played(Engine):
             other = {"ffn": ("value_channels", 32)}.get(change.group.kind, ("ffn", 256))
             changed = self.seconds(change.group.kind, change.units) + self.seconds(*other)
         lost = self.num_whole if change is None or not change.units else 0
-        times = (1000 + 2 * layer, 1000 + lost * layer + (2 - lost) * changed)
+        times = (1000 + self.num_layers * layer, 1000 + lost * layer + (self.num_layers - lost) * changed)
         return {"prompt": times, "token": tuple(time / 100 for time in times)}
 
 
@@ -128,6 +131,22 @@ def test_measure_costs_finds_what_an_engine_takes(llama, num_whole):
         assert values[1:].tolist() == pytest.approx([10 + 3 * k for k in range(1, 33)])
         assert ffn[0] == values[0] == 0
         assert all(module.error < 1e-9 for module in phase.modules)
+
+
+@pytest.mark.parametrize("extra", [0.0, 0.5])
+def test_lines_are_scaled_to_what_the_whole_model_saves(llama, extra):
+    groups, run = list_kinds(llama, ["ffn", "value_channels"]), Run(("prompt", "token"), 1, 64)
+    table = measure_costs(Played(), llama, groups, run)
+    told = []
+    scaled = scale_to_whole(table, Played(num_layers=4, extra=extra), llama, groups, told.append)
+    assert len(told) == 9
+    for phase, before, scale in zip(scaled.phases, table.phases, (1, 100), strict=True):
+        assert phase.dense * scale == pytest.approx(phase.whole * scale)
+        assert phase.dense * scale == pytest.approx(1000 + 4 * (522 + 106 + extra * (256 + 32)))
+        ffn, values = (find_costs(phase, llama, group, "it") for group in groups)
+        old_ffn, old_values = (find_costs(before, llama, group, "it") for group in groups)
+        assert ffn.tolist() == pytest.approx(((2 + extra) / 2 * old_ffn).tolist())
+        assert values.tolist() == pytest.approx(((3 + extra) / 3 * old_values).tolist())
 
 
 def test_widths_that_kernels_do_not_like_cost_more(llama):
@@ -192,7 +211,7 @@ def test_transformers_runs_every_kind_at_every_width(model):
     replace_conv1d(dense)
     run = Run(("prompt", "token"), 2, 12)
     units = list_units(dense)
-    table = measure_costs(TransformersEngine(dense, torch.float32, run), dense, list_kinds(dense, units), run)
+    table = measure_costs(TransformersEngine(dense, torch.float32, run, 2), dense, list_kinds(dense, units), run)
     assert [module.module.partition(" ")[0] for module in table.phases[0].modules] == units
     assert {phase.phase for phase in table.phases} == {"prompt", "token"}
     assert table.model == describe_shapes(dense)
@@ -249,8 +268,20 @@ def test_an_engine_that_is_timed_in_the_run_is_timed_once(llama, monkeypatch):
     import struprune_plugin.allocation.costs.engines as engines
 
     made = []
-    monkeypatch.setitem(engines.ENGINES, "transformers", lambda *args: made.append(args) or Played())
+    monkeypatch.setitem(
+        engines.ENGINES, "transformers", lambda *args: made.append(args[-1]) or Played(num_layers=args[-1])
+    )
+    monkeypatch.setattr(engines, "choose_layers", lambda model, item: 2)
     run = Run(("token",), 3, 17)
     first, second = (find_table("transformers", llama, torch.float32, ["ffn"], run) for _ in range(2))
     assert first is second
-    assert len(made) == 1
+    assert made == [2, 4], "a few layers, then all"
+
+
+def test_a_model_that_memory_cannot_hold_is_not_timed_whole(llama, monkeypatch):
+    import struprune_plugin.allocation.costs.whole_model as whole_model
+
+    held = 4 * sum(parameter.numel() for parameter in llama.parameters())
+    for free, fits in ((4 * held, True), (4 * held - 1, False)):
+        monkeypatch.setattr(whole_model, "find_free_bytes", lambda free=free: free)
+        assert can_hold(llama, torch.float32) == fits

@@ -99,7 +99,7 @@ def asked(monkeypatch):
 
 
 def test_the_dense_folder_is_stock_and_the_changed_one_is_as_pruning_saves_it(llama, asked):
-    engine = VLLMEngine(llama, torch.float32, RUN)
+    engine = VLLMEngine(llama, torch.float32, RUN, 4)
     ffn, values, heads = list_kinds(llama, ["ffn", "value_channels", "head"])
     changes = [Change(ffn, 256), Change(ffn, 128), Change(values, 8), Change(heads, 1), Change(ffn, 0), None]
     assert engine.compare(changes[0]) == {"prompt": (1.0, 0.5), "token": (1.0, 0.5)}
@@ -125,14 +125,14 @@ def test_every_kind_of_units_has_a_line(model, asked):
     dense = make_opt() if model == "opt" else make_model(model)
     replace_conv1d(dense)
     units = list_units(dense)
-    table = measure_costs(VLLMEngine(dense, torch.float32, RUN), dense, list_kinds(dense, units), RUN)
+    table = measure_costs(VLLMEngine(dense, torch.float32, RUN, 2), dense, list_kinds(dense, units), RUN)
     assert (table.engine, table.machine, table.dtype) == ("vllm", "a test", "float32")
     assert [module.module.partition(" ")[0] for module in table.phases[0].modules] == units
 
 
 def test_a_layer_keeps_its_attention(llama):
     ffn, values, heads = list_kinds(llama, ["ffn", "value_channels", "head"])
-    engine = VLLMEngine(llama, torch.float32, RUN)
+    engine = VLLMEngine(llama, torch.float32, RUN, 4)
     assert [engine.can_remove(group) for group in (ffn, values, heads)] == [True, False, False]
 
 

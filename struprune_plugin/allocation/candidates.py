@@ -2,13 +2,11 @@
 
 Error curves and sensitivities are second-order approximations at the dense model, and a plan may lead far from it. Each plan is
 applied with weights solved on the dense model's moments, without correction of inherited errors, all plans in one pass; they
-are compared by the KL divergence of the model's next tokens. Where a plan removes whole experts, the others are solved on the
-tokens that they take over, so that the sum of the experts changes least.
+are compared by the KL divergence of the model's next tokens.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -93,8 +91,7 @@ class Trial:
         self._model, self._groups, self._context = model, groups, context
         self._paths = [_Path(plan.kept, plan.experts) for plan in plans]
         self._num_fit = 0 if fit.moments else fit.num_batches
-        target = TARGETS["local" if all(plan.experts is None for plan in plans) else "residual"]
-        self._statistics = LayerStatistics(target, context, all_groups=True)
+        self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
         self._solver = TrialSolver(config, fit, self._statistics, context)
         self._dense: list[Tensor] = []  # outputs of the last layer, by trial batch
 
@@ -107,14 +104,13 @@ class Trial:
         for step in stream_layers(self._model, batches, self._context, "trials"):
             own, num_fit = select_groups(self._groups, step.name), self._num_fit
             cut = [group for group in own if self._list_counts(group)]
-            for _ in step.observe(self._statistics, self._add_dropped(cut, own), slice(num_fit)):
+            for _ in step.observe(self._statistics, cut, slice(num_fit)):
                 pass
             weights = {group.name: self._solver.solve(step.layer, group, self._list_counts(group)) for group in cut}
-            left = self._solve_left(step.layer, own)
             tried = step.observe(self._statistics, [], slice(num_fit, None))
             self._dense = [self._context.park(output.hidden) for _, output in tried]
             for path in self._paths:
-                self._advance(path, step.layer, own, {**weights, **left.get(_name_kept(path.list_dropped(own)), {})})
+                self._advance(path, step.layer, own, weights)
             self._statistics.finish_layer()
 
     @torch.no_grad()
@@ -142,33 +138,6 @@ class Trial:
         """Return the numbers of kept units in the plans, without the number of all units."""
         return sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
 
-    def _add_dropped(self, cut: list[UnitGroup], groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return groups with one of every list that loses experts, so that the sum of its experts' outputs is recorded."""
-        lists = {experts for path in self._paths for experts in path.list_dropped(groups)}
-        missing = lists - {group.experts for group in cut}
-        return cut + list({group.experts: group for group in groups if group.experts in missing}.values())
-
-    def _solve_left(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> dict[str, dict[str, Weights]]:
-        """Return the weights of the experts that stay where others are removed, by the name of the kept experts, then by group."""
-        found: dict[str, dict[str, Weights]] = {}
-        for path in self._paths:
-            dropped = path.list_dropped(groups)
-            if not dropped or not self._solver.config.weight_update.solves or _name_kept(dropped) in found:
-                continue
-            left = [g for g in groups if g.experts in dropped and g.expert_index in dropped[g.experts]]
-            self._statistics.keep_groups(left)
-            with path.route(layer, groups):
-                found[_name_kept(dropped)] = {
-                    group.name: self._solver.solve(
-                        layer,
-                        group,
-                        [*self._list_counts(group), group.num_units],
-                        self._statistics.collect_moments(layer, group, "trials"),
-                    )
-                    for group in left
-                }
-        return found
-
     def _advance(
         self,
         path: _Path,
@@ -194,11 +163,6 @@ class Trial:
                 call.run(layer, self._context, states).map(self._context.park)
                 for call, states in zip(calls, inputs, strict=True)
             ]
-
-
-def _name_kept(dropped: Mapping[str, Sequence[int]]) -> str:
-    """Return a name for the kept experts of a layer."""
-    return json.dumps(dropped)
 
 
 def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:

@@ -54,16 +54,10 @@ class TrialSolver:
     statistics: LayerStatistics
     context: DeviceContext
 
-    def solve(
-        self, layer: nn.Module, group: UnitGroup, counts: Sequence[int], gathered: GroupMoments | None = None
-    ) -> Weights:
-        """Return a consumer's weights, in module order, and bias, on the host, for every number of kept units.
-
-        :param gathered: moments; None for those of the dense model
-        """
-        if gathered is None:
-            known = (self.fit.moments or {}).get(group.name)
-            gathered = self.statistics.collect_moments(layer, group, "trials") if known is None else GroupMoments(known)
+    def solve(self, layer: nn.Module, group: UnitGroup, counts: Sequence[int]) -> Weights:
+        """Return a consumer's weights, in module order, and bias, on the host, for every number of kept units."""
+        known = (self.fit.moments or {}).get(group.name)
+        gathered = self.statistics.collect_moments(layer, group, "trials") if known is None else GroupMoments(known)
         with self.context.stage("trials"), self.context.solving():
             solve = partial(self._solve_moments, layer, group, gathered, counts)
             return compute_on_rank0(solve, Weights, torch.device("cpu"))
@@ -91,13 +85,12 @@ class TrialSolver:
 
         :param damped: damped moments; None to keep the dense weights
         """
-        found, copies, place = self.fit.measured.get(group.name), group.columns_per_unit, self.context.place
-        order = torch.arange(group.num_units) if found is None else found.order
-        order = order.to(dense.device)
+        found, copies, place = self.fit.measured[group.name], group.columns_per_unit, self.context.place
+        order = found.order.to(dense.device)
         if damped is None:
             gone = {count: unit_columns(order[: group.num_units - count], copies) for count in counts}
             return {count: dense.index_fill(1, columns, 0.0) for count, columns in gone.items()}
-        if found is None or found.basis is None:
+        if found.basis is None:
             return solve_nested_weights(damped, order, copies, counts, group.name)
         basis = place(found.basis, damped.gram)
         solved = solve_nested_weights(rotate_moments(damped, basis, copies), order, copies, counts, group.name)

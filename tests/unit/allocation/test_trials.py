@@ -158,22 +158,20 @@ def test_trial_samples_are_refused_beside_an_allocator_stage(opt):
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "mixtral", "deepseek_v3"])
-def test_a_plan_without_some_experts_is_tried_as_the_model_routes_then_and_the_others_are_solved(kind):
+def test_a_plan_without_some_experts_is_tried_as_the_model_routes_then(kind):
     dense = make_mixture(kind)
     tokens = draw_tokens(dense.config, 40, 32, seed=1)
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    model, routing, found = copy.deepcopy(dense), find_routing(dense), {}
+    model, routing = copy.deepcopy(dense), find_routing(dense)
     take_apart(model)
     groups = find_groups(model, "none", False, prune_experts=True)
     keep = {group.output_name: [0, 1, 2, 4, 5, 7] for group in groups}
     plan = UnitAllocation({}, AllocationRecord("error_curve"), experts=KeptExperts(routing, keep))
-    for update in ("none", "least_squares"):
-        config = StruPruneModifier(sparsity=0.2, weight_update=update).make_config(model)
-        trial = planning.Trial(model, groups, [plan], config, Fit({}, 1), DeviceContext())
-        trial.run([batch, batch])  # solved on the text that it is tried on
-        (found[update],) = trial.measure([batch])
+    config = StruPruneModifier(sparsity=0.2).make_config(model)
+    trial = planning.Trial(model, groups, [plan], config, Fit({}, 1), DeviceContext())
+    trial.run([batch, batch])
+    (found,) = trial.measure([batch])
     with torch.no_grad(), mask_routing(dense, keep):
         masked = dense(**batch)
     wanted = measure_divergence(dense, lambda **_: masked, batch)
-    assert found["none"] == pytest.approx(wanted, rel=1e-3)
-    assert found["least_squares"] < 0.97 * wanted
+    assert found == pytest.approx(wanted, rel=1e-3)

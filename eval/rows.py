@@ -231,9 +231,11 @@ def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
         manifest = read_manifest(out)
         told: dict[str, Any] = {"removed": manifest.budget.met_sparsity}
         told["method_seconds"] = next(s.seconds for s in manifest.stages if s.name == "whole pass")
-        if (plan := manifest.allocation).experts:  # whole ones may go
+        plan = manifest.allocation
+        told["tried"] = plan.tried  # divergence in nats of each candidate plan
+        if plan.experts:  # whole ones may go
             stay = len(manifest.experts[0].keep) if manifest.experts else None
-            told["experts"] = {"stay": stay, "errors": plan.experts, "tried": plan.tried}
+            told["experts"] = {"stay": stay, "errors": plan.experts}
         objectives = {g.name: g.admm.objective for g in manifest.groups if g.admm}
         if objectives:
             told["admm_objective"] = objectives

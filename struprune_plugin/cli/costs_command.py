@@ -33,7 +33,7 @@ def costs(model: Model, timing: Timing, screen: Screen) -> None:
     """Time a model's modules at several sizes, for speed-up budgets.
 
     Run it on the machine and in the engine that will serve. It times models with a few layers, random weights and the model's own
-    sizes, and cuts one kind of module at a time; then, if memory allows, the whole model with half of each kind.
+    sizes, and cuts one kind of module at a time; then, if memory allows, the whole model with half of its units.
     `prune --budget '{speedup: 1.3, engine: FILE.json}'` uses the file, on any machine. This takes minutes and needs no calibration.
     """
     phases = _split("--phases", timing.phases, _PHASES)

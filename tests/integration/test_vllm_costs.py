@@ -30,10 +30,10 @@ def test_vllm_runs_every_kind_of_change_and_a_narrow_ffn_is_faster():
     found = {
         name: engine.compare(change)
         for name, change in {
-            "narrow": Change(ffn, 512),
-            "values": Change(values, 32),
-            "heads": Change(heads, 1),
-            "none": Change(ffn, 0),
+            "narrow": [Change(ffn, 512)],
+            "values": [Change(values, 32)],
+            "heads": [Change(heads, 1)],
+            "none": [Change(ffn, 0)],
             "empty": None,
         }.items()
     }

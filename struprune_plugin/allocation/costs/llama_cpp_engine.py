@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.costs.engine_process import EngineProcess
-from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run
+from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run, removes
 from struprune_plugin.export.random_gguf import check_random_gguf, write_random_gguf
 from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.layers import LayerSizes
@@ -62,12 +62,13 @@ class LlamaCppEngine(Engine):
             f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, llama-cpp-python"
         )
 
-    def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
+    def compare(self, changes: Sequence[Change] | None) -> Mapping[str, tuple[float, float]]:
         file = self._dense.with_name("changed.gguf")
-        whole = 0 if change is not None and change.units else self.num_whole
-        rest = [] if change is None else [_resize(size, change) for size in self._sizes[whole:]]
-        sizes = [*self._sizes[:whole], *rest]
-        write_random_gguf(self._config, sizes, self._dtype, file)
+        whole = self.num_whole if removes(changes) else 0
+        rest = [] if changes is None else self._sizes[whole:]
+        for change in changes or ():
+            rest = [_resize(size, change) for size in rest]
+        write_random_gguf(self._config, [*self._sizes[:whole], *rest], self._dtype, file)
         return time_files(self._dense, file, self._run)
 
     def can_remove(self, group: UnitGroup) -> bool:

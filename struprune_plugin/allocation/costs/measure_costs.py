@@ -66,6 +66,19 @@ class Change:
     units: int
 
 
+def removes(changes: Sequence[Change] | None) -> bool:
+    """Return whether whole modules, or all layers (None), are removed."""
+    return changes is None or not all(change.units for change in changes)
+
+
+def describe_changes(changes: Sequence[Change] | None) -> str:
+    """Return a short text for progress bars."""
+    if changes is None:
+        return "no layers"
+    told = [f"{change.group.kind} {change.units} of {change.group.num_units}" for change in changes]
+    return ", ".join(told) or "all units"
+
+
 class Engine(ABC):
     """Inference engine in which models are timed.
 
@@ -82,10 +95,10 @@ class Engine(ABC):
     num_whole: int = 0
 
     @abstractmethod
-    def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
-        """Return the seconds, by phase, of the dense model of few layers and of a changed one, run in turn.
+    def compare(self, changes: Sequence[Change] | None) -> Mapping[str, tuple[float, float]]:
+        """Return the seconds, by phase, of the dense model of :attr:`num_layers` layers and of a changed one, run in turn.
 
-        :param change: None for a model without layers
+        :param changes: of different kinds; none for a pruned model that still has all units; None for a model without layers
         """
 
     def can_remove(self, group: UnitGroup) -> bool:
@@ -144,23 +157,23 @@ def measure_costs(
     dense: dict[str, float] = dict.fromkeys(run.phases, math.inf)
     ratios: dict[tuple[str, int], Mapping[str, float]] = {}
 
-    def compare(change: Change | None) -> Mapping[str, float]:
-        found = engine.compare(change)
+    def compare(changes: Sequence[Change] | None) -> Mapping[str, float]:
+        found = engine.compare(changes)
         for phase in run.phases:
             dense[phase] = min(dense[phase], found[phase][0])
-        tell("no layers" if change is None else f"{change.group.kind} {change.units} of {change.group.num_units}")
-        gone = 0 if change is not None and change.units else engine.num_whole
+        tell(describe_changes(changes))
+        gone = engine.num_whole if removes(changes) else 0
         factor = engine.num_layers / (engine.num_layers - gone)  # as if all layers were changed
         return {phase: 1 - factor * (1 - changed / whole) for phase, (whole, changed) in found.items()}
 
-    empty, whole_ones = compare(None), [compare(Change(groups[0], groups[0].num_units)) for _ in range(_AGAIN)]
+    empty, whole_ones = compare(None), [compare([]) for _ in range(_AGAIN)]
     full: dict[str, float] = {}  # ratio with all units, where all lines end
     for phase in run.phases:
         full[phase] = statistics.median(ratio[phase] for ratio in whole_ones)
     for group in groups:
         points = [] if engine.is_flat(group) else [*_list_grid(group), *_list_probes(group).values()]
         for units in [*([0] if engine.can_remove(group) else []), *points]:
-            ratios[group.name, units] = full if units == group.num_units else compare(Change(group, units))
+            ratios[group.name, units] = full if units == group.num_units else compare([Change(group, units)])
         if not engine.can_remove(group):
             low, high, *_ = points
             ratios[group.name, 0] = {

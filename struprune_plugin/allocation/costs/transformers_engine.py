@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,14 +54,15 @@ class TransformersEngine(Engine):
         self._tokens = draw_tokens(part, run.batch, run.length).to(self._device)
 
     @torch.no_grad()
-    def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
+    def compare(self, changes: Sequence[Change] | None) -> Mapping[str, tuple[float, float]]:
         changed = copy.deepcopy(self._whole)
-        if change is None:
+        if changes is None:
             changed.set_submodule(locate_layers(changed), nn.ModuleList())
-        elif not change.units:
-            self._remove(changed, change.group)
-        elif change.units < change.group.num_units:
-            cut_alike(changed, change)
+        for change in changes or ():
+            if change.units:
+                cut_alike(changed, change)
+            else:
+                self._remove(changed, change.group)
         return time_pair(self._dense, changed, self._run, self._tokens)
 
     def _remove(self, model: PreTrainedModel, group: UnitGroup) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,16 @@ class VLLMEngine(Engine):
         self._folder = tempfile.TemporaryDirectory()
         write_stock(self._dense, Path(self._folder.name) / "dense")
 
-    def compare(self, change: Change | None) -> Mapping[str, tuple[float, float]]:
+    def compare(self, changes: Sequence[Change] | None) -> Mapping[str, tuple[float, float]]:
         changed, folder = copy.deepcopy(self._dense), Path(self._folder.name)
-        if change is None:
+        if changes is None:
             changed = self._build(self._dense, self.num_whole)
         adopt_all(changed)
-        if change is not None and not change.units:
-            self._remove(changed, change.group)
-        elif change is not None and change.units < change.group.num_units:
-            cut_alike(changed, change)
+        for change in changes or ():
+            if change.units:
+                cut_alike(changed, change)
+            else:
+                self._remove(changed, change.group)
         write_pruned(changed, folder / "changed")
         times, self.machine = time_folders(
             [folder / "dense", folder / "changed"], self._dense.config, self._dtype, self._run

@@ -1,7 +1,8 @@
 """Correction of a cost table by the model of all layers.
 
-What a module saves in a model of a few layers can differ from what it saves in the whole model, by a tenth in llama.cpp and vLLM.
-Here the whole model is timed: dense, and with one kind of modules cut by half. Each kind's line is scaled to that saving.
+What modules save in a model of a few layers can differ from what they save in the whole model, by a tenth and more. Here the whole
+model is timed: dense, and with half the units of every module (of the first kind named, if there are several). All lines are
+scaled by one factor to that saving.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import psutil
 import torch
 from torch import nn
 
-from struprune_plugin.allocation.costs.cost_table import CostTable, ModuleCosts, describe_module
-from struprune_plugin.allocation.costs.measure_costs import Change, Engine
+from struprune_plugin.allocation.costs.cost_table import CostTable, PhaseCosts, describe_module
+from struprune_plugin.allocation.costs.measure_costs import Change, Engine, describe_changes
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import find_free_bytes
@@ -45,39 +46,33 @@ def scale_to_whole(
     :param tell: function that is called with a short text after each model
     """
     layers = len(find_decoder_layers(model))
-    full = _measure(engine, Change(groups[0], groups[0].num_units), tell)
-    cut: dict[str, Mapping[str, tuple[float, float]]] = {}
-    halves: dict[str, int] = {}
+    chosen: dict[str, UnitGroup] = {}  # by consumer: heads and value channels are cut one or the other
     for group in groups:
         if not engine.is_flat(group):
-            name = describe_module(model, group)
-            halves[name] = _find_half(table, name)
-            cut[name] = _measure(engine, Change(group, halves[name]), tell)
+            chosen.setdefault(group.consumer, group)
+    halves = {name: _find_half(table, name) for name in (describe_module(model, group) for group in chosen.values())}
+    full = _measure(engine, [], tell)
+    cut = _measure(engine, [Change(*pair) for pair in zip(chosen.values(), halves.values(), strict=True)], tell)
     phases = []
     for phase in table.phases:
-        dense, ratio = full[phase.phase]
-        saved = {name: dense * (ratio - part[phase.phase][1]) for name, part in cut.items()}
-        modules = [
-            _scale(module, halves[module.module], saved[module.module] / layers) if module.module in halves else module
-            for module in phase.modules
-        ]
-        phases.append(replace(phase, dense=dense, whole=dense * ratio, modules=modules))
+        (dense, whole), (other, less) = full[phase.phase], cut[phase.phase]
+        phases.append(_scale(phase, dense, whole, halves, dense * (whole / dense - less / other) / layers))
     return table.model_copy(update={"phases": phases})
 
 
-def _measure(engine: Engine, change: Change, tell: Callable[[str], None]) -> Mapping[str, tuple[float, float]]:
-    """Return, by phase, the least seconds of the dense model, and the median ratio of the changed one's to them."""
+def _measure(
+    engine: Engine, changes: Sequence[Change], tell: Callable[[str], None]
+) -> Mapping[str, tuple[float, float]]:
+    """Return, by phase, the least seconds of the dense model, and those times the median ratio of the changed one's to them."""
     found = []
     for _ in range(_AGAIN):
-        found.append(engine.compare(change))
-        tell(f"whole model, {change.group.kind} {change.units} of {change.group.num_units}")
-    return {
-        phase: (
-            min(one[phase][0] for one in found),
-            statistics.median(one[phase][1] / one[phase][0] for one in found),
-        )
-        for phase in found[0]
-    }
+        found.append(engine.compare(changes))
+        tell(f"whole model, {describe_changes(changes)}")
+    times = {}
+    for phase in found[0]:
+        dense = min(one[phase][0] for one in found)
+        times[phase] = (dense, dense * statistics.median(one[phase][1] / one[phase][0] for one in found))
+    return times
 
 
 def _find_half(table: CostTable, name: str) -> int:
@@ -86,13 +81,19 @@ def _find_half(table: CostTable, name: str) -> int:
     return min(units[:-1], key=lambda count: abs(count - units[-1] / 2))
 
 
-def _scale(module: ModuleCosts, half: int, saved: float) -> ModuleCosts:
-    """Return the costs of a module, scaled so that keeping half saves what was measured; as they are if that is nothing.
+def _scale(phase: PhaseCosts, dense: float, whole: float, halves: Mapping[str, int], saved: float) -> PhaseCosts:
+    """Return the costs of a phase with new totals, its lines scaled so that keeping these halves saves what was measured;
+    lines stay as they are if that is nothing.
 
     :param saved: seconds that each layer of the whole model saves
     """
-    line = module.seconds[-1] - module.seconds[module.units.index(half)]
-    if line <= 0 or saved <= 0:
-        return module
-    factor = saved / line
-    return replace(module, seconds=[factor * value for value in module.seconds], error=factor * module.error)
+    known = {module.module: module for module in phase.modules}
+    line = sum(
+        known[name].seconds[-1] - known[name].seconds[known[name].units.index(half)] for name, half in halves.items()
+    )
+    factor = saved / line if line > 0 and saved > 0 else 1.0
+    modules = [
+        replace(module, seconds=[factor * value for value in module.seconds], error=factor * module.error)
+        for module in phase.modules
+    ]
+    return replace(phase, dense=dense, whole=whole, modules=modules)

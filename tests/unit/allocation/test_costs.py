@@ -99,17 +99,16 @@ class Played(Engine):
     def seconds(self, kind, units):
         per_block = units // 2 if kind == "value_channels" else units
         factor = self.penalty if per_block % 8 else 1.0
-        return (
-            (10 + ({"ffn": 2, "value_channels": 3, "head": 60}[kind] + self.extra) * units) * factor if units else 0.0
-        )
+        each = (1 + self.extra) * {"ffn": 2, "value_channels": 3}[kind]
+        return (10 + each * units) * factor if units else 0.0
 
-    def compare(self, change):
+    def compare(self, changes):
         layer = self.seconds("ffn", 256) + self.seconds("value_channels", 32)
         changed = 0.0
-        if change is not None:
-            other = {"ffn": ("value_channels", 32)}.get(change.group.kind, ("ffn", 256))
-            changed = self.seconds(change.group.kind, change.units) + self.seconds(*other)
-        lost = self.num_whole if change is None or not change.units else 0
+        if changes is not None:
+            units = {"ffn": 256, "value_channels": 32} | {change.group.kind: change.units for change in changes}
+            changed = sum(self.seconds(kind, count) for kind, count in units.items())
+        lost = self.num_whole if changes is None or not all(change.units for change in changes) else 0
         times = (1000 + self.num_layers * layer, 1000 + lost * layer + (self.num_layers - lost) * changed)
         return {"prompt": times, "token": tuple(time / 100 for time in times)}
 
@@ -139,14 +138,14 @@ def test_lines_are_scaled_to_what_the_whole_model_saves(llama, extra):
     table = measure_costs(Played(), llama, groups, run)
     told = []
     scaled = scale_to_whole(table, Played(num_layers=4, extra=extra), llama, groups, told.append)
-    assert len(told) == 9
+    assert len(told) == 6
     for phase, before, scale in zip(scaled.phases, table.phases, (1, 100), strict=True):
         assert phase.dense * scale == pytest.approx(phase.whole * scale)
-        assert phase.dense * scale == pytest.approx(1000 + 4 * (522 + 106 + extra * (256 + 32)))
+        assert phase.dense * scale == pytest.approx(1000 + 4 * (522 + 106 + extra * (2 * 256 + 3 * 32)))
         ffn, values = (find_costs(phase, llama, group, "it") for group in groups)
         old_ffn, old_values = (find_costs(before, llama, group, "it") for group in groups)
-        assert ffn.tolist() == pytest.approx(((2 + extra) / 2 * old_ffn).tolist())
-        assert values.tolist() == pytest.approx(((3 + extra) / 3 * old_values).tolist())
+        assert ffn.tolist() == pytest.approx(((1 + extra) * old_ffn).tolist())
+        assert values.tolist() == pytest.approx(((1 + extra) * old_values).tolist())
 
 
 def test_widths_that_kernels_do_not_like_cost_more(llama):
@@ -211,7 +210,8 @@ def test_transformers_runs_every_kind_at_every_width(model):
     replace_conv1d(dense)
     run = Run(("prompt", "token"), 2, 12)
     units = list_units(dense)
-    table = measure_costs(TransformersEngine(dense, torch.float32, run, 2), dense, list_kinds(dense, units), run)
+    engine, groups = TransformersEngine(dense, torch.float32, run, 2), list_kinds(dense, units)
+    table = scale_to_whole(measure_costs(engine, dense, groups, run), engine, dense, groups)
     assert [module.module.partition(" ")[0] for module in table.phases[0].modules] == units
     assert {phase.phase for phase in table.phases} == {"prompt", "token"}
     assert table.model == describe_shapes(dense)

@@ -340,7 +340,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
                 equal = find_equal(rows, engine, phase, read_speed(rows, name, engine, phase), text)
                 increase = row["perplexity"][text] - dense["perplexity"][text]
                 told = f"{equal:.2f} ({increase / (equal - dense['perplexity'][text]) - 1:+.1%})"
-                told = "none as fast" if math.isnan(equal) else told
+                told = "beyond the rows" if math.isnan(equal) else told
             line.append(told)
         cells.append(line)
     engines = [f"{key}, {phase}" for key in dense["measured"] for phase in PHASES]

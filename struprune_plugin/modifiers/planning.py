@@ -41,9 +41,7 @@ from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore
 
 Batches = list[dict[str, Tensor]]
-FAR = (
-    1.0  # divergence in nats from which the best plan is searched around: curves and sensitivities are of second order
-)
+FAR = 1.0  # divergence in nats from which the best plan is searched around
 _SEQUENCES = 16  # calibration sequences for choosing whole experts, if the rule sets no number
 
 

@@ -169,14 +169,10 @@ def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]
 
 def count_kept_moments(modifier: StruPruneModifier, groups: Sequence[UnitGroup], hidden_size: int) -> int:
     """Return the bytes of moments that trials keep on the host between their passes; 0 where they keep none."""
-    whole_experts = modifier.experts is not None and modifier.experts.drops
-    if (
-        not getattr(modifier.allocation, "trial_samples", 0)
-        or whole_experts
-        or not can_keep_moments(groups, hidden_size)
-    ):
+    tries = getattr(modifier.allocation, "trial_samples", 0) > 0
+    if not tries or (modifier.experts is not None and modifier.experts.drops):
         return 0
-    return count_moment_bytes(groups, hidden_size)
+    return count_moment_bytes(groups, hidden_size) if can_keep_moments(groups, hidden_size) else 0
 
 
 def _measure(shapes: Shapes, left: Sequence[tuple[UnitGroup, int]], later: Sequence[Modifier]) -> Footprint:

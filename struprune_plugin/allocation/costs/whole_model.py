@@ -55,24 +55,26 @@ def scale_to_whole(
     cut = _measure(engine, [Change(*pair) for pair in zip(chosen.values(), halves.values(), strict=True)], tell)
     phases = []
     for phase in table.phases:
-        (dense, whole), (other, less) = full[phase.phase], cut[phase.phase]
-        phases.append(_scale(phase, dense, whole, halves, dense * (whole / dense - less / other) / layers))
+        (dense, ratio), (_, half_ratio) = full[phase.phase], cut[phase.phase]
+        phases.append(_scale(phase, dense, dense * ratio, halves, dense * (ratio - half_ratio) / layers))
     return table.model_copy(update={"phases": phases})
 
 
 def _measure(
     engine: Engine, changes: Sequence[Change], tell: Callable[[str], None]
 ) -> Mapping[str, tuple[float, float]]:
-    """Return, by phase, the least seconds of the dense model, and those times the median ratio of the changed one's to them."""
+    """Return, by phase, the least seconds of the dense model, and the median ratio of the changed one's to them."""
     found = []
     for _ in range(_AGAIN):
         found.append(engine.compare(changes))
         tell(f"whole model, {describe_changes(changes)}")
-    times = {}
-    for phase in found[0]:
-        dense = min(one[phase][0] for one in found)
-        times[phase] = (dense, dense * statistics.median(one[phase][1] / one[phase][0] for one in found))
-    return times
+    return {
+        phase: (
+            min(one[phase][0] for one in found),
+            statistics.median(one[phase][1] / one[phase][0] for one in found),
+        )
+        for phase in found[0]
+    }
 
 
 def _find_half(table: CostTable, name: str) -> int:

@@ -117,6 +117,7 @@ def _attempt(step: Step, place: Place) -> dict[str, Any]:
     try:
         return {**step.run(place), "seconds": time.perf_counter() - start}
     except Exception as error:
+        traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]
         told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return {"error": f"{told} ({Path(where.filename).name}:{where.lineno})", "at": time.time()}

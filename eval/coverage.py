@@ -146,7 +146,7 @@ class Case:
 
     @torch.no_grad()
     def run(self, model: Any) -> Tensor:
-        return model(input_ids=self.tokens, use_cache=False).logits
+        return model(input_ids=self.tokens.to(model.device), use_cache=False).logits.cpu()
 
     def prune(self, source: Path, name: str, sparsity: float = SPARSITY, **fields: Any) -> Any:
         """Prune a folder into ``work/name``; return the model in memory. Where units hold too little, a few per cent go.

@@ -121,6 +121,7 @@ class Trial:
         """
         paths = [[states.hidden for states in path.states] or self._dense for path in self._paths]
         totals, count, head = [0.0] * len(paths), 0, Head.of(self._model)
+        head = head.hold() if self._context.placement.fetch_ahead else head
         for index, batch in enumerate(tqdm(batches, desc="KL divergences")):
             mask = batch.get("attention_mask")
             valid = (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()

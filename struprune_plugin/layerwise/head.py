@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,11 @@ class Head:
         shape, linear = measure_logits(model), model.get_output_embeddings()
         own = pieces or (lambda: iter([(0, *read_weight(linear))]))
         return cls(own, shape, linear.out_features)
+
+    def hold(self) -> Head:
+        """Return the head with its weights on the device as long as it is referenced, for many calls."""
+        pieces = list(self.pieces())
+        return replace(self, pieces=lambda: iter(pieces))
 
     def compute_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (first row, logits [tokens, rows] in at least float32, weights) per piece."""

@@ -119,24 +119,28 @@ class _Remaining:
         num_units = (len(inverse) - 1) // width
         self._units = torch.arange(num_units, device=inverse.device)  # original index of every unit held
         self._alive = torch.ones_like(self._units, dtype=torch.bool)
-        self._lost = self._units.new_zeros(num_blocks)  # removed units per block
+        self._lost = torch.zeros(num_blocks, dtype=torch.int64)  # removed units per block, on the host
         self._block_size = num_units // num_blocks
-        self._rounding = ROUNDING[inverse.dtype] * self._measure_costs().sum()
+        self._rounding = ROUNDING[inverse.dtype] * float(self._measure_costs().sum())
 
     def remove_cheapest(self, most: int) -> tuple[Tensor, Tensor]:
-        """Remove a panel of at most ``most`` units; return their original indices and their costs, in order."""
+        """Remove a panel of at most ``most`` units; return their original indices and their costs, in order.
+
+        The host chooses among narrow units: a device would launch a dozen operations on tiny matrices per removal.
+        """
         panel = max(_PANEL // self._width, 1)
         at = self._find_candidates(2 * panel // len(self._lost) + 2)  # no block can lose more in one panel
-        blocks = self._units[at] // self._block_size
-        candidates = _Candidates(self._inverse, self._weight, unit_columns(at, self._width), self._width)
+        blocks = (self._units[at] // self._block_size).cpu()
+        place = torch.device("cpu") if panel > 1 else at.device
+        candidates = _Candidates(self._inverse, self._weight, unit_columns(at, self._width), self._width, place)
         chosen: list[int] = []
         paid: list[Tensor] = []
         while len(chosen) < min(panel, most, len(at)):
             costs = candidates.measure_costs()
             if len(self._lost) > 1:
                 waits = self._lost == self._lost.min()  # blocks that have lost no unit this round
-                costs.masked_fill_(~waits[blocks], torch.inf)
-            u = argmin_tensor_with_ties(costs, self._rounding)  # the only number that a removal moves to the host
+                costs.masked_fill_(~waits[blocks].to(place), torch.inf)
+            u = argmin_tensor_with_ties(costs, self._rounding)
             chosen.append(u)
             paid.append(costs[u])
             candidates.remove(u)
@@ -145,7 +149,7 @@ class _Remaining:
         removed = at[torch.tensor(chosen, device=at.device)]
         units = self._units[removed]
         self._drop(removed)
-        return units, torch.stack(paid)
+        return units, torch.stack(paid).to(units.device)
 
     def _measure_costs(self) -> Tensor:
         """Return the cost of every unit that the matrices hold, infinite if removed, shape [units]."""
@@ -181,16 +185,18 @@ class _Candidates:
 
     A removal of U changes ``H^-1`` by ``-V V^T`` and ``W`` by ``-A V^T``, with ``V = (H^-1)_:U L^-T``, ``A = W_U L^-T`` and
     ``L L^T = (H^-1)_UU``.
+
+    :param place: device of the restriction
     """
 
-    def __init__(self, inverse: Tensor, weight: Tensor, columns: Tensor, width: int):
+    def __init__(self, inverse: Tensor, weight: Tensor, columns: Tensor, width: int, place: torch.device):
         weight, size = weight[columns], len(columns)
-        self._both = torch.cat([inverse[columns[:, None], columns], weight @ weight.T], dim=1)
+        self._both = torch.cat([inverse[columns[:, None], columns], weight @ weight.T], dim=1).to(place)
         self._inverse, self._energy = self._both[:, :size], self._both[:, size:]
         self._width = width
-        index = torch.arange(size, device=columns.device).view(-1, width)
+        index = torch.arange(size, device=place).view(-1, width)
         self._within = (index[:, :, None], index[:, None])
-        self._gone = torch.zeros(len(index), dtype=torch.bool, device=columns.device)
+        self._gone = torch.zeros(len(index), dtype=torch.bool, device=place)
 
     def measure_costs(self) -> Tensor:
         """Return the cost of every unit, infinite if removed, shape [units]."""

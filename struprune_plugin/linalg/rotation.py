@@ -57,18 +57,19 @@ def eliminate_directions(
     energy = parts @ parts.mT
     # a view, which follows the downdates
     spread = inverse[:-1, :-1].view(pairs, width, pairs, width).diagonal(dim1=0, dim2=2).movedim(2, 0)
-    left = torch.eye(width, dtype=inverse.dtype, device=inverse.device).expand(num_blocks, width, width)
+    # directions are found on the host: an accelerator's eigenvectors of matrices this small take longer than the host's
+    left = torch.eye(width, dtype=inverse.dtype).expand(num_blocks, width, width)
     basis, increases = [], []
     for _ in range(width if num_remove is None else num_remove):
-        sums = (part.reshape(num_blocks, copies, width, width).sum(1) for part in (spread, energy))
+        sums = (part.reshape(num_blocks, copies, width, width).sum(1).cpu() for part in (spread, energy))
         direction = _find_directions(next(sums), next(sums), left)
         basis.append((left @ direction)[..., 0])
-        gone = basis[-1].repeat_interleave(copies, dim=0)
+        gone = basis[-1].to(inverse.device).repeat_interleave(copies, dim=0)
         increases.append(_remove(inverse, weight, energy, gone))
         left = left @ torch.linalg.qr(direction, mode="complete").Q[..., 1:]
     basis += left.unbind(2)  # kept directions, in any basis
     increases += [inverse.new_tensor(torch.inf)] * left.shape[2]
-    return Rotation(torch.stack(basis, dim=1), torch.stack(increases))
+    return Rotation(torch.stack(basis, dim=1).to(inverse.device), torch.stack(increases))
 
 
 def _find_directions(spread: Tensor, energy: Tensor, left: Tensor) -> Tensor:

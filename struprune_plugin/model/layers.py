@@ -84,7 +84,8 @@ def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
 
 def count_parameters(model: nn.Module) -> int:
     """Return the number of a model's parameters, tied ones counted once, without those added by a quantiser later in the recipe."""
-    named = model.named_parameters()
+    with disable_onloading():  # else every access to an offloaded weight gives another copy, and tied ones count twice
+        named = list(model.named_parameters())
     return sum(p.numel() for name, p in named if name.rpartition(".")[2] not in QUANTISER_PARAMETERS)
 
 

@@ -13,8 +13,11 @@ from transformers import AutoModelForCausalLM
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.layerwise.statistics import MomentGatherer
-from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments
-from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.linalg.elimination import eliminate_units
+from struprune_plugin.linalg.rotation import eliminate_directions
+from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, move_moments
+from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.runtime import device_context as context
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -64,9 +67,12 @@ def test_no_operation_mixes_sides_and_the_result_is_the_hosts(save_short, name):
         with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
             run_oneshot(**{**fields, "memory_budget": 1})
         fields["memory_budget"] = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
-    expected = run_oneshot(**fields).state_dict()
+    pruned = run_oneshot(**fields)
+    expected, size = pruned.state_dict(), count_parameters(pruned)
     with play_device() as played:
-        found = run_oneshot(**fields).state_dict()
+        pruned = run_oneshot(**fields)
+        found = pruned.state_dict()
+        assert count_parameters(pruned) == size  # tied weights are offloaded one by one
     assert played.num_operations > 1000
     assert found.keys() == expected.keys()
     for key, value in found.items():
@@ -110,6 +116,40 @@ def test_moments_that_grow_on_the_host_are_where_systems_are_solved(save_short, 
     accumulate_moments(expected, inputs, target)
     with play_device():
         torch.testing.assert_close(found.all.gram.cpu(), expected.gram)
+
+
+@pytest.mark.parametrize(
+    ("eliminate", "most"),
+    [
+        (lambda damped: eliminate_units(damped, 1, "x").increase, 384),
+        (lambda damped: eliminate_directions(damped, 4, 1, "x").increase, 1400),
+    ],
+)
+def test_the_host_makes_the_small_choices_of_an_elimination(eliminate, most):
+    moments = make_moments(64, 8, "cpu", torch.float64)
+    accumulate_moments(moments, torch.randn(256, 64), torch.randn(256, 8))
+    damped = damp_moments(moments, torch.zeros(8, 65, dtype=torch.float64), 0.01)
+    with play_device() as played:
+        found = eliminate(move_moments(damped, lambda part: part.to(DEVICE)))
+        assert found.device == DEVICE
+    assert played.num_operations < most
+    torch.testing.assert_close(found.cpu(), eliminate(damped))
+
+
+def test_what_calls_share_stays_on_the_device_until_others_come_or_the_stage_ends():
+    mask, ids, other = torch.ones(2, 2), torch.arange(2), torch.zeros(2, 2)
+    with play_device():
+        for placement, stays in ((OffloadPlan(fetch_ahead=True), True), (OffloadPlan(), False)):
+            place = DeviceContext(placement)
+            with place.stage("run"):
+                first = place.lend([mask, ids], DEVICE, torch.float64)
+                assert first[id(mask)].dtype == torch.float64
+                assert first[id(ids)].dtype == torch.int64
+                again = place.lend([mask, ids], DEVICE, torch.float64)
+                assert (again[id(mask)] is first[id(mask)]) == stays
+                place.lend([other], DEVICE, torch.float64)
+                assert place.lend([mask], DEVICE, torch.float64)[id(mask)] is not first[id(mask)]
+            assert not place._lent
 
 
 def test_what_is_parked_comes_back_and_is_pinned_while_the_host_has_room(monkeypatch):

@@ -123,7 +123,7 @@ WHEN: dict[str, str] = {
     "sublayers": "`both` for deep models, or if latency counts",
     "experts.widths": "`per_layer` if only transformers, with our file, runs the output",
     "experts.calibrate_all_experts": "if the manifest says `scale` for many experts: little text, or a router that skips some",
-    "width_multiple": "64 or 128 for tensor cores and tensor parallelism; later quantisers are handled automatically",
+    "width_multiple": "1 if every channel must count; more for tensor parallelism; later quantisers are handled automatically",
     "output": "`uniform` if stock classes must load the output, for instance to serve it",
     "importance": "to compare methods; `wanda` is faster, because it does not eliminate",
     "importance.max_sparsity": "together with that of the allocation",

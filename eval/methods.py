@@ -44,7 +44,7 @@ _SPELLED: dict[str, Any] = {
         "prune_ffn": True,
         "experts": "channels",
         "sublayers": "none",
-        "width_multiple": 1,
+        "width_multiple": "auto",
         "output": "per_layer",
     },
     **{"importance": "obs", "weight_update": "least_squares", "reconstruct": "residual", "dampening_frac": 0.01},

@@ -139,7 +139,8 @@ class StructuredModifier(StageModifier):
         ``attention``, ``ffn``, ``both``; a layer that loses both goes too. For rules that can empty a module
         (``error_curve``, ``whole_layers``)
     :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and
-        sparsity modifiers need
+        sparsity modifiers need. ``auto`` is 8 from a width of 512 on, where a GPU's matrix units need it: their rows of
+        half precision begin at 16 bytes
     :param importance: ranking of units: a name, or a mapping with ``method`` and the method's fields
     :param weight_update: update of the remaining weights: a name, or a mapping with ``method`` and the method's fields
     :param allocation: rule for the number of units that each module keeps: a name, or a mapping with ``rule`` and the
@@ -168,7 +169,7 @@ class StructuredModifier(StageModifier):
     prune_ffn: bool = True
     experts: Annotated[Experts | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Experts)
     sublayers: Literal[tuple(SUBLAYERS)] = "none"  # type: ignore[valid-type]
-    width_multiple: int = Field(default=1, ge=1)
+    width_multiple: int | Literal["auto"] = "auto"
     importance: ImportanceField = Field(default="obs", validate_default=True)  # type: ignore[arg-type]
     weight_update: WeightUpdateField = Field(default="least_squares", validate_default=True)  # type: ignore[arg-type]
     allocation: AllocationField = Field(default="uniform", validate_default=True)  # type: ignore[arg-type]
@@ -205,6 +206,13 @@ class StructuredModifier(StageModifier):
             raise ValueError(f"must be auto, or finite and at least 0, got {value}. Remove it, or set it to 0.01.")
         return value
 
+    @field_validator("width_multiple")
+    @classmethod
+    def _check_multiple(cls, value: int | str) -> int | str:
+        if not isinstance(value, str) and value < 1:
+            raise ValueError(f"must be auto, or a whole number of at least 1, got {value}. Remove it, or set it to 8.")
+        return value
+
     @model_validator(mode="after")
     def _take_effort(self) -> StructuredModifier:
         """Set the fields that the recipe leaves out to the values of ``effort``, without marking them as set."""
@@ -222,7 +230,7 @@ class StructuredModifier(StageModifier):
 
     @model_validator(mode="after")
     def _check_fields(self) -> StructuredModifier:
-        if self.width_multiple > 1 and not self.prune_ffn:
+        if self.width_multiple not in ("auto", 1) and not self.prune_ffn:
             raise ValueError(
                 f"`width_multiple: {self.width_multiple}` has no effect with `prune_ffn: false`. Remove it, or set "
                 "`prune_ffn: true`."

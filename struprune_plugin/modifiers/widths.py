@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from compressed_tensors.utils import is_match, match_targets
@@ -17,7 +18,8 @@ from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.storage.records import RoundingRecord
 
-_GROUPED_STEP = 8  # channels of an expert: grouped kernels need rows that are multiples of 16 bytes
+_ALIGNED = 8  # numbers of bfloat16 in 16 bytes: kernels of matrix units need rows that are multiples of it
+_FINE = 64  # steps of that size that an FFN's width must have for ``auto`` to round it
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
@@ -36,7 +38,7 @@ class Rounding:
 
 
 def find_roundings(
-    model: nn.Module, groups: Sequence[UnitGroup], later: Sequence[Modifier], width_multiple: int
+    model: nn.Module, groups: Sequence[UnitGroup], later: Sequence[Modifier], width_multiple: int | Literal["auto"]
 ) -> dict[str, Rounding]:
     """Return, by group name, the multiple that suits every later modifier and the recipe's ``width_multiple``.
 
@@ -44,7 +46,7 @@ def find_roundings(
     units. llm-compressor sees only the unpruned shapes before it starts, and fails late on the pruned ones.
 
     :param later: modifiers that follow in the recipe
-    :param width_multiple: multiple of FFN widths that the recipe sets
+    :param width_multiple: multiple of FFN widths that the recipe sets; ``auto`` as in its field
     """
     return {group.name: _round_group(model, group, later, width_multiple) for group in groups}
 
@@ -104,14 +106,19 @@ def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Roun
     return [RoundingRecord(kind, part.width, [*part.because], [*modules]) for (kind, part), modules in names.items()]
 
 
-def _round_group(model: nn.Module, group: UnitGroup, later: Sequence[Modifier], width_multiple: int) -> Rounding:
+def _round_group(
+    model: nn.Module, group: UnitGroup, later: Sequence[Modifier], width_multiple: int | Literal["auto"]
+) -> Rounding:
     wanted = [
         (group.num_blocks, 1, "")
     ]  # (required multiple of the width, width of one unit, reason for messages and the manifest)
-    if group.unit.is_ffn and width_multiple > 1:
-        wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
+    aligned = math.gcd(_ALIGNED, group.num_units)
     if group.experts:
-        wanted.append((math.gcd(_GROUPED_STEP, group.num_units), 1, "grouped kernels: 16 bytes of bfloat16"))
+        wanted.append((aligned, 1, "grouped kernels: 16 bytes of bfloat16"))
+    if group.unit.is_ffn and width_multiple != "auto":
+        wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
+    elif group.unit.is_ffn and group.num_units >= _FINE * _ALIGNED:
+        wanted.append((aligned, 1, "width_multiple: auto"))
     for modifier in later:
         for inputs, _, why in _list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
             wanted.append((inputs, group.columns_per_unit, why))

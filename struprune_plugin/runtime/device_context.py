@@ -114,9 +114,9 @@ class DeviceContext:
         return tensor.to(device, dtype, non_blocking=device.type == "cuda" and tensor.is_pinned())
 
     def lend(self, tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None) -> dict[int, Tensor]:
-        """Return by id, on the execution device, tensors that successive calls share (masks, positions), not to be changed in place.
+        """Return by id, on the execution device, what successive calls share (masks, positions); not to be changed in place.
 
-        Where the placement has room, the copies stay on the device until the next call wants others or the stage ends.
+        Where the placement has room, the copies stay there until the next call wants others or the stage ends.
 
         :param dtype: of floating-point tensors; unchanged where None
         """

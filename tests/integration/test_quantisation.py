@@ -250,6 +250,15 @@ def test_find_roundings_joins_the_recipes_own_multiple_and_says_who_asks():
     )
 
 
+@pytest.mark.parametrize(("width", "step"), [(512, 8), (516, 4), (511, 1), (504, 1)])
+def test_auto_rounds_wide_ffns_to_what_matrix_units_need(width, step):
+    model = make_opt(ffn_dim=width)
+    attention, ffn = find_groups(model, "value_channels")[:2]
+    found = find_roundings(model, [attention, ffn], [], "auto")
+    assert (found[attention.name].step, found[ffn.name].step) == (attention.num_blocks, step)
+    assert found[ffn.name].because == (("width_multiple: auto",) if step > 1 else ())
+
+
 @pytest.mark.parametrize(
     ("unit", "allocation"), [("value_channels", "uniform"), ("head", "softmax"), ("value_channels", "stage")]
 )

@@ -64,7 +64,10 @@ def modifier(**fields):
             "temperature must be above 0",
         ),
         (modifier(sparsity=0.3, dampening_frac=-1), "dampening_frac must be auto, or finite and at least 0, got -1"),
-        (modifier(sparsity=0.3, width_multiple=0), "width_multiple must be greater than or equal to 1, got 0"),
+        (
+            modifier(sparsity=0.3, width_multiple=0),
+            "width_multiple must be auto, or a whole number of at least 1, got 0",
+        ),
         (modifier(sparsity=0.3, start=0.0), "start and end have no effect"),
         (modifier(replay="no/such.json"), "no/such.json: must be a pruned folder"),
     ],

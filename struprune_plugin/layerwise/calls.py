@@ -128,8 +128,7 @@ class LayerCall:
 
         states = states or self.states
         wired = {place: states.others[part] for place, part in self.wires.items()}
-        lent = context.lend(list_tensors(self.arguments), self.device, self.dtype)
-        arguments = map_tensors(lambda part: lent[id(part)], self.arguments) | map_tensors(send, wired)
+        arguments = map_tensors(send, self.arguments | wired)
         others = {key: value for key, value in states.others.items() if isinstance(key, tuple)}
         for (place, key), value in others.items():
             if isinstance(arguments.get(place), MutableMapping):

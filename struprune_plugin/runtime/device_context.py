@@ -72,7 +72,6 @@ class DeviceContext:
         self.placement = placement
         self.stages: dict[str, StageRecord] = {}
         self._ahead = WeightsAhead()
-        self._lent: dict[tuple[int, torch.dtype | None], tuple[Tensor, Tensor]] = {}  # (tensor, its device copy)
         self._peaks = DevicePeaks() if torch.cuda.is_available() else None
 
     @classmethod
@@ -112,21 +111,6 @@ class DeviceContext:
     def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor on the execution device."""
         return tensor.to(device, dtype, non_blocking=device.type == "cuda" and tensor.is_pinned())
-
-    def lend(self, tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None) -> dict[int, Tensor]:
-        """Return by id, on the execution device, what successive calls share (masks, positions); not to be changed in place.
-
-        Where the placement has room, the copies stay there until the next call wants others or the stage ends.
-
-        :param dtype: of floating-point tensors; unchanged where None
-        """
-        wanted = {(id(tensor), dtype if tensor.is_floating_point() else None): tensor for tensor in tensors}
-        held = {key: pair for key, pair in self._lent.items() if key in wanted}
-        for key, tensor in wanted.items():
-            if key not in held:
-                held[key] = tensor, self.to_device(tensor, device, key[1])
-        self._lent = held if self.placement.fetch_ahead else {}
-        return {key[0]: copy for key, (_, copy) in held.items()}
 
     @contextmanager
     def on_host(self, active: bool = True) -> Iterator[torch.device]:
@@ -218,7 +202,6 @@ class DeviceContext:
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        self._lent = {}
         record.seconds += time.perf_counter() - start
         record.peak_bytes = max(*peaks, record.peak_bytes or 0) if peaks else None
 

@@ -136,22 +136,6 @@ def test_the_host_makes_the_small_choices_of_an_elimination(eliminate, most):
     torch.testing.assert_close(found.cpu(), eliminate(damped))
 
 
-def test_what_calls_share_stays_on_the_device_until_others_come_or_the_stage_ends():
-    mask, ids, other = torch.ones(2, 2), torch.arange(2), torch.zeros(2, 2)
-    with play_device():
-        for placement, stays in ((OffloadPlan(fetch_ahead=True), True), (OffloadPlan(), False)):
-            place = DeviceContext(placement)
-            with place.stage("run"):
-                first = place.lend([mask, ids], DEVICE, torch.float64)
-                assert first[id(mask)].dtype == torch.float64
-                assert first[id(ids)].dtype == torch.int64
-                again = place.lend([mask, ids], DEVICE, torch.float64)
-                assert (again[id(mask)] is first[id(mask)]) == stays
-                place.lend([other], DEVICE, torch.float64)
-                assert place.lend([mask], DEVICE, torch.float64)[id(mask)] is not first[id(mask)]
-            assert not place._lent
-
-
 def test_what_is_parked_comes_back_and_is_pinned_while_the_host_has_room(monkeypatch):
     """Tensors without numbers that say that they are on a card."""
     asked = []

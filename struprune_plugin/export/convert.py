@@ -39,6 +39,7 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import LayerLayout, Structure
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import VALUE, describe_padding
+from struprune_plugin.runtime.residence import compare_embeddings_on_host
 from struprune_plugin.storage.checkpoint import find_checkpoint
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -226,7 +227,7 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
         model.config._name_or_path = ""
         logger.disable(_HOST_SAVING)  # warns that it cannot find the original config, as intended
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), compare_embeddings_on_host():
                 warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
                 inner(save_directory, *args, **kwargs)
         finally:

@@ -139,8 +139,7 @@ class StructuredModifier(StageModifier):
         ``attention``, ``ffn``, ``both``; a layer that loses both goes too. For rules that can empty a module
         (``error_curve``, ``whole_layers``)
     :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and
-        sparsity modifiers need. ``auto`` is 8 from a width of 512 on, where a GPU's matrix units need it: their rows of
-        half precision begin at 16 bytes
+        sparsity modifiers need. ``auto`` is 8 from a width of 512 on: a GPU's matrix units are slow on other widths
     :param importance: ranking of units: a name, or a mapping with ``method`` and the method's fields
     :param weight_update: update of the remaining weights: a name, or a mapping with ``method`` and the method's fields
     :param allocation: rule for the number of units that each module keeps: a name, or a mapping with ``rule`` and the
@@ -232,8 +231,7 @@ class StructuredModifier(StageModifier):
     def _check_fields(self) -> StructuredModifier:
         if self.width_multiple not in ("auto", 1) and not self.prune_ffn:
             raise ValueError(
-                f"`width_multiple: {self.width_multiple}` has no effect with `prune_ffn: false`. Remove it, or set "
-                "`prune_ffn: true`."
+                f"`width_multiple: {self.width_multiple}` has no effect with `prune_ffn: false`. Remove one of them."
             )
         if self.sensitivity not in (None, Fisher()) and self.sensitivity_samples is None:
             raise ValueError(

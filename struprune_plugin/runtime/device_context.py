@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 from compressed_tensors.offload import disable_offloading
-from compressed_tensors.offload.cache import OffloadCache
-from compressed_tensors.utils import patch_attr
 from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
 from struprune_plugin.runtime.offload_plan import WHOLE, OffloadPlan
-from struprune_plugin.runtime.residence import WeightsAhead, release_weights
+from struprune_plugin.runtime.residence import WeightsAhead, release_weights, stay_on_host
 
 _UNPINNED = 0.25  # fraction of the host's memory that stays free when copies are pinned
 
@@ -135,10 +133,7 @@ class DeviceContext:
         """Apply input embeddings and the output embeddings on the host, where their weights are."""
         device = get_main_device()
         with ExitStack() as stack:
-            for module in (*embeddings, head):
-                for cache in (module._parameters, module._buffers):
-                    if isinstance(cache, OffloadCache):
-                        stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
+            stack.enter_context(stay_on_host((*embeddings, head)))
             for module in embeddings:
                 handle = module.register_forward_hook(lambda _module, _args, output: self.to_device(output, device))
                 stack.callback(handle.remove)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import llmcompressor.transformers.compression.compressed_tensors_utils as saving
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.utils import patch_attr
+from llmcompressor.utils.transformers import get_embeddings
 from torch import Tensor, nn
 
 
@@ -48,6 +51,30 @@ def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool, release
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def stay_on_host(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave the modules' own weights on the host where they are read."""
+    with ExitStack() as stack:
+        for module in modules:
+            for cache in (module._parameters, module._buffers):
+                if isinstance(cache, OffloadCache):
+                    stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
+        yield
+
+
+@contextmanager
+def compare_embeddings_on_host() -> Iterator[None]:
+    """Let llm-compressor compare input and output embeddings on the host before it saves: a device may have no room for both."""
+    compare = saving._retie_embeddings
+
+    def compare_on_host(model: nn.Module) -> None:
+        with stay_on_host(module for module in get_embeddings(model) if module is not None):
+            compare(model)
+
+    with patch_attr(saving, "_retie_embeddings", compare_on_host):
+        yield
 
 
 def _drop_others(layer: nn.Module) -> None:

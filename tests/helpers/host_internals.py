@@ -169,6 +169,21 @@ INTERNALS = [
         _LC,
         says=("_name_or_path",),
     ),
+    Internal(
+        "llmcompressor.utils.transformers:get_embeddings",
+        "export/convert.py",
+        "which modules it compares",
+        _LC,
+        ("model",),
+    ),
+    Internal(
+        f"{_SAVING}:_retie_embeddings",
+        "runtime/residence.py",
+        "compares both embeddings before it saves, where they are onloaded",
+        _LC,
+        ("model",),
+        says=("torch.equal",),
+    ),
     # -- compressed-tensors ---------------------------------------------------------------------------------------
     Internal("compressed_tensors.distributed:get_source_rank", "runtime/distributed.py", "several processes", _CT),
     Internal("compressed_tensors.distributed:init_dist", "runtime/distributed.py", "the same", _CT),
@@ -190,7 +205,7 @@ INTERNALS = [
     ),
     Internal(
         f"{_OFFLOAD}.cache:OffloadCache.__init__",
-        "runtime/device_context.py",
+        "runtime/residence.py",
         "embeddings stay on the host",
         _CT,
         ("onload_device",),
@@ -219,7 +234,7 @@ INTERNALS = [
     Internal("compressed_tensors.utils:is_match", "modifiers/widths.py", "targets as llm-compressor reads them", _CT),
     Internal("compressed_tensors.utils:match_targets", "modifiers/widths.py", "the same", _CT),
     Internal("compressed_tensors.utils:match_name", "model/units/__init__.py", "the same", _CT),
-    Internal("compressed_tensors.utils:patch_attr", "runtime/device_context.py", "to change what is put back", _CT),
+    Internal("compressed_tensors.utils:patch_attr", "runtime/residence.py", "to change what is put back", _CT),
     # -- transformers ---------------------------------------------------------------------------------------------
     Internal("transformers.activations:ACT2FN", "model/ffn_weights.py", "an FFN apart from its layer", _TF),
     Internal(

@@ -1,13 +1,16 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.offload import offload_module
+from llmcompressor.transformers.compression import compressed_tensors_utils as host_saving
 from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM, StaticCache
 
 from struprune_plugin import read_manifest
 from struprune_plugin.export import modeling_struprune
-from struprune_plugin.export.convert import adopt_attention, adopt_config
+from struprune_plugin.export.convert import adopt_attention, adopt_config, wrap_save
 from struprune_plugin.model.units import find_groups
 
 
@@ -33,6 +36,21 @@ def test_save_reload_difference_is_zero(saved, prompts, tmp_path):
     assert torch.equal(again(prompts).logits, third(prompts).logits)
     configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (out, tmp_path)]
     assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
+
+
+def test_embeddings_are_compared_on_the_host_before_they_are_saved(opt_folder, tmp_path, monkeypatch):
+    model, seen = AutoModelForCausalLM.from_pretrained(opt_folder), []
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    for module in embeddings:
+        offload_module(module, "meta", "cpu")  # a device on which nothing can be compared
+    monkeypatch.setattr(
+        host_saving, "_retie_embeddings", lambda _: seen.extend(m.weight.device.type for m in embeddings)
+    )
+    model.save_pretrained = lambda folder: (Path(folder).mkdir(), host_saving._retie_embeddings(model))
+    wrap_save(model, lambda _: None)
+    model.save_pretrained(tmp_path / "out")
+    assert seen == ["cpu", "cpu"]
+    assert all(module.weight.device.type == "meta" for module in embeddings)
 
 
 def test_config_keeps_per_layer_sizes_and_names_the_modelling_file(saved):

@@ -29,11 +29,14 @@ from struprune_plugin.runtime.residence import WeightsAhead, load_weights
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages on the device, now and at their peak; kernels' inner workspaces stay unseen.
 
+    :cvar granule: bytes that storages are counted in whole multiples of
     :param everything: count all that operations make, of the host's tensors too
     :ivar live: bytes now
     :ivar peak: most bytes since it was last set
     :ivar host_caches: ids of the host's caches whose weights are never onloaded
     """
+
+    granule = 1
 
     def __init__(self, everything: bool = False) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage.data_ptr(), storage.nbytes()
+        key, size = storage.data_ptr(), -(-storage.nbytes() // self.granule) * self.granule
         if key and key not in self._held:  # meta tensors have no address
             self._held.add(key)
             self.live += size

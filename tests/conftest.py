@@ -4,6 +4,7 @@ import os
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # results are the CPU's; `python -m eval.accelerator` is for cards
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads take twice as long over tensors this small
 import functools
 import gc

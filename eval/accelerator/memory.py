@@ -120,6 +120,8 @@ def _count_samples(case: Case) -> int:
 class CardBytes(LiveBytes):
     """The account, of the card's tensors: what an operation makes is counted where it lies on the card."""
 
+    granule = 512  # as the card's allocator counts
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter(result):

@@ -64,7 +64,7 @@ def _tell_correct(rows: Rows) -> str:
     lines = [
         [
             name.removeprefix("correct: "),
-            row["same_units"],
+            f"{row['same_units']:.1%}",
             f"{row['weights']:.1e}",
             f"{row['reloaded']:.1e}",
             f"{row['tolerance']:g}",

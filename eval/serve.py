@@ -202,7 +202,7 @@ def find_reason(log: str) -> str:
     return lines[-1].strip()[-120:] if lines else log[-120:]
 
 
-def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int = 1) -> Path:
+def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int | None = None) -> Path:
     """Return the folder of a model, in float32: dense, or pruned and converted where it is not there already.
 
     :param multiple: of what channels are left
@@ -246,10 +246,10 @@ def make_tiny(name: str, kept: Path) -> Path:
     return folder
 
 
-def make_recipe(form: str, sparsity: float, multiple: int = 1) -> str:
+def make_recipe(form: str, sparsity: float, multiple: int | None = None) -> str:
     """Return a recipe that prunes to a form, the default but for its slowest parts, and quantises where it says so."""
     fields: dict[str, Any] = {"sparsity": sparsity, "sensitivity": "none", "dampening_frac": 0.1}
-    if multiple > 1:
+    if multiple is not None:
         fields["width_multiple"] = multiple
     if form == "uniform" or form in QUANTISED:
         fields |= {"output": "uniform", "allocation": "uniform", "attention_unit": "none"}

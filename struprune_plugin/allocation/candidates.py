@@ -121,7 +121,6 @@ class Trial:
         """
         paths = [[states.hidden for states in path.states] or self._dense for path in self._paths]
         totals, count, head = [0.0] * len(paths), 0, Head.of(self._model)
-        head = head.hold() if self._context.placement.fetch_ahead else head
         for index, batch in enumerate(tqdm(batches, desc="KL divergences")):
             mask = batch.get("attention_mask")
             valid = (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
@@ -194,6 +193,7 @@ def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context
     :param device: device on which these are applied, unless on the host
     """
     on_host = context.placement.embed_on_host
+    head = head.hold()
     totals = torch.zeros(len(finals) - 1, dtype=torch.float64)
     with context.on_host(on_host):
 
@@ -208,4 +208,5 @@ def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context
                 found = compute_log_probs(other)
                 divergence = torch.nn.functional.kl_div(found, wanted, reduction="none", log_target=True)
                 totals[index] += float(divergence.sum(-1).double().sum())
+                del found, divergence
     return totals.tolist()

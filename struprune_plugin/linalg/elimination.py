@@ -126,7 +126,7 @@ class _Remaining:
     def remove_cheapest(self, most: int) -> tuple[Tensor, Tensor]:
         """Remove a panel of at most ``most`` units; return their original indices and their costs, in order.
 
-        The host chooses among narrow units: a device would launch a dozen operations on tiny matrices per removal.
+        The host chooses among narrow units: a device would launch every operation on their tiny matrices.
         """
         panel = max(_PANEL // self._width, 1)
         at = self._find_candidates(2 * panel // len(self._lost) + 2)  # no block can lose more in one panel

@@ -82,11 +82,16 @@ def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
     return sum(parameter.numel() for name, parameter in named if name not in QUANTISER_PARAMETERS)
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Return the number of a model's parameters, tied ones counted once, without those added by a quantiser later in the recipe."""
-    with disable_onloading():  # else every access to an offloaded weight gives another copy, and tied ones count twice
+def list_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return a model's parameters by name, tied ones once, without those added by a quantiser later in the recipe."""
+    with disable_onloading():  # else every access to an offloaded weight gives another copy, and tied ones come twice
         named = list(model.named_parameters())
-    return sum(p.numel() for name, p in named if name.rpartition(".")[2] not in QUANTISER_PARAMETERS)
+    return [pair for pair in named if pair[0].rpartition(".")[2] not in QUANTISER_PARAMETERS]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of the parameters that :func:`list_parameters` returns."""
+    return sum(parameter.numel() for _, parameter in list_parameters(model))
 
 
 def describe_weights(model: nn.Module) -> str:

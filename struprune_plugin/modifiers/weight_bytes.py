@@ -18,6 +18,7 @@ from struprune_plugin.model.layers import (
     QUANTISER_PARAMETERS,
     find_layouts,
     find_linear,
+    list_parameters,
     read_head_widths,
     sum_outputs,
 )
@@ -40,12 +41,10 @@ def count_weight_bytes(model: PreTrainedModel, item: int, later: Sequence[Modifi
         for name, linear in model.named_modules()
         if later and isinstance(linear, nn.Linear) and (scheme := find_weight_scheme(name, linear, later)) is not None
     }
-    total = 0
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2] not in QUANTISER_PARAMETERS:
-            scheme = schemes.get(name)
-            total += int(_count_bytes(name, parameter.shape[0], parameter.shape[1:].numel(), item, scheme))
-    return total
+    return sum(
+        int(_count_bytes(name, parameter.shape[0], parameter.shape[1:].numel(), item, schemes.get(name)))
+        for name, parameter in list_parameters(model)
+    )
 
 
 def measure_group_bytes(model: PreTrainedModel, group: UnitGroup, item: int, later: Sequence[Modifier]) -> Tensor:

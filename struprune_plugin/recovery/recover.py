@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.layerwise.runner import LayerwiseRunner, compute_dtype_of
+from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.recovery.adapters import attach_adapters
 from struprune_plugin.recovery.memory import RecoveryPlacement
 from struprune_plugin.recovery.objective import Objective
@@ -119,9 +120,9 @@ class Recovery:
         if self.teacher is None:
             return None
         dense = AutoModelForCausalLM.from_pretrained(self.teacher, dtype=model.dtype).eval().requires_grad_(False)
-        if dense.num_parameters() <= model.num_parameters():
+        if (size := count_parameters(dense)) <= count_parameters(model):
             logger.warning(
-                f"loss.teacher: {self.teacher!r} is no larger than the model it teaches ({dense.num_parameters():,} parameters). "
+                f"loss.teacher: {self.teacher!r} is no larger than the model it teaches ({size:,} parameters). "
                 "Name the dense checkpoint."
             )
         return LayerwiseTeacher(self._make_runner(dense, context, device), self.texts.micro_size)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from struprune_plugin.layerwise.head import compress_head
 from struprune_plugin.layerwise.runner import LayerwiseRunner, MicroBatch
 from struprune_plugin.layerwise.samples import Sample, TeacherTargets, make_micro_batches
+from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.recovery.recovery_config import Divergence
 from struprune_plugin.storage.resume_store import ResumeStore
 
@@ -29,7 +30,7 @@ class LayerwiseTeacher:
     def __init__(self, runner: LayerwiseRunner, micro_size: int):
         self._runner, self._micro_size = runner, micro_size
         self._parts: dict[int, tuple[ResumeStore, str]] = {}  # of a sample: where what is said of it lies
-        self._num_parameters = runner.model.num_parameters()
+        self._num_parameters = count_parameters(runner.model)
 
     def write_logits(
         self, samples: Sequence[Sample], numbers: Iterable[int], store: ResumeStore, divergence: Divergence

@@ -171,7 +171,7 @@ INTERNALS = [
     ),
     Internal(
         "llmcompressor.utils.transformers:get_embeddings",
-        "export/convert.py",
+        "runtime/residence.py",
         "which modules it compares",
         _LC,
         ("model",),

@@ -19,6 +19,7 @@ from struprune_plugin.linalg.second_moments import accumulate_moments, make_mome
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.model.units import find_groups
+from struprune_plugin.modifiers.weight_bytes import count_weight_bytes
 from struprune_plugin.runtime import device_context as context
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.offload_plan import OffloadPlan
@@ -68,11 +69,14 @@ def test_no_operation_mixes_sides_and_the_result_is_the_hosts(save_short, name):
             run_oneshot(**{**fields, "memory_budget": 1})
         fields["memory_budget"] = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     pruned = run_oneshot(**fields)
-    expected, size = pruned.state_dict(), count_parameters(pruned)
+    expected, sizes = pruned.state_dict(), (count_parameters(pruned), count_weight_bytes(pruned, 4, []))
     with play_device() as played:
         pruned = run_oneshot(**fields)
         found = pruned.state_dict()
-        assert count_parameters(pruned) == size  # tied weights are offloaded one by one
+        assert (
+            count_parameters(pruned),
+            count_weight_bytes(pruned, 4, []),
+        ) == sizes  # tied weights are offloaded apart
     assert played.num_operations > 1000
     assert found.keys() == expected.keys()
     for key, value in found.items():

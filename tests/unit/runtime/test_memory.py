@@ -129,6 +129,13 @@ def make_wide(folder):
     return save_opt(folder, hidden_size=48, word_embed_proj_dim=48, ffn_dim=192, num_hidden_layers=2)
 
 
+def test_a_budget_is_kept_where_the_head_is_larger_than_a_layer(tmp_path):
+    model, budget = save_opt(tmp_path / "model", vocab_size=20_000, tie_word_embeddings=False), 3_000_000
+    peak, manifest = run_with_budget(tmp_path / "out", model, budget, allocation="error_curve")
+    assert manifest.allocation.tried
+    assert 0.5 * budget < peak <= budget
+
+
 @pytest.mark.parametrize("fields", [FAST, {}])
 def test_a_budget_is_kept_and_refused_below_what_it_names(tmp_path, fields):
     model = make_wide(tmp_path / "model")

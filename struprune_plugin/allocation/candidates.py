@@ -193,9 +193,9 @@ def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context
     :param device: device on which these are applied, unless on the host
     """
     on_host = context.placement.embed_on_host
-    head = head.hold()
     totals = torch.zeros(len(finals) - 1, dtype=torch.float64)
     with context.on_host(on_host):
+        head = head.hold()
 
         def compute_log_probs(final: Tensor) -> Tensor:
             ((_, logits, _),) = head.compute_logits(final if on_host else context.to_device(final, device))

@@ -139,7 +139,7 @@ class StructuredModifier(StageModifier):
         ``attention``, ``ffn``, ``both``; a layer that loses both goes too. For rules that can empty a module
         (``error_curve``, ``whole_layers``)
     :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and
-        sparsity modifiers need. ``auto``: of 8 (4, 2) where that divides the width before pruning and it is 512 or more
+        sparsity modifiers need. ``auto``: 8 (or 4 or 2) if it divides the width before pruning, from 512 channels on
     :param importance: ranking of units: a name, or a mapping with ``method`` and the method's fields
     :param weight_update: update of the remaining weights: a name, or a mapping with ``method`` and the method's fields
     :param allocation: rule for the number of units that each module keeps: a name, or a mapping with ``rule`` and the

@@ -210,6 +210,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "none": "attention stays whole",
     },
     "reconstruct": {
+        "half_residual": "halfway from `local` to `residual`: repairs half of the inherited errors",
         "residual": "the dense residual stream after the module minus the pruned one before it: repairs inherited errors",
         "block": "the dense module's output",
         "local": "the module's own output on the pruned inputs",

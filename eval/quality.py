@@ -34,24 +34,26 @@ _CURVES = _VO | {"allocation": "error_curve"}
 _FISHER = _CURVES | {"sensitivity": "fisher"}
 _ROTATED = _FISHER | {"rotate_values": True}
 _DAMPED = _ROTATED | {"dampening_frac": "auto"}
+_HALF = _DAMPED | {"reconstruct": "half_residual"}
 _WHOLE_LAYERS = {"rule": "whole_layers", "samples": 16, "trial_samples": 4}
-_TUNED = _DAMPED | {"ffn_tuning": {"epochs": 6}}
-BEST = "+ dampening by held-out text (default)"  # the best rung without tuning and recovery
+_TUNED = _HALF | {"ffn_tuning": {"epochs": 6}}
+BEST = "+ half of inherited errors (default)"  # the best rung without tuning and recovery
 LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
     "wanda, heads, least squares": Row(spell(importance="wanda", reconstruct="local")),
     "obs, vo, residual, uniform": Row(spell(**_VO)),
     "+ error curves": Row(spell(**_CURVES)),
     "+ Fisher sensitivity": Row(spell(**_FISHER)),
     "+ rotated values": Row(spell(**_ROTATED)),
-    BEST: Row(spell(**_DAMPED)),
+    "+ dampening by held-out text": Row(spell(**_DAMPED)),
+    BEST: Row(spell(**_HALF)),
     "+ FFN tuning": Row(spell(**_TUNED)),
     "+ LoRA with distillation": Row(spell(**_TUNED), DISTILL),
 }
 ASIDE: dict[str, Row] = {  # measured beside the ladder
     "uniform, rotated values": Row(spell(**_VO, rotate_values=True)),
-    "default with ADMM": Row(spell(**_DAMPED, weight_update="admm")),
-    "default with whole sublayers": Row(spell(**_DAMPED, sublayers="both")),
-    "whole layers": Row(spell(**_DAMPED | {"allocation": _WHOLE_LAYERS}, sublayers="both")),
+    "default with ADMM": Row(spell(**_HALF, weight_update="admm")),
+    "default with whole sublayers": Row(spell(**_HALF, sublayers="both")),
+    "whole layers": Row(spell(**_HALF | {"allocation": _WHOLE_LAYERS}, sublayers="both")),
 }
 EFFORTS: dict[str, Row] = {  # and what uniform allocation leaves of the default
     "default with uniform allocation": Row({"allocation": "uniform"}),
@@ -66,6 +68,7 @@ PARTS: dict[str, Row] = {  # the default without one of its parts
     "no rotation": Row({"rotate_values": False}),
     "no sensitivity": Row({"sensitivity": "none"}),
     "local targets": Row({"reconstruct": "local"}),
+    "residual targets": Row({"reconstruct": "residual"}),
     "dampening 0.01": Row({"dampening_frac": 0.01}),
 }
 PEERS: dict[str, Row] = {"FASP": FASP, "SliceGPT": SLICEGPT, **MORE_PEERS}

@@ -197,16 +197,17 @@ def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context
     with context.on_host(on_host):
         head = head.hold()
 
-        def compute_log_probs(final: Tensor) -> Tensor:
+        def compute_logits(final: Tensor) -> Tensor:
             ((_, logits, _),) = head.compute_logits(final if on_host else context.to_device(final, device))
-            return torch.log_softmax(logits, dim=-1)
+            return logits
 
         size = max(1, context.placement.logits // head.num_tokens)
         for dense, *others in zip(*(final.split(size) for final in finals), strict=True):
-            wanted = compute_log_probs(dense)
+            wanted = compute_logits(dense)
+            whole, probs = wanted.logsumexp(-1), torch.softmax(wanted, dim=-1)
             for index, other in enumerate(others):
-                found = compute_log_probs(other)
-                divergence = torch.nn.functional.kl_div(found, wanted, reduction="none", log_target=True)
-                totals[index] += float(divergence.sum(-1).double().sum())
-                del found, divergence
+                found = compute_logits(other)
+                moved = found.logsumexp(-1) - whole - torch.linalg.vecdot(probs, found.sub_(wanted))
+                totals[index] += float(moved.double().sum())
+                del found
     return totals.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, States
@@ -22,13 +23,17 @@ class Target:
         the present layer on the pruned path
     :param is_residual: whether the target is the residual stream after the module, so that inherited error is repaired; else it is
         the module's output
+    :param share: share of the distance from the present output to that target that a solve asks for: a whole repair of
+        inherited errors fits the calibration data too closely
     """
 
     is_dense: bool
     is_residual: bool
+    share: float = 1.0
 
 
 TARGETS = {  # name in recipes
+    "half_residual": Target(is_dense=True, is_residual=True, share=0.5),
     "residual": Target(is_dense=True, is_residual=True),
     "block": Target(is_dense=True, is_residual=False),
     "local": Target(is_dense=False, is_residual=False),
@@ -77,9 +82,9 @@ class DenseReference:
             wanted = stream.output.float() + (_read_residual(group, stream) if self._is_residual(group) else 0)
             self._targets.setdefault(group.name, []).append(self._context.park(wanted))
 
-    def knows(self, group: UnitGroup, num_batches: int) -> bool:
-        """Return whether the targets of all batches are known."""
-        return len(self._targets.get(group.name, ())) == num_batches
+    def suffices(self, group: UnitGroup, num_batches: int) -> bool:
+        """Return whether the targets of all batches are known without the present output."""
+        return self.target.share == 1 and len(self._targets.get(group.name, ())) == num_batches
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
         """Return a consumer's target; a ``local`` target is its output when the group was first visited.
@@ -92,7 +97,11 @@ class DenseReference:
             assert stream.output is not None
             stored.append(self._context.park(stream.output.float()))
         target = self._context.to_device(stored[index], stream.inputs.device)
-        return target - _read_residual(group, stream) if self._is_residual(group) else target
+        target = target - _read_residual(group, stream) if self._is_residual(group) else target
+        if self.target.share == 1:
+            return target
+        assert stream.output is not None
+        return torch.lerp(stream.output.float(), target, self.target.share)
 
     def keep_sum(self, group: UnitGroup | None, take: Callable[[], Tensor]) -> None:
         """Store the stream after the experts' sum of a dense forward pass on the host, where the experts repair it.
@@ -119,7 +128,8 @@ class DenseReference:
         if not self.repairs(group):
             return None
         now = take()
-        return Repair.of(self._context.to_device(self._targets[_name_sum(group)][index], now.device), now)
+        wanted = self._context.to_device(self._targets[_name_sum(group)][index], now.device)
+        return Repair.of(torch.lerp(now, wanted, self.target.share), now)
 
     def finish_layer(self) -> None:
         """Drop the layer's targets; its outputs become the next layer's inputs."""

@@ -211,7 +211,7 @@ class LayerStatistics:
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the present layer on every recorded batch of the pruned path, and yield the group's visits."""
-        stop = self.dense.knows(group, len(self.calls)) and not group.join.parallel
+        stop = self.dense.suffices(group, len(self.calls)) and not group.join.parallel
         beside = group if self.dense.repairs(group) else None
         with capture_streams(layer, [group], stop) as take, capture_sum(layer, beside) as take_sum:
             for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):

@@ -8,7 +8,8 @@ Legend (per linear that consumes a group's units):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,9 +57,7 @@ def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, 
 
 
 def accumulate_moments(moments: SecondMoments, inputs: Tensor, targets: Tensor) -> None:
-    """Add the tokens of one micro-batch.
-
-    These are sums, not means: the result does not depend on how the tokens are split into batches.
+    """Add the tokens of one micro-batch to sums, which do not depend on how the tokens are split into batches.
 
     :param moments: updated in place
     :param inputs: inputs of the consuming linear, shape [tokens, n], any float dtype
@@ -75,8 +74,8 @@ def accumulate_moments(moments: SecondMoments, inputs: Tensor, targets: Tensor) 
 class MomentSums:
     """Running sums of :class:`SecondMoments`; only the upper triangle of H is computed and stored, in blocks of rows.
 
-    A GPU multiplies bfloat16 inputs as they are and accumulates in float32: the products are exact and several times faster.
-    Targets are split into two bfloat16 parts, which hold 16 of their bits.
+    Bfloat16 inputs are multiplied as they are and accumulated in float32 where the device can: the products are exact and faster.
+    On a GPU, targets are split into two bfloat16 parts, which hold 16 of their bits.
 
     :param sizes: (n, d): inputs and outputs of the linear
     :param device: device of the sums
@@ -111,16 +110,18 @@ class MomentSums:
 
         :param weights: factor on the error of each token, shape [tokens]; None for ones
         """
-        narrow = weights is None and _multiplies_narrow(inputs, self._dtype)
+        exact = weights is None and inputs.dtype is torch.bfloat16 and self._dtype is torch.float32
+        narrow = exact and _multiplies_narrow(inputs)
         tokens = self._tokens if inputs.is_cuda else min(self._tokens, _TERMS)
         factors = torch.ones(len(inputs), 1).split(tokens) if weights is None else weights[:, None].split(tokens)
         for part, wanted, factor in zip(inputs.split(tokens), targets.split(tokens), factors, strict=True):
             widened, wanted = _append_ones(part, part.dtype if narrow else self._dtype), wanted.to(self._dtype)
             if weights is not None:
                 widened, wanted = widened.mul_(factor.to(self._dtype)), wanted * factor.to(self._dtype)
-            for block in self._upper:
-                right = widened[:, -block.shape[1] :]
-                self._add_product(block, right[:, : len(block)], right)
+            with _multiply_as_bfloat16(exact):
+                for block in self._upper:
+                    right = widened[:, -block.shape[1] :]
+                    self._add_product(block, right[:, : len(block)], right)
             for piece in _split_bfloat16(wanted) if narrow else (wanted,):
                 self._add_product(self._cross, piece, widened)
             fetch = self._fetch or (lambda tensor: tensor)
@@ -141,8 +142,7 @@ class MomentSums:
 
     def is_finite(self) -> bool:
         """Return whether every token was finite, from the diagonal of H and tr(Y Y^T)."""
-        diagonal = torch.cat([block.diagonal() for block in self._upper])
-        return bool(diagonal.isfinite().all() and self._target_energy.isfinite())
+        return all(bool(part.isfinite().all()) for part in (*map(torch.diagonal, self._upper), self._target_energy))
 
     def list_parts(self) -> list[Tensor]:
         """Return all sums, for in-place addition."""
@@ -204,9 +204,22 @@ def _append_ones(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return widened
 
 
-def _multiplies_narrow(inputs: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the device multiplies bfloat16 inputs into float32 sums."""
-    return inputs.is_cuda and inputs.dtype is torch.bfloat16 and dtype is torch.float32
+def _multiplies_narrow(inputs: Tensor) -> bool:
+    """Return whether the device takes bfloat16 matrices and returns a float32 product."""
+    return inputs.is_cuda
+
+
+@contextmanager
+def _multiply_as_bfloat16(exact: bool) -> Iterator[None]:
+    """Multiply float32 matrices that hold bfloat16 numbers as such, accumulated in float32, on a processor that can."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, can = matmul.fp32_precision, torch.cpu.get_capabilities()
+    if exact and (can.get("avx512_bf16") or can.get("amx_bf16")):
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ class StruPruneModifier(StructuredModifier):
     """
 
     allocation: AllocationField = Field(default="error_curve", validate_default=True)  # type: ignore[arg-type]
-    reconstruct: Literal[tuple(TARGETS)] = "residual"  # type: ignore[valid-type]
+    reconstruct: Literal[tuple(TARGETS)] = "half_residual"  # type: ignore[valid-type]
     output: Literal["per_layer", "uniform"] = "per_layer"
     replay: str | None = None
     ffn_tuning: FFNTuning | None = None

@@ -549,7 +549,7 @@ def test_quality_ladder_spells_every_field_and_ends_at_the_default():
     best = quality.LADDER[quality.BEST].fields
     assert StruPruneModifier(**{**best, "sparsity": 0.3}).dump_fields() == default
     steps = [sum(a.fields[n] != b.fields[n] for n in a.fields) for a, b in itertools.pairwise(quality.LADDER.values())]
-    assert steps[1:] == [1, 1, 1, 1, 1, 0], "each rung adds one thing; the last adds recovery"
+    assert steps[1:] == [1, 1, 1, 1, 1, 1, 0], "each rung adds one thing; the last adds recovery"
 
 
 def test_interpolate_delta_is_linear_between_rows_and_from_the_dense_model():

@@ -93,12 +93,29 @@ def test_sums_of_bfloat16_inputs_on_a_card_are_float32_sums(monkeypatch):
         torch.testing.assert_close(getattr(found, name), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_product_rounds_its_inputs(dtype, monkeypatch):
+    """A processor with bfloat16 instructions multiplies with them only where the inputs are bfloat16 already."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    matmul, generator = torch.backends.mkldnn.matmul, torch.Generator().manual_seed(0)
+    before = matmul.fp32_precision
+    inputs = torch.randn(600, 700, generator=generator).to(dtype)
+    targets = torch.randn(600, 30, generator=generator)
+    sums, wanted = MomentSums((700, 30), "cpu", torch.float32), MomentSums((700, 30), "cpu", torch.float64)
+    sums.add(inputs, targets)
+    wanted.add(inputs.double(), targets.double())
+    assert matmul.fp32_precision == before
+    found, expected = sums.gather(), wanted.gather()
+    for name in PARTS:
+        want = getattr(expected, name)
+        limit = 1e-5 * float(want.abs().max())
+        torch.testing.assert_close(getattr(found, name).double(), want, rtol=0, atol=limit)
+
+
 def test_a_card_multiplies_bfloat16_into_float32():
     """A tensor without numbers that says that it is on a card: operations check dtypes and shapes all the same."""
     with FakeTensorMode():
         inputs = torch.empty(16, 300, device="cuda", dtype=torch.bfloat16)
-        assert statistics._multiplies_narrow(inputs, torch.float32)
+        assert statistics._multiplies_narrow(inputs)
         product = torch.mm(inputs.T, inputs, out_dtype=torch.float32)
         assert (product.device.type, product.dtype, product.shape) == ("cuda", torch.float32, (300, 300))
-        assert not statistics._multiplies_narrow(inputs, torch.float64)
-        assert not statistics._multiplies_narrow(inputs.half(), torch.float32)

@@ -93,7 +93,9 @@ def prune_for(save_shape, tmp_path_factory):
     return prune
 
 
-SHAPES_AND_TARGETS = list(itertools.product(["pre_norm", "post_norm", "no_bias"], ["residual", "block", "local"]))
+SHAPES_AND_TARGETS = list(
+    itertools.product(["pre_norm", "post_norm", "no_bias"], ["half_residual", "residual", "block", "local"])
+)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,9 @@ SHAPES_AND_TARGETS = list(itertools.product(["pre_norm", "post_norm", "no_bias"]
             for how in SHAPES_AND_TARGETS
             for consumer in ("fc2", "self_attn.out_proj")
         ),
-        *((*how, "self_attn.out_proj", "head") for how in SHAPES_AND_TARGETS[::4]),  # each shape and each target once
+        *(
+            (*how, "self_attn.out_proj", "head") for how in SHAPES_AND_TARGETS[::5]
+        ),  # each shape, each with another target
     ],
 )
 def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, target, consumer, unit):
@@ -123,7 +127,13 @@ def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, targe
         mixed.model.decoder.layers[2].self_attn = pruned.model.decoder.layers[2].self_attn
     stream, inputs, output = _watch(mixed, consumer, shape == "post_norm", ids)
     dense_stream, _, dense_output = _watch(dense, consumer, shape == "post_norm", ids)
-    wanted = {"residual": dense_stream + dense_output - stream, "block": dense_output, "local": output}[target]
+    residual = dense_stream + dense_output - stream
+    wanted = {
+        "half_residual": (output + residual) / 2,
+        "residual": residual,
+        "block": dense_output,
+        "local": output,
+    }[target]
 
     module = dense.model.decoder.layers[2].get_submodule(consumer)
     p, strength = inputs[:, columns], 0.05 * inputs.square().sum(0).mean()

@@ -65,6 +65,7 @@ WHOLE: dict[str, Row] = {
 STUDY: dict[str, Row] = {  # what parts of ours bring: one thing is changed
     f"{OURS} block target": Row({**ALONE, "reconstruct": "block"}),
     f"{OURS} local target": Row({**ALONE, "reconstruct": "local"}),
+    f"{OURS} residual target": Row({**ALONE, "reconstruct": "residual"}),
     f"{OURS} damping 0.01": Row({**ALONE, "dampening_frac": 0.01}),
     f"{OURS} no sensitivity": Row({**ALONE, "sensitivity": "none"}),
     f"{OURS} all tokens": Row({**ALONE, "experts": {"calibrate_all_experts": True}}),

@@ -61,6 +61,7 @@ MORE: dict[str, list[dict[str, Any]]] = {  # on OPT and LLaMA alone
     "inverse, as printed": [{PRUNE: {"sparsity": 0.2, "allocation": {"rule": "softmax_inverse", "as_printed": True}}}],
     "search": [{PRUNE: {"sparsity": 0.3, "allocation": {"rule": "softmax", "temperature": [1.0, 4.0]}}}],
     "block": [{PRUNE: {"sparsity": 0.3, "reconstruct": "block", "rotate_values": False}}],
+    "residual": [{PRUNE: {"sparsity": 0.3, "reconstruct": "residual"}}],
     "local": [{PRUNE: {"sparsity": 0.3, "reconstruct": "local", "sensitivity": "none", "dampening_frac": 0.01}}],
     "deletion": [{PRUNE: {"sparsity": 0.3, "weight_update": "none", "importance": "wanda"}}],
     "deletion, obs": [{PRUNE: {"sparsity": 0.3, "weight_update": "none"}}],

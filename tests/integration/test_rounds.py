@@ -42,7 +42,8 @@ def test_rounds_give_what_separate_runs_give(case, tmp_path):
     )
     assert {n: w.shape for n, w in both.state_dict().items()} == {n: w.shape for n, w in second.state_dict().items()}
     ids = torch.arange(4, 30)[None]
-    torch.testing.assert_close(both(ids).logits, second(ids).logits)
+    # logits up to 4; the OPT case differs by rounding, which the second round's solves amplify
+    torch.testing.assert_close(both(ids).logits, second(ids).logits, rtol=0, atol=1e-4)
 
 
 def test_one_manifest_counts_from_the_dense_model(case, tmp_path):

@@ -110,15 +110,14 @@ class MomentSums:
 
         :param weights: factor on the error of each token, shape [tokens]; None for ones
         """
-        exact = weights is None and inputs.dtype is torch.bfloat16 and self._dtype is torch.float32
-        narrow = exact and _multiplies_narrow(inputs)
+        narrow = weights is None and _multiplies_narrow(inputs, self._dtype)
         tokens = self._tokens if inputs.is_cuda else min(self._tokens, _TERMS)
         factors = torch.ones(len(inputs), 1).split(tokens) if weights is None else weights[:, None].split(tokens)
         for part, wanted, factor in zip(inputs.split(tokens), targets.split(tokens), factors, strict=True):
             widened, wanted = _append_ones(part, part.dtype if narrow else self._dtype), wanted.to(self._dtype)
             if weights is not None:
                 widened, wanted = widened.mul_(factor.to(self._dtype)), wanted * factor.to(self._dtype)
-            with _multiply_as_bfloat16(exact):
+            with _multiply_as_bfloat16(weights is None and inputs.dtype is torch.bfloat16):
                 for block in self._upper:
                     right = widened[:, -block.shape[1] :]
                     self._add_product(block, right[:, : len(block)], right)
@@ -142,7 +141,8 @@ class MomentSums:
 
     def is_finite(self) -> bool:
         """Return whether every token was finite, from the diagonal of H and tr(Y Y^T)."""
-        return all(bool(part.isfinite().all()) for part in (*map(torch.diagonal, self._upper), self._target_energy))
+        diagonal = torch.cat([block.diagonal() for block in self._upper])
+        return bool(diagonal.isfinite().all() and self._target_energy.isfinite())
 
     def list_parts(self) -> list[Tensor]:
         """Return all sums, for in-place addition."""
@@ -204,9 +204,9 @@ def _append_ones(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return widened
 
 
-def _multiplies_narrow(inputs: Tensor) -> bool:
-    """Return whether the device takes bfloat16 matrices and returns a float32 product."""
-    return inputs.is_cuda
+def _multiplies_narrow(inputs: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the device multiplies bfloat16 inputs into float32 sums."""
+    return inputs.is_cuda and inputs.dtype is torch.bfloat16 and dtype is torch.float32
 
 
 @contextmanager

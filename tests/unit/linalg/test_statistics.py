@@ -116,6 +116,8 @@ def test_a_card_multiplies_bfloat16_into_float32():
     """A tensor without numbers that says that it is on a card: operations check dtypes and shapes all the same."""
     with FakeTensorMode():
         inputs = torch.empty(16, 300, device="cuda", dtype=torch.bfloat16)
-        assert statistics._multiplies_narrow(inputs)
+        assert statistics._multiplies_narrow(inputs, torch.float32)
         product = torch.mm(inputs.T, inputs, out_dtype=torch.float32)
         assert (product.device.type, product.dtype, product.shape) == ("cuda", torch.float32, (300, 300))
+        assert not statistics._multiplies_narrow(inputs, torch.float64)
+        assert not statistics._multiplies_narrow(inputs.half(), torch.float32)

@@ -106,9 +106,8 @@ SHAPES_AND_TARGETS = list(
             for how in SHAPES_AND_TARGETS
             for consumer in ("fc2", "self_attn.out_proj")
         ),
-        *(
-            (*how, "self_attn.out_proj", "head") for how in SHAPES_AND_TARGETS[::5]
-        ),  # each shape, each with another target
+        # each shape, each with another target
+        *((*how, "self_attn.out_proj", "head") for how in SHAPES_AND_TARGETS[::5]),
     ],
 )
 def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, target, consumer, unit):

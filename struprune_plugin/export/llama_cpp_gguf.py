@@ -35,9 +35,7 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
         or llama.cpp has no name for the tokenizer's splitting
     """
     if find_spec("gguf") is None:
-        raise ValueError(
-            "gguf: the package gguf must be installed, got none. Run `pip install 'struprune-plugin[gguf]'`."
-        )
+        raise ValueError("gguf: the package gguf must be installed, got none. Run `pip install 'gguf>=0.19,<0.20'`.")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, wanted, got in (
         ("model_type", "llama", config.model_type),

@@ -27,7 +27,9 @@ def _is_command_line() -> bool:
     ``sys.argv[0]`` is ``-m`` while a module that is to be run is looked up, and its path as soon as it runs.
     """
     name = sys.argv[0] if sys.argv else ""
-    return Path(name).stem == "struprune" or (name == "-m" and "struprune_plugin.cli" in sys.orig_argv)
+    return Path(name).name in ("struprune", "struprune.exe") or (
+        name == "-m" and "struprune_plugin.cli" in sys.orig_argv
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -97,7 +97,8 @@ def oneshot(
             folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs, size))
             kwargs["output_dir"] = str(folder)
         if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
-            kwargs["tokenizer"] = load_tokenizer(model)  # also for a wrapper, whose other files are copied
+            revision = kwargs.get("model_revision", "main")
+            kwargs["tokenizer"] = load_tokenizer(model, revision)  # also for a wrapper, whose other files are copied
         kwargs = prepare_dataset(model, kwargs)
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)

@@ -61,7 +61,7 @@ def prune_reap_and_solve(folder: str, windows: Tensor, share: float) -> PeerResu
     model, _ = load_checkpoint(folder, "auto")
     recipe = StruPruneModifier(sparsity=share, attention_unit="none", prune_ffn=False)
     groups = recipe.find_groups(model)  # takes the experts apart
-    config = recipe.make_config(model, recipe.reconstruct)
+    config = recipe.make_config(recipe.reconstruct)
     nothing = UnitAllocation({}, AllocationRecord("uniform")), Sensitivity()
     dropper = ExpertDropper(config, *nothing, DeviceContext(), model, groups, retained)
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in windows.split(_BATCH)]

@@ -16,7 +16,7 @@ _OWN = (  # fields of a recipe that neither sensitivity nor curves depend on
     *("sparsity", "budget", "width_multiple", "reconstruct", "output", "replay", "ffn_tuning"),
 )
 _OF_PLANS = (  # fields of an allocation rule that curves do not depend on
-    *("max_sparsity", "temperature", "as_printed", "trial_samples"),
+    *("max_sparsity", "temperature", "as_printed"),
 )
 
 

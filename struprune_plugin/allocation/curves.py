@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import psutil
 import torch
@@ -15,7 +16,7 @@ from struprune_plugin.layerwise.capture import split_tokens
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
 from struprune_plugin.linalg.error_curves import (
     measure_block_influence,
     measure_deletion_curve,
@@ -55,7 +56,7 @@ class CurveMeasurer:
     ):
         self._rule, self._config, self._sensitivity, self._context = rule, config, sensitivity, context
         self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
-        self.moments: dict[str, SecondMoments] | None = {} if keeps_moments else None
+        self.moments: dict[str, GroupMoments] | None = {} if keeps_moments else None
 
     def measure(
         self,
@@ -99,10 +100,11 @@ class CurveMeasurer:
     def _gather(self, module: ModuleView) -> SecondMoments:
         """Return the moments of a group, and store them where they are kept."""
         with self._context.stage("statistics"):
-            moments = module.collect_moments("statistics").all
+            gathered = module.collect_moments("statistics")
             if self.moments is not None:
-                self.moments[module.group.name] = move_moments(moments, self._context.to_host)
-        return moments
+                moved = move_moments(gathered.all, self._context.to_host)
+                self.moments[module.group.name] = replace(gathered, all=moved)
+        return gathered.all
 
     def _measure_group(self, model: PreTrainedModel, module: ModuleView, influence: float) -> GroupStatistics:
         """Return the statistics of a group, computed on rank 0."""

@@ -37,7 +37,7 @@ class Fit:
 
     measured: Mapping[str, GroupStatistics]
     num_batches: int
-    moments: Mapping[str, SecondMoments] | None = None
+    moments: Mapping[str, GroupMoments] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TrialSolver:
     def solve(self, layer: nn.Module, group: UnitGroup, counts: Sequence[int]) -> Weights:
         """Return a consumer's weights, in module order, and bias, on the host, for every number of kept units."""
         known = (self.fit.moments or {}).get(group.name)
-        gathered = self.statistics.collect_moments(layer, group, "trials") if known is None else GroupMoments(known)
+        gathered = known or self.statistics.collect_moments(layer, group, "trials")
         with self.context.stage("trials"), self.context.solving():
             solve = partial(self._solve_moments, layer, group, gathered, counts)
             return compute_on_rank0(solve, Weights, torch.device("cpu"))

@@ -69,15 +69,16 @@ def score(
     manager = check_tasks(tasks, scoring.include_path) if tasks else None
     text = scoring.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, scoring.text_column) if text else None
-    models = paths if scoring.no_dense else _add_dense(paths)
+    bases = {path: base for path in paths if (base := _find_base(path)) is not None}
+    models = paths if scoring.no_dense else _add_dense(paths, bases)
     scores = {path: _score_model(path, texts, tasks, manager, scoring) for path in models}
     record = {"settings": scoring.describe(text), "scores": scores}
-    if not scoring.no_keep:
-        _keep_scores(scores, record["settings"])
     screen.show(record, _format_scores(scores))
     if scoring.output:
         scoring.output.parent.mkdir(parents=True, exist_ok=True)
         scoring.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if not scoring.no_keep:
+        _keep_scores(scores, bases, record["settings"])
 
 
 def _score_model(
@@ -88,7 +89,7 @@ def _score_model(
     :param manager: lm-eval's index of tasks; None without tasks
     :raises ValueError: the window exceeds the model's positions
     """
-    from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity, run_tasks
+    from struprune_plugin.evaluation.scoring import check_window, load_checkpoint, measure_perplexity, run_tasks
     from struprune_plugin.evaluation.text import tokenize_texts
     from struprune_plugin.model.layers import count_parameters
 
@@ -96,36 +97,50 @@ def _score_model(
     found: dict[str, Any] = {"parameters": 0, "bytes": measure_weight_bytes(path)}
     if texts is not None:
         tokens = tokenize_texts(tokenizer, texts, scoring.max_tokens)
-        positions = getattr(model.config, "max_position_embeddings", scoring.window)
-        if scoring.window > positions:
-            raise ValueError(
-                f"--window: must be at most the model's {positions} positions, got {scoring.window}. Lower it."
-            )
+        check_window(model, scoring.window)
         found["perplexity"] = measure_perplexity(model, tokens, scoring.window, scoring.stride, scoring.batch_size)
         found["tokens"] = len(tokens)
     for task in tasks:
         results = run_tasks(model, tokenizer, [task], manager, scoring.batch_size, scoring.limit)
-        found |= {f"{name} {metric.split(',')[0]}": v for name, row in results.items() for metric, v in row.items()}
+        found |= {_name_column(name, metric): v for name, row in results.items() for metric, v in row.items()}
     found["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
     return found
 
 
+def _name_column(task: str, metric: str) -> str:
+    """Return the column of an lm-eval metric; its filter is named if there is one."""
+    name, _, chosen = metric.partition(",")
+    kind = "_stderr" if name.endswith("_stderr") else ""
+    return f"{task} {name.removesuffix(kind)}{'' if chosen == 'none' else f',{chosen}'}{kind}"
+
+
 def _find_base(path: str) -> str | None:
-    """Return the dense model that an output of StruPrune was made from; None for other models."""
-    return read_manifest(path).model.base if (Path(path) / MANIFEST_NAME).is_file() else None
+    """Return the dense model that an output of StruPrune was made from, a folder if its weights are on this machine.
+
+    None for other models.
+    """
+    from struprune_plugin.storage.checkpoint import find_weights
+
+    if not (Path(path) / MANIFEST_NAME).is_file():
+        return None
+    base = read_manifest(path).model.base
+    folder = None if Path(base).is_dir() else find_weights(base)
+    return str(folder or base)
 
 
-def _keep_scores(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Store the figures of StruPrune's outputs in their manifests and model cards."""
+def _keep_scores(scores: dict[str, dict[str, Any]], bases: dict[str, str], settings: dict[str, Any]) -> None:
+    """Store the figures of StruPrune's outputs in their manifests and model cards.
+
+    :param bases: dense model of every output
+    """
     from struprune_plugin.reporting.model_card import keep_results
     from struprune_plugin.reporting.results import list_results
 
     by_place = {Path(path).resolve(): found for path, found in scores.items()}
-    for path, found in scores.items():
-        if (base := _find_base(path)) is not None:
-            results = list_results(found, by_place.get(Path(base).resolve(), {}), settings)
-            if problem := keep_results(Path(path), results):
-                show_error(f"the scores are not stored with the output: {problem}")
+    for path, base in bases.items():
+        results = list_results(scores[path], by_place.get(Path(base).resolve(), {}), settings)
+        if problem := keep_results(Path(path), results):
+            show_error(f"the scores are not stored with the output: {problem}")
 
 
 def _check_scores_file(file: Path) -> None:
@@ -143,11 +158,11 @@ def _check_scores_file(file: Path) -> None:
         )
 
 
-def _add_dense(paths: list[str]) -> list[str]:
-    """Return the paths with the dense model inserted before each pruned folder, if it is available."""
+def _add_dense(paths: list[str], bases: dict[str, str]) -> list[str]:
+    """Return the paths with the dense model inserted before each pruned folder, if it is on this machine."""
     models: list[str] = []
     for path in paths:
-        base, others = _find_base(path), {Path(other).resolve() for other in paths + models}
+        base, others = bases.get(path), {Path(other).resolve() for other in paths + models}
         if base is not None and Path(base).is_dir() and Path(base).resolve() not in others:
             models.append(base)
         models.append(path)
@@ -156,7 +171,7 @@ def _add_dense(paths: list[str]) -> list[str]:
 
 def _format_scores(scores: dict[str, dict[str, Any]]) -> Table:
     columns = list(dict.fromkeys(name for found in scores.values() for name in found if "stderr" not in name))
-    columns = [name for name in columns if not name.endswith((" sample_len", " name", " alias")) and name != "tokens"]
+    columns = [name for name in columns if name != "tokens"]
     show = {"parameters": "{:,}".format, "bytes": lambda size: format_bytes(size) if size else "on the hub"}
     rows = [
         [path, *(show.get(name, "{:.4g}".format)(found[name]) if name in found else "" for name in columns)]

@@ -22,6 +22,7 @@ from struprune_plugin.recipes.shipped import find_recipe, list_recipes
 from struprune_plugin.storage.files import read_bytes
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_RESTARTED = "STRUPRUNE_RESTARTED"  # set in a process that was restarted to see one device
 
 
 def make_callback(run: Callable[..., int | None]) -> Callable[..., int]:
@@ -201,7 +202,7 @@ class Scores:
 
     title: ClassVar = "Scoring"
     text: Annotated[Path | None, option("text for the perplexity [default: a shipped sample]", "FILE.jsonl")] = None
-    window: Annotated[int, whole("tokens per window of the perplexity")] = 256
+    window: Annotated[int, whole("tokens per window of the perplexity", low=2)] = 256
     max_tokens: Annotated[int | None, whole("score only the first N tokens [default: all]")] = None
     tasks: Annotated[str | None, option("lm-eval tasks, e.g. arc_easy,hellaswag", "a,b")] = None
     include_path: Annotated[str | None, option("folder with lm-eval task files, e.g. eval/tasks", "DIR")] = None
@@ -262,19 +263,24 @@ def _check_model_name(name: str) -> None:
 def prepare(device: str, screen: Screen, verbose: bool = False) -> None:
     """Register StruPrune with llm-compressor and transformers, restrict them to one device, and reduce their log.
 
-    An import may already have started CUDA, which then ignores changes to the environment; so the process is restarted.
+    An import may already have started CUDA, which then ignores changes to the environment; so the process is restarted. N of
+    ``cuda:N`` counts the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, as torch does.
     """
     import torch
 
     from struprune_plugin import registration  # noqa: F401
 
     kind, _, index = device.partition(":")
-    held = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = "" if kind == "cpu" else index or held
-    if visible is not None and visible != held and torch.cuda.is_available():  # without a card there is nothing to hide
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    if kind == "cuda" and not torch.cuda.is_available():
+    held, restarted = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.pop(_RESTARTED, None)
+    found = torch.cuda.is_available()  # without a card there is nothing to hide
+    if found and not restarted and (kind == "cpu" or index):
+        cards = held.split(",") if held else [str(number) for number in range(torch.cuda.device_count())]
+        visible = "" if kind == "cpu" else dict(enumerate(cards)).get(int(index))
+        found = visible is not None
+        if visible is not None and visible != held:
+            os.environ |= {"CUDA_VISIBLE_DEVICES": visible, _RESTARTED: "1"}
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if kind == "cuda" and not found:
         raise ValueError(
             f"--device: {device!r} must be present, but torch finds no such GPU. Use --device auto or cpu."
         )

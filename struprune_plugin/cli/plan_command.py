@@ -36,6 +36,15 @@ class Question:
     device: Device = "auto"
 
 
+def _check_fit(question: Question, amount: Amount, changes: Changes) -> None:
+    """Raise if an option would have no effect beside ``--fit``."""
+    given = {"--sparsity": changes.sparsity, "--budget": changes.budget, "--num-samples": amount.num_samples}
+    given |= {"--no-probe": question.no_probe or None}
+    for name, value in given.items():
+        if question.fit is not None and value is not None:
+            raise ValueError(f"{name}: has no effect with --fit, got {value!r}. Remove {name} or --fit.")
+
+
 def plan(model: Model, question: Question, amount: Amount, changes: Changes, screen: Screen) -> None:
     """Predict the result and the cost of a pruning run, without pruning.
 
@@ -43,6 +52,7 @@ def plan(model: Model, question: Question, amount: Amount, changes: Changes, scr
     the model's configuration and a probe of half a minute; it loads no weights.
     """
     changed = changes.read()
+    _check_fit(question, amount, changes)
     check_names(question.device, question.recipe, [model], [])
     prepare(question.device, screen)
     from struprune_plugin.model.structure.finder import find_structure

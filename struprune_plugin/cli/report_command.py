@@ -58,12 +58,13 @@ def _write_samples(path: Path, base: str, page: Page) -> list[Any]:
     """Return texts of the pruned model and, if it is available, of the dense model after the same prompts."""
     from struprune_plugin.evaluation.scoring import continue_texts, load_checkpoint
     from struprune_plugin.reporting.html_report import PROMPTS, Sample
+    from struprune_plugin.storage.checkpoint import find_weights
 
     prompts = page.prompt or list(PROMPTS)
     pruned = continue_texts(*load_checkpoint(str(path)), prompts, page.tokens)
     dense: list[str] | list[None] = [None] * len(prompts)
-    if Path(base).is_dir():
-        dense = continue_texts(*load_checkpoint(base), prompts, page.tokens)
+    if (folder := find_weights(base)) is not None:
+        dense = continue_texts(*load_checkpoint(str(folder)), prompts, page.tokens)
     return [Sample(*parts) for parts in zip(prompts, dense, pruned, strict=True)]
 
 

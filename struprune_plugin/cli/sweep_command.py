@@ -66,9 +66,12 @@ def sweep(
     All points share one calibration, one sensitivity and one set of error curves. DIR keeps finished points: after an
     interruption, the same command continues.
     """
-    changes, sparsities = settings.read(), read_sparsities(points.sparsities)
-    wanted = None if points.pick is None else read_pick(points.pick)
-    tasks = scores.read_tasks()
+    changes, sparsities, tasks = settings.read(), read_sparsities(points.sparsities), scores.read_tasks()
+    wanted = None if points.pick is None else read_pick(points.pick, tasks)
+    if wanted is None and points.picked is not None:
+        raise ValueError(
+            f"--picked: has no effect without --pick, got {points.picked}. Add --pick, or remove --picked."
+        )
     check_names(points.device, points.recipe, [model], [calibration.data, scores.text])
     prepare(points.device, screen)
     from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
@@ -91,13 +94,17 @@ def sweep(
             calibration.data or str(DEMO_CALIBRATION),
             calibration.text_column,
         ),
-        scoring=sweeping.Scoring(**vars(scores) | {"text": scores.text or DEMO_TEST, "tasks": tasks}),
+        scoring=sweeping.Scoring(
+            **vars(scores) | {"text": scores.text or DEMO_TEST, "tasks": tasks},
+            text_column=calibration.text_column if scores.text else "text",
+        ),
         seed=points.seed,
         dtype=points.dtype,
     )
     picked, folder = points.picked or points.output / "picked", points.output
     if wanted is not None:
-        check_output(picked, picked.exists(), [folder] if folder.exists() and picked.parent != folder else [])
+        again = points.picked is None  # the same command replaces its own earlier result
+        check_output(picked, again, [folder] if folder.exists() and picked.parent != folder else [])
     run = sweeping.SweepRun(asked, folder)
     record = run.finish()
     for name, drawn in results.draw_sweep(record).items():
@@ -147,10 +154,11 @@ def _spread(first: float, last: float, step: float) -> list[float]:
     return [round(first + index * step, 6) for index in range(int(count + 1e-6) + 1)] if 0 <= count < 100 else []
 
 
-def read_pick(text: str) -> tuple[float, bool, str]:
+def read_pick(text: str, tasks: Sequence[str]) -> tuple[float, bool, str]:
     """Parse a permitted loss, e.g. ``+5% perplexity`` or ``-0.01 arc_easy``, into (amount, whether relative, measure).
 
-    :raises ValueError: another form
+    :param tasks: tasks that the sweep scores
+    :raises ValueError: another form, or a task that is not among these
     """
     found = _PICK.fullmatch(text.strip())
     if found is None or (found[1] == "+") != (found[4] == "perplexity"):
@@ -158,4 +166,6 @@ def read_pick(text: str) -> tuple[float, bool, str]:
             f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Give how far perplexity may "
             "rise, or the score of a task may fall."
         )
+    if found[4] not in ("perplexity", *tasks):
+        raise ValueError(f"--pick: must name what the sweep measures, got {found[4]!r}. Add it to --tasks.")
     return float(found[2]) / (100 if found[3] else 1), bool(found[3]), found[4]

@@ -47,7 +47,7 @@ def sample_windows(
     bar = tqdm(total=num_windows, desc="sampling text")
     devices = [] if model.device.type in ("cpu", "mps") else [model.device]
     kinds = []
-    with torch.random.fork_rng(devices), patch_attr(model.generation_config, "eos_token_id", None), bar:
+    with torch.random.fork_rng(devices), patch_attr(model, "generation_config", config), bar:
         torch.manual_seed(seed)
         for begin in (part for kind in starts if len(kind) for part in kind.to(model.device).split(batch_size)):
             written = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=config)
@@ -59,10 +59,10 @@ def sample_windows(
 
 
 def sample_dataset(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_samples: int, seq_length: int, seed: int = 0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_samples: int, seq_length: int
 ) -> Dataset:
-    """Return a data set of windows of a model's own text, for ``oneshot(dataset=…)``."""
-    windows = sample_windows(model, tokenizer, num_samples, seq_length, seed=seed)
+    """Return a data set of windows of a model's own text, for ``oneshot(dataset=…)``; torch's seed decides them."""
+    windows = sample_windows(model, tokenizer, num_samples, seq_length, seed=torch.initial_seed() % 2**63)
     return Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
 
 

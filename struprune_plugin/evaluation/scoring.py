@@ -83,6 +83,16 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
     return model.to(device).eval(), tokenizer
 
 
+def check_window(model: PreTrainedModel, window: int) -> None:
+    """Raise if windows of this length exceed a model's positions.
+
+    :raises ValueError: in that case
+    """
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or window
+    if window > positions:
+        raise ValueError(f"--window: must be at most the model's {positions} positions, got {window}. Lower it.")
+
+
 def _check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise if a token has no embedding.
 
@@ -153,7 +163,7 @@ def run_tasks(
 
     :param manager: as :func:`check_tasks` returns it
     :param limit: examples per task; None for all
-    :return: metrics by task, as lm-eval names them, with standard errors
+    :return: metrics by task, as lm-eval names them (``metric,filter``), with standard errors
     """
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
@@ -169,6 +179,6 @@ def run_tasks(
             bootstrap_iters=_BOOTSTRAP,
         )
     return {
-        task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        task: {name: value for name, value in metrics.items() if "," in name and isinstance(value, int | float)}
         for task, metrics in results["results"].items()
     }

@@ -30,14 +30,15 @@ HUB_DATASETS: dict[str, dict[str, Any]] = {  # short names that pruning papers u
 }
 
 
-def load_tokenizer(where: str | os.PathLike) -> PreTrainedTokenizerBase:
+def load_tokenizer(where: str | os.PathLike, revision: str = "main") -> PreTrainedTokenizerBase:
     """Load a tokenizer.
 
     :param where: a folder or a hub name
+    :param revision: branch, tag or commit on the hub
     :raises ValueError: there is no readable tokenizer
     """
     try:
-        return AutoTokenizer.from_pretrained(where)
+        return AutoTokenizer.from_pretrained(where, revision=revision)
     except (
         Exception
     ) as error:  # the compiled library has its own error classes, and broken files raise errors of many classes

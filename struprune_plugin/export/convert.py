@@ -204,7 +204,7 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         type(model).register_for_auto_class("AutoModelForCausalLM")
 
 
-def _copy_processor(source: str, output: Path) -> None:
+def copy_processor(source: str, output: Path) -> None:
     """Copy the image processor's files of a wrapper to the output folder, if its checkpoint has them."""
     folder = find_checkpoint(source) if source else None
     for name in _PROCESSOR_FILES if folder else ():
@@ -235,7 +235,7 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
             model.config._name_or_path = name
         if is_source_process():  # one of several processes writes, as in llm-compressor's own save
             tidy_recipe(save_directory)
-            _copy_processor(name, Path(save_directory))
+            copy_processor(name, Path(save_directory))
             after(str(save_directory))
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # llm-compressor wraps only what lacks this mark

@@ -16,7 +16,7 @@ from struprune_plugin.export.any_class import (
     make_dense_config,
     replace_conv1d,
 )
-from struprune_plugin.export.convert import adopt_stock
+from struprune_plugin.export.convert import adopt_stock, copy_processor
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.export.modeling_block_configs import DeciLMConfig, DeciLMForCausalLM
 from struprune_plugin.export.stock_config import (
@@ -100,6 +100,7 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
     else:
         model = _adopt_blocks(model)
     model.save_pretrained(output)
+    copy_processor(str(source), output)
     if (source / "tokenizer_config.json").is_file():
         AutoTokenizer.from_pretrained(source).save_pretrained(output)
 
@@ -129,12 +130,14 @@ def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
         take_apart(model)
     groups = {g.name: g for g in find_groups(model, unit, "ffn" in kinds, prune_experts="experts" in kinds)}
     config = make_dense_config(model.config)
-    dense = list_sizes(build_stock(model, {})[0])
+    twin = build_stock(model, {})[0]
+    dense = list_sizes(twin)
     if any(not record.keep for record in manifest.groups):
         raise ValueError(
             "masked: must start from a model that has all its sublayers, got one from which some are gone. Use uniform-padded."
         )
     largest = max(max(size.width, size.num_key_value_heads * size.head_dim) for size in dense)
+    largest = max([largest, *(group.num_units for group in _list_ffns(twin))])
     for record in manifest.groups:
         group = groups.get(record.name)
         if group is None or record.kept != group.num_units or not record.num_units <= largest:

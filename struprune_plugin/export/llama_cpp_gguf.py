@@ -154,6 +154,8 @@ def _write_tokenizer(writer: Any, config: Any, source: Path) -> None:
     writer.add_token_types([kind for _, kind in filled])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
     tokenizer = AutoTokenizer.from_pretrained(source)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
     begin = tokenizer.bos_token_id
     writer.add_add_bos_token(begin is not None and tokenizer("a").input_ids[0] == begin)
     for number, add in (

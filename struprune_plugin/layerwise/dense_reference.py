@@ -25,11 +25,13 @@ class Target:
         the module's output
     :param share: share of the distance from the present output to that target that a solve asks for: a whole repair of
         inherited errors fits the calibration data too closely
+    :param is_read_again: whether a module is solved more than once; the target then stays that of its first visit
     """
 
     is_dense: bool
     is_residual: bool
     share: float = 1.0
+    is_read_again: bool = False
 
 
 TARGETS = {  # name in recipes
@@ -52,6 +54,7 @@ class DenseReference:
         self._inputs: list[States] = []  # inputs of the current layer, by batch; empty for the first layer
         self._outputs: list[States] = []
         self._targets: dict[str, list[Tensor]] = {}  # by group and batch; the residual is not yet subtracted
+        self._settled: dict[str, list[Tensor]] = {}  # what solves ask for, by group and batch, where it is read again
 
     @property
     def is_pruned_path(self) -> bool:
@@ -84,7 +87,8 @@ class DenseReference:
 
     def suffices(self, group: UnitGroup, num_batches: int) -> bool:
         """Return whether the targets of all batches are known without the present output."""
-        return self.target.share == 1 and len(self._targets.get(group.name, ())) == num_batches
+        known = self._targets if self.target.share == 1 else self._settled
+        return len(known.get(group.name, ())) == num_batches
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
         """Return a consumer's target; a ``local`` target is its output when the group was first visited.
@@ -98,10 +102,23 @@ class DenseReference:
             stored.append(self._context.park(stream.output.float()))
         target = self._context.to_device(stored[index], stream.inputs.device)
         target = target - _read_residual(group, stream) if self._is_residual(group) else target
+        return self._settle(group, index, stream.output, target)
+
+    def _settle(self, group: UnitGroup, index: int, now: Tensor | None, wanted: Tensor) -> Tensor:
+        """Return the point between present and wanted values that a solve asks for, the same at every visit of a group.
+
+        :param now: present values, which only the first visit needs
+        """
         if self.target.share == 1:
-            return target
-        assert stream.output is not None
-        return torch.lerp(stream.output.float(), target, self.target.share)
+            return wanted
+        settled = self._settled.setdefault(group.name, [])
+        if 0 <= index < len(settled):
+            return self._context.to_device(settled[index], wanted.device)
+        assert now is not None
+        asked = torch.lerp(now.float(), wanted, self.target.share)
+        if self.target.is_read_again:
+            settled.append(self._context.park(asked))
+        return asked
 
     def keep_sum(self, group: UnitGroup | None, take: Callable[[], Tensor]) -> None:
         """Store the stream after the experts' sum of a dense forward pass on the host, where the experts repair it.
@@ -129,12 +146,13 @@ class DenseReference:
             return None
         now = take()
         wanted = self._context.to_device(self._targets[_name_sum(group)][index], now.device)
-        return Repair.of(torch.lerp(now, wanted, self.target.share), now)
+        return Repair.of(self._settle(group, index, now, wanted), now)
 
     def finish_layer(self) -> None:
         """Drop the layer's targets; its outputs become the next layer's inputs."""
         self._inputs, self._outputs = self._outputs, []
         self._targets.clear()
+        self._settled.clear()
 
     def _is_residual(self, group: UnitGroup) -> bool:
         """Return whether a group's target is the residual stream; where a norm lies between, it is the dense output."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,3 +98,8 @@ def stack_teacher(samples: Sequence[Sample], device: torch.device) -> TeacherTar
     log_probs = torch.stack([part.log_probs for part in parts if part is not None]).to(device)
     indices = [part.indices for part in parts if part is not None and part.indices is not None]
     return TeacherTargets(log_probs, torch.stack(indices).to(device) if indices else None)
+
+
+def find_largest_shape(batches: Iterable[Mapping[str, Tensor]]) -> torch.Size:
+    """Return the most sequences and the most tokens per sequence of any batch."""
+    return torch.Size(map(max, zip(*(batch["input_ids"].shape for batch in batches), strict=True)))

@@ -125,14 +125,13 @@ class _Choices:
 
     :param counts: kept units, shape [groups, choices]
     :param errors: error of each choice, the same shape, float64
-    :param costs: cost of each choice as a share of each budget, shape [budgets, groups, choices], float64
-    :param names: names of the budgets
+    :param costs: cost of each choice above the group's least, as a share of what each budget leaves for that, shape
+        [budgets, groups, choices], float64
     """
 
     counts: Tensor
     errors: Tensor
     costs: Tensor
-    names: Sequence[str]
 
     @classmethod
     def of(
@@ -157,10 +156,13 @@ class _Choices:
         def read(parts: Sequence[Tensor]) -> Tensor:
             return torch.stack([part.double().cpu()[row] for part, row in zip(parts, padded, strict=True)])
 
-        costs = [read(limit.costs) / (limit.most if limit.most > 0 else 1.0) for limit in limits]
-        return cls(
-            padded, read(curves).masked_fill(~valid, torch.inf), torch.stack(costs), [limit.name for limit in limits]
-        )
+        costs = []
+        for limit in limits:
+            table = read(limit.costs)
+            above = table - table.min(1, keepdim=True).values  # the least may be negative, and so may the most
+            room = limit.most - float((table - above)[:, 0].sum())
+            costs.append(above / (max(room, _ROUNDING * float(above.sum())) or 1.0))
+        return cls(padded, read(curves).masked_fill(~valid, torch.inf), torch.stack(costs))
 
     def pick(self, multipliers: Tensor) -> Tensor:
         """Return the choices of least error plus weighted cost, the one of most units on a tie, shape [groups]."""

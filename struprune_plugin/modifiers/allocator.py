@@ -100,7 +100,7 @@ class SparsityAllocatorModifier(StructuredModifier):
         model, batches = state.model, list(state.data.calib)
         with enter_device_context(model, setup.placement) as context, context.stage("allocate"):
             sensitivity = measure_sensitivity(model, batches, setup.groups, context, self.asked)
-            measurer = CurveMeasurer(self.allocation, self.make_config(model), sensitivity, context)
+            measurer = CurveMeasurer(self.allocation, self.make_config(), sensitivity, context)
             with calibrating(model):
                 measured = measurer.measure(model, batches, setup.groups)
         tied = tie_statistics(setup.sizes, measured)

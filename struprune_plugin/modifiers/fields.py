@@ -17,7 +17,6 @@ from pydantic import (
     model_validator,
 )
 from torch import nn
-from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.cache import MeasurementCache
 from struprune_plugin.allocation.measurements import Asked
@@ -268,14 +267,13 @@ class StructuredModifier(StageModifier):
         groups = allow_sublayers(model, groups, self.sublayers)
         return groups if self.experts is None else [self.experts.place(group) for group in groups]
 
-    def make_config(
-        self, model: PreTrainedModel, reconstruct: str = "local", ffn_tuning: FFNTuning | None = None
-    ) -> PruningConfig:
+    def make_config(self, reconstruct: str = "local", ffn_tuning: FFNTuning | None = None) -> PruningConfig:
         """Return the configuration that the pruning of a layer depends on."""
+        again = ffn_tuning is not None or self.weight_update.refines
         return PruningConfig(
             importance=self.importance,
             weight_update=self.weight_update,
-            reconstruct=TARGETS[reconstruct],
+            reconstruct=replace(TARGETS[reconstruct], is_read_again=again),
             dampening_frac=DAMPING if isinstance(self.dampening_frac, str) else self.dampening_frac,
             chooses_dampening=self.dampening_frac == "auto",
             rotate_values=self.rotate_values,

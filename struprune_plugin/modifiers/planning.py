@@ -141,7 +141,7 @@ class Planner:
         context = self.context.replace(place_run(recipe, model, setup.groups, fit, together=True))
         hidden_size, groups = model.config.get_text_config(decoder=True).hidden_size, self._list_measured()
         keeps = bool(held) and setup.mixture is None and all(gather(can_keep_moments(groups, hidden_size)))
-        config = recipe.make_config(model)
+        config = recipe.make_config()
         measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
         cache = None if recipe.importance.aims else self.cache  # the same at other sparsities otherwise
         measured = known = None if cache is None else cache.take_curves(recipe.dump_fields())

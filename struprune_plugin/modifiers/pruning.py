@@ -164,7 +164,7 @@ class StruPruneModifier(StructuredModifier):
         if self._replayed is not None:
             self._replayed.check(self._calibration)
         with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
-            config = self.make_config(model, self.reconstruct, self.ffn_tuning)
+            config = self.make_config(self.reconstruct, self.ffn_tuning)
             planner = Planner(self, setup, model, batches, context, self._cache)
             allocated = self._stage_before.allocated if self._stage_before is not None else None
             self._plan, measured = planner.decide(self._plan, allocated, self._store)
@@ -246,7 +246,7 @@ class StruPruneModifier(StructuredModifier):
             )
         groups = self.find_groups(model)
         if stage is not None:
-            check_curves(self, stage, model, groups)
+            check_curves(self, stage, groups)
         return groups
 
     def _plan_early(self, model: PreTrainedModel, setup: RunSetup) -> UnitAllocation | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,9 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
         assert self._recovery is not None
         model, device = state.model, get_main_device()
         with seed_random(self.seed, device), lift_dispatch(model, device), DisableQuantization(model):
-            told = self._recovery.run(model, device)
+            left = {name for name, _ in model.named_modules()}  # pruning may have removed whole modules since
+            linears = [name for name in self._recovery.linears if name in left]
+            told = replace(self._recovery, linears=linears).run(model, device)
         self._recovery = None
         self._record = {"settings": self.dump_fields(), **told}
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
+from struprune_plugin.layerwise.samples import find_largest_shape
 from struprune_plugin.linalg.knapsack import Limit
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.footprint import read_sizes
@@ -267,6 +268,10 @@ def place_run(
         f"importance: {modifier.importance.method}": not modifier.importance.keeps_budget,
         "ffn_tuning": getattr(modifier, "ffn_tuning", None) is not None,
     }
+    if (
+        strict and modifier.experts is not None and modifier.experts.drops
+    ):  # outputs of all experts on all tokens are held
+        unable[f"experts: {modifier.experts.units}"] = True
     for name, is_unable in unable.items():
         if is_unable and not strict:
             return WHOLE
@@ -275,7 +280,7 @@ def place_run(
             raise ValueError(
                 f"memory_budget: `{name}`{preset} cannot run under a memory budget. Remove one of the two."
             )
-    sizes = read_sizes(model, groups, next(iter(loader))["input_ids"].shape)
+    sizes = read_sizes(model, groups, find_largest_shape(loader))
     hold_out = not together and modifier.dampening_frac == "auto"
     demands = Demands(together, hold_out, modifier.sensitivity_samples is not None)
     placement = place_parts(budget, sizes, demands, strict)

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from llmcompressor.modifiers import Modifier
-from transformers import PreTrainedModel
 
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
@@ -113,15 +112,13 @@ def agree_on_budget(ours: StructuredModifier, stage: SparsityAllocatorModifier) 
     return {name: getattr(stage, name) for name in ("sparsity", "budget", *PLAN_FIELDS)}
 
 
-def check_curves(
-    ours: StructuredModifier, stage: SparsityAllocatorModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]
-) -> None:
+def check_curves(ours: StructuredModifier, stage: SparsityAllocatorModifier, groups: Sequence[UnitGroup]) -> None:
     """Raise if units are ranked or updated differently than in an allocator stage's error curves.
 
     :raises ValueError: in that case
     """
     _check_same(ours, stage, "importance", "Give both stages the same value.")
-    mine, theirs = ours.make_config(model), stage.make_config(model)
+    mine, theirs = ours.make_config(), stage.make_config()
     if mine.weight_update.solves != theirs.weight_update.solves:  # ADMM starts from and closes with least squares
         _check_same(ours, stage, "weight_update", "Give both stages the same value.")
     if any(mine.rotates(group) != theirs.rotates(group) for group in groups):

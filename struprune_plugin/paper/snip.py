@@ -24,13 +24,13 @@ class SNIP(GradientImportance):
     method: Literal["snip"] = "snip"
 
     def find_terms(self, part: LinearGradient) -> Iterable[Tensor]:
-        """Return activations times gradients per sequence, which does not depend on the batching."""
+        """Return activations times gradients per sequence, which does not depend on the batching; of an expert, per batch."""
         is_consumer = part.name == part.group.consumer
         value = part.inputs if is_consumer else part.outputs
         if not is_consumer and part.linear.bias is not None:
             value = value - part.linear.bias.detach()  # a producer's bias does not count as a weight
-        products = (value.double() * part.gradient.double()).view(len(part.inputs), -1, value.shape[-1])
-        return products.sum(1)
+        products = value.double() * part.gradient.double()
+        return products.sum(1) if products.dim() == 3 else [products.sum(0)]
 
     def finish(self, scores: Tensor) -> Tensor:
         return scores.abs()

@@ -119,7 +119,12 @@ class Recovery:
     ) -> LayerwiseTeacher | None:
         if self.teacher is None:
             return None
-        dense = AutoModelForCausalLM.from_pretrained(self.teacher, dtype=model.dtype).eval().requires_grad_(False)
+        own = (
+            self.teacher == model.config._name_or_path
+        )  # the model as it was, at the revision from which it was loaded
+        revision = getattr(model.config, "_commit_hash", None) if own else None
+        dense = AutoModelForCausalLM.from_pretrained(self.teacher, dtype=model.dtype, revision=revision or "main")
+        dense = dense.eval().requires_grad_(False)
         if (size := count_parameters(dense)) <= count_parameters(model):
             logger.warning(
                 f"loss.teacher: {self.teacher!r} is no larger than the model it teaches ({size:,} parameters). "

@@ -7,9 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from struprune_plugin.reporting.results import name_result
 from struprune_plugin.reporting.tables import Table, measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import Manifest, read_manifest
+from struprune_plugin.storage.records import PerplexityRecord, TaskRecord
 
 
 def compare_outputs(folders: Sequence[Path]) -> dict[str, Any]:
@@ -21,18 +23,18 @@ def compare_outputs(folders: Sequence[Path]) -> dict[str, Any]:
     if len(set(names)) < len(names):
         raise ValueError(f"compare: each output must be given once, got {names}. Remove the repeated one.")
     manifests = {name: read_manifest(name) for name in names}
+    same = len({manifest.model.weights_sha256 for manifest in manifests.values()}) == 1
     return {
         "outputs": {name: _summarize(Path(name), manifest) for name, manifest in manifests.items()},
-        "modules": _compare_units(manifests),
+        "modules": _compare_units(manifests) if same else {},
         "settings": _compare_settings(manifests),
-        "same_dense_model": len({manifest.model.weights_sha256 for manifest in manifests.values()}) == 1,
+        "same_dense_model": same,
     }
 
 
 def _summarize(folder: Path, manifest: Manifest) -> dict[str, Any]:
     evaluation = manifest.evaluation
-    results = {f"perplexity, {entry.text}, windows of {entry.window}": entry.value for entry in evaluation.perplexity}
-    results |= {f"{score.task}, {score.metric}": score.value for score in evaluation.tasks}
+    measured: list[PerplexityRecord | TaskRecord] = [*evaluation.perplexity, *evaluation.tasks]
     return {
         "base": manifest.model.base,
         "parameters": manifest.model.parameters_after,
@@ -41,7 +43,7 @@ def _summarize(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "allocation": manifest.allocation.method,
         "error": sum(group.error_after for group in manifest.groups) / max(len(manifest.groups), 1),
         "seconds": next((stage.seconds for stage in manifest.stages if stage.name == "whole pass"), None),
-        "results": results,
+        "results": {name_result(entry): entry.value for entry in measured},
     }
 
 
@@ -55,7 +57,7 @@ def _compare_units(manifests: Mapping[str, Manifest]) -> dict[str, dict[str, Any
         for name, group in held.items():
             if group and first and group.kind == first.kind:
                 mine, theirs = set(first.keep), set(group.keep)
-                alike[name] = len(mine & theirs) / len(mine | theirs)
+                alike[name] = len(mine & theirs) / len(mine | theirs) if mine | theirs else 1.0
         found[module] = {"kept": {name: group and group.kept for name, group in held.items()}, "alike": alike}
     return found
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from struprune_plugin.reporting.cost_summary import list_module_costs
 from struprune_plugin.reporting.results import list_result_rows
 from struprune_plugin.reporting.svg import draw_layers, draw_points
-from struprune_plugin.reporting.tables import describe_units, list_facts, list_stages
+from struprune_plugin.reporting.tables import describe_units, list_facts, list_stages, name_module
 from struprune_plugin.reporting.templates import fill_template
 from struprune_plugin.storage.manifest import Manifest
 
@@ -32,14 +32,14 @@ class Sample:
 
 def make_page(folder: Path, manifest: Manifest, samples: Sequence[Sample] = ()) -> str:
     """Return the report of an output folder as HTML."""
-    base, groups, recipe = Path(manifest.model.base).name, manifest.groups, folder / "recipe.yaml"
+    base, groups, recipe = manifest.model.base, manifest.groups, folder / "recipe.yaml"
     seconds = [("pruning took", took) for name, took, _ in list_stages(manifest) if name == "whole pass"]
     return fill_template(
         "report.html",
-        title=f"{base}, pruned by {manifest.budget.met_sparsity:.0%}",
+        title=f"{Path(base).name}, pruned by {manifest.budget.met_sparsity:.0%}",
         facts=[*list_facts(manifest, folder), *seconds],
         layers=Markup(draw_layers(manifest)),
-        modules=[(group, describe_units(group)[0]) for group in groups],
+        modules=[(group, name_module(group), describe_units(group)[0]) for group in groups],
         most=max(group.error_before for group in groups) or 1.0,
         costs=list_module_costs(manifest),
         allocation=Markup(_draw_allocation(manifest)),
@@ -63,7 +63,6 @@ def _draw_allocation(manifest: Manifest) -> str:
     for group in manifest.groups:
         value = measured.get(group.name)
         if value is not None and value > 0:
-            kind = "FFN" if group.kind == "ffn" else "attention"
             point = (float(value), 100 * group.sparsity, f"{group.name}: {group.sparsity:.1%} removed")
-            series.setdefault(kind, []).append(point)
+            series.setdefault(name_module(group), []).append(point)
     return draw_points("Allocation against sensitivity", series, (what, "removed, %"), log_x=True) if series else ""

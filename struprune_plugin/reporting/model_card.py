@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from loguru import logger
 
-from struprune_plugin.reporting.results import list_result_rows
+from struprune_plugin.reporting.results import list_result_rows, name_result
 from struprune_plugin.reporting.tables import Table, list_facts, read_saved_config
 from struprune_plugin.reporting.templates import fill_template
 from struprune_plugin.storage.checkpoint import find_checkpoint
@@ -58,6 +58,7 @@ def write_card(folder: Path, base: str = "") -> None:
         facts=list_facts(manifest, folder) if manifest else [],
         results=str(Table(["", "dense", "pruned"], rows)) if rows else "",
         own_code="auto_map" in config,
+        gguf=next((file.name for file in folder.glob("*.gguf")), ""),
         versions=", ".join(f"{name} {value}" for name, value in (manifest.versions if manifest else {}).items()),
     )
     ModelCard(text)  # raises on what the Hub could not read
@@ -77,22 +78,22 @@ def keep_results(folder: Path, found: EvaluationRecord) -> str:
 
     :return: why they were not stored; empty if they were
     """
-    entries = {entry.name: entry.state for entry in list_entries(folder, whole=False)}
-    if any(state in ("changed", "missing") for name, state in entries.items() if name != CARD_NAME):
-        return f"{folder} is damaged (struprune verify {folder})"
-    manifest, held = read_manifest(folder), {}
-    for kind, keys in (("perplexity", ("text", "sha256", "window", "stride")), ("tasks", ("task", "metric", "limit"))):
-        results = (*getattr(manifest.evaluation, kind), *getattr(found, kind))
-        held[kind] = list({tuple(getattr(entry, key) for key in keys): entry for entry in results}.values())
     try:
+        entries = {entry.name: entry.state for entry in list_entries(folder, whole=False)}
+        if any(state in ("changed", "missing") for name, state in entries.items() if name != CARD_NAME):
+            return f"{folder} is damaged (struprune verify {folder})"
+        manifest, held = read_manifest(folder), {}
+        for kind in ("perplexity", "tasks"):
+            results = (*getattr(manifest.evaluation, kind), *getattr(found, kind))
+            held[kind] = list({(name_result(entry), getattr(entry, "sha256", "")): entry for entry in results}.values())
         write_manifest(manifest.model_copy(update={"evaluation": EvaluationRecord(**held)}), folder)
         written = [MANIFEST_NAME]
         if entries.get(CARD_NAME, "missing") in ("as written", "missing"):  # a card that was edited stays
             try_write_card(folder)
             written += [CARD_NAME] * (folder / CARD_NAME).is_file()
         write_listing(folder, written)
-    except OSError as error:
-        return f"{folder} cannot be written: {error}"
+    except (OSError, ValueError) as error:
+        return f"{folder} cannot be read or written: {error}"
     return ""
 
 

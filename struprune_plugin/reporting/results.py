@@ -25,7 +25,7 @@ def list_results(score: Mapping[str, Any], dense: Mapping[str, Any], settings: M
         perplexity.append(PerplexityRecord(**told, value=score["perplexity"], dense=dense.get("perplexity")))
     for column, value in score.items():
         task, _, metric = column.partition(" ")
-        if f"{column}_stderr" in score or (metric and not metric.endswith(("_stderr", "sample_len", "name", "alias"))):
+        if metric and not metric.endswith("_stderr"):
             errors = _read_error(score, column), _read_error(dense, column)
             tasks.append(TaskRecord(task, metric, settings["limit"], float(value), dense.get(column), *errors))
     return EvaluationRecord(perplexity, tasks)
@@ -36,16 +36,25 @@ def _read_error(score: Mapping[str, Any], column: str) -> float | None:
     return float(error) if isinstance(error, int | float) and error == error else None
 
 
+def name_result(entry: PerplexityRecord | TaskRecord) -> str:
+    """Return the name of a measurement with the settings that its value depends on."""
+    if isinstance(entry, TaskRecord):
+        return f"{entry.task}, {entry.metric}" + (f", {entry.limit} examples" if entry.limit else "")
+    told = f"perplexity, {entry.text}, windows of {entry.window}"
+    told += f", stride {entry.stride}" if entry.stride != entry.window else ""
+    told += f", first {entry.max_tokens:,} tokens" if entry.max_tokens else ""
+    return told + (f", {entry.dtype}" if entry.dtype != "float32" else "")
+
+
 def list_result_rows(evaluation: EvaluationRecord) -> list[list[str]]:
     """Return (measure, dense, pruned) of all results, with standard errors if they are known."""
     rows = []
     for entry in evaluation.perplexity:
         told = [f"{value:.2f}" if value is not None else "" for value in (entry.dense, entry.value)]
-        rows.append([f"perplexity, {entry.text}, windows of {entry.window}", *told])
+        rows.append([name_result(entry), *told])
     for score in evaluation.tasks:
-        limited = f", {score.limit} examples" if score.limit else ""
         cells = [_format_score(score.dense, score.dense_stderr), _format_score(score.value, score.stderr)]
-        rows.append([f"{score.task}, {score.metric}{limited}", *cells])
+        rows.append([name_result(score), *cells])
     return rows
 
 

@@ -21,38 +21,58 @@ def draw_layers(manifest: Manifest) -> str:
     layers = sorted({group.layer for group in manifest.groups})
     pitch = 18 if len(layers) <= 16 else 12
     shapes = [
-        _text(_LEFT, 14, "attention, by head" if any(g.kind != "ffn" for g in manifest.groups) else "", 13),
+        _text(_LEFT, 14, "attention, by head" if any(not _is_ffn(group) for group in manifest.groups) else "", 13),
         _text(_LEFT + _PANEL + _GAP, 14, "FFN channels", 13),
     ]
     for row, layer in enumerate(layers):
         top = 22 + row * pitch
         shapes.append(_text(_LEFT - 6, top + pitch - 5, str(layer), 11, "end"))
-        for group in manifest.groups:
-            if group.layer == layer:
-                shapes.append(_draw_group(group, top, pitch - 4))
+        here = [group for group in manifest.groups if group.layer == layer]
+        shapes += [_draw_attention(group, top, pitch - 4) for group in here if not _is_ffn(group)]
+        shapes += _draw_ffns([group for group in here if _is_ffn(group)], top, pitch - 4)
     height = 22 + len(layers) * pitch + 4
     told = f"{len(layers)} decoder layers; what is kept is filled. The table below says the same in numbers."
     return _wrap(height, "What is left of every layer", told, shapes)
 
 
-def _draw_group(group: GroupRecord, top: float, height: float) -> str:
-    """Return the shapes of one module: a bar for the FFN, one box per head for attention."""
-    errors = f"error {group.error_before:.3g} deleted, {group.error_after:.3g} re-solved"
-    told = f"layer {group.layer}: {' '.join(describe_units(group))}; {errors}"
-    title = f"<title>{escape(told)}</title>"
-    start, colour, shares = float(_LEFT), KEPT, [group.kept / group.num_units] * group.num_blocks
+def _is_ffn(group: GroupRecord) -> bool:
+    return group.kind in ("ffn", "experts")
+
+
+def _draw_attention(group: GroupRecord, top: float, height: float) -> str:
+    """Return one box per head."""
+    shares = [group.kept / group.num_units] * group.num_blocks
     if group.kind == "head":
         shares = [float(unit in group.keep) for unit in range(group.num_units)]
     width = _PANEL / len(shares)
     inner = max(width - 1.5, 0.6 * width)
-    if group.kind == "ffn":
-        start, colour, inner = _LEFT + _PANEL + _GAP, FFN, _PANEL
-    boxes = ""
-    for index, share in enumerate(shares):
-        left = start + index * width
-        boxes += _box(left, top, inner, height, GONE)
-        boxes += _box(left, top, share * inner, height, colour) if share else ""
-    return f"<g>{title}{boxes}</g>"
+    boxes = [_draw_bar(_LEFT + index * width, top, inner, height, share, KEPT) for index, share in enumerate(shares)]
+    return f"<g><title>{escape(_describe(group))}</title>{''.join(boxes)}</g>"
+
+
+def _draw_ffns(groups: Sequence[GroupRecord], top: float, height: float) -> list[str]:
+    """Return a bar for every FFN of a layer, and one for all its experts."""
+    bars = [(group.kept / group.num_units, _describe(group)) for group in groups if group.kind == "ffn"]
+    if experts := [group for group in groups if group.kind == "experts"]:
+        kept, units = sum(group.kept for group in experts), sum(group.num_units for group in experts)
+        bars.append((kept / units, f"layer {experts[0].layer}: {kept} / {units} channels of {len(experts)} experts"))
+    shapes = []
+    for index, (share, told) in enumerate(bars):
+        width, start = _PANEL / len(bars), _LEFT + _PANEL + _GAP
+        inner = width if index == len(bars) - 1 else width - 1.5
+        bar = _draw_bar(start + index * width, top, inner, height, share, FFN)
+        shapes.append(f"<g><title>{escape(told)}</title>{bar}</g>")
+    return shapes
+
+
+def _describe(group: GroupRecord) -> str:
+    errors = f"error {group.error_before:.3g} deleted, {group.error_after:.3g} re-solved"
+    return f"layer {group.layer}: {' '.join(describe_units(group))}; {errors}"
+
+
+def _draw_bar(left: float, top: float, width: float, height: float, share: float, colour: str) -> str:
+    filled = _box(left, top, share * width, height, colour) if share else ""
+    return _box(left, top, width, height, GONE) + filled
 
 
 # -- points on axes -------------------------------------------------------------------------------------------------

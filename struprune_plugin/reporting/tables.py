@@ -76,6 +76,8 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
     """
     try:
         config = read_saved_config(folder)
+        if "kv_lora_rank" in config:  # caches neither keys nor values
+            return None
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         width = config.get("value_head_dim") or config.get("head_dim")
         width = width or config["hidden_size"] // config["num_attention_heads"]
@@ -84,6 +86,7 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
         padded = "linears" in layout  # narrowed values are padded in the cache
         kinds = ("head",) if padded else ("head", "value_channels")
         whole = {(g.layer, g.kind): g.num_units // g.num_blocks for g in manifest.groups if g.kind in kinds}
+        stay = {group.layer: group.kept for group in manifest.groups if group.kind == "head"}
         dense = pruned = 0
         for group in (g for g in manifest.groups if g.kind in ("head", "value_channels") and not g.kept):
             heads_there = group.num_units if group.kind == "head" else group.num_blocks
@@ -93,7 +96,8 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
             skipped = sizes.get("skip") or (layout["skip"][layer] if "skip" in layout else ())
             if any(layout["absent"][name] > 0 for name in skipped):  # attention
                 continue
-            count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", heads))
+            left = stay.get(before, heads) if padded else heads
+            count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", left))
             values = sizes.get("value_head_dim", width)
             pruned += count * (width + values)
             dense += whole.get((before, "head"), count) * (width + whole.get((before, "value_channels"), values))
@@ -117,7 +121,13 @@ def describe_units(group: GroupRecord) -> tuple[str, str]:
     """Return how many units of a module are kept, and their kind, as text."""
     blocks = group.num_blocks
     words = {"ffn": "FFN channels", "head": "heads", "value_channels": f"value channels × {blocks} heads"}
+    words["experts"] = "channels of an expert"
     return f"{group.kept // blocks} / {group.num_units // blocks}", words.get(group.kind, group.kind)
+
+
+def name_module(group: GroupRecord) -> str:
+    """Return what a module is, as text."""
+    return {"ffn": "FFN", "experts": "expert"}.get(group.kind, "attention")
 
 
 def describe_rounding(rounding: RoundingRecord) -> str:

@@ -105,6 +105,13 @@ def find_checkpoint(model: str, revision: str = "main") -> Path | None:
     return Path(found).parent if found else None
 
 
+def find_weights(model: str) -> Path | None:
+    """Return the folder of a checkpoint whose weights are on this machine, without asking the hub; None otherwise."""
+    folder = find_checkpoint(model)
+    files = _list_files(folder) if folder else []
+    return folder if files and all(file.is_file() for file in files) else None
+
+
 def read_headers(model: str, revision: str = "main") -> dict[Path, Header]:
     """Return the tensor shapes of the weight files that would be loaded; empty if they are not on this machine.
 

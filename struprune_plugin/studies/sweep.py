@@ -22,7 +22,13 @@ from struprune_plugin.allocation.cache import MeasurementCache
 from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.entrypoint import oneshot
 from struprune_plugin.evaluation.calibration import make_dataset
-from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
+from struprune_plugin.evaluation.scoring import (
+    check_tasks,
+    check_window,
+    load_checkpoint,
+    measure_perplexity,
+    run_tasks,
+)
 from struprune_plugin.evaluation.text import load_tokenizer, read_texts, tokenize_texts
 from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.modifiers.fields import StructuredModifier
@@ -52,11 +58,12 @@ class Calibration(Workload):
 class Scoring:
     """Settings of the scoring of every point.
 
-    :param text: file of the text to score; perplexity in windows of ``window`` tokens
+    :param text: file of the text to score, in this column; perplexity in windows of ``window`` tokens
     :param tasks: lm-eval tasks, ``limit`` examples each
     """
 
     text: Path
+    text_column: str
     window: int
     max_tokens: int | None
     tasks: Sequence[str]
@@ -139,7 +146,7 @@ class SweepRun:
             calibration.seq_length,
             calibration.text_column,
         )
-        texts = read_texts(scoring.text, calibration.text_column)
+        texts = read_texts(scoring.text, scoring.text_column)
         self._tokens = tokenize_texts(self._tokenizer, texts, scoring.max_tokens)
         identity = _identify(sweep, self._dataset)
         self.record = _open(folder, identity)
@@ -151,6 +158,7 @@ class SweepRun:
         """Run every point that is not finished yet; return all points, as stored in ``sweep.json``."""
         record, points = self.record, self.sweep.points
         dense, _ = load_checkpoint(self.sweep.model)
+        check_window(dense, self.sweep.scoring.window)
         if "dense" not in record:
             record["dense"] = {**self._score(dense), "bytes": measure_weight_bytes(self.sweep.model)}
             _write(self.folder, record)

@@ -26,18 +26,16 @@ def pick_point(record: Mapping[str, Any], wanted: tuple[float, bool, str]) -> st
     """Return the smallest point within a permitted loss.
 
     :param wanted: as :func:`~struprune_plugin.cli.sweep_command.read_pick` returns it
-    :raises ValueError: there is no such point, or the named measure was not measured
+    :raises ValueError: there is no such point
     """
     most, relative, what = wanted
     dense = _read_value(record["dense"], what)
-    if dense is None:
-        raise ValueError(f"--pick: must name what the sweep measures, got {what!r}. Add it to --tasks.")
     sign = 1 if what == "perplexity" else -1
     limit = dense * (1 + sign * most) if relative else dense + sign * most
     within = {
         name: point["parameters"]
         for name, point in record["points"].items()
-        if "refused" not in point and sign * (_read_value(point, what) or 0.0) <= sign * limit
+        if "refused" not in point and sign * _read_value(point, what) <= sign * limit
     }
     if not within:
         raise ValueError(
@@ -47,11 +45,8 @@ def pick_point(record: Mapping[str, Any], wanted: tuple[float, bool, str]) -> st
     return min(within, key=within.__getitem__)
 
 
-def _read_value(point: Mapping[str, Any], what: str) -> float | None:
-    if what == "perplexity":
-        return float(point["perplexity"])
-    task = point["tasks"].get(what)
-    return None if task is None else float(task["value"])
+def _read_value(point: Mapping[str, Any], what: str) -> float:
+    return float(point["perplexity"] if what == "perplexity" else point["tasks"][what]["value"])
 
 
 def format_sweep(record: Mapping[str, Any]) -> list[Any]:
@@ -99,7 +94,7 @@ def draw_sweep(record: Mapping[str, Any]) -> dict[str, str]:
         series: dict[str, list[tuple[float, float, str]]] = {}
         marked = []
         for name, point in {"dense": dense, **done}.items():
-            value, told = _read_value(point, what) or 0.0, name
+            value, told = _read_value(point, what), name
             if point is not dense:
                 told = f"{name}: {what} {value:.4g}, {point['parameters']:,} parameters, {point['speed']:.2f} ×"
             x = point.get("speed", 1.0) if file == "speed" else point["parameters"] / dense["parameters"]

@@ -17,6 +17,7 @@ from eval.coverage import make_config, run_type
 from struprune_plugin import RecoveryModifier, StruPruneModifier, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export.any_class import list_padded
+from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 
@@ -157,7 +158,10 @@ def test_a_wrapper_keeps_what_is_not_its_decoder(model_type, tmp_path):
     data, ids = make_tokens(model.config)
     pruned = run_oneshot(str(dense), dataset=data, sparsity=0.2, output_dir=str(out))
     assert type(pruned).__name__ == f"StruPrune{kind.__name__}"
-    assert (out / "preprocessor_config.json").read_bytes() == (dense / "preprocessor_config.json").read_bytes()
+    (tmp_path / "padded").mkdir()
+    convert_folder(out, "uniform-padded", tmp_path / "padded")
+    for folder in (out, tmp_path / "padded"):
+        assert (folder / "preprocessor_config.json").read_bytes() == (dense / "preprocessor_config.json").read_bytes()
     before, after = load_file(dense / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     towers = [name for name in before if "language_model" not in name and not name.startswith("lm_head")]

@@ -267,6 +267,8 @@ def test_what_follows_in_a_recipe_works_without_sublayers(later, prompts, tmp_pa
     run_oneshot(str(folder), recipe=recipe, dataset=make_dataset(16), num_calibration_samples=16, output_dir=str(out))
     assert len(list_gone(out)) >= 4
     again = AutoModelForCausalLM.from_pretrained(out).eval()
+    if (recovery := read_manifest(out).recovery) is not None:
+        assert recovery.linears == sum(part.dim() == 2 for part in again.model.layers.state_dict().values())
     assert torch.isfinite(again(prompts).logits).all()
     assert torch.equal(again.generate(prompts, **GENERATE), again.generate(prompts, use_cache=False, **GENERATE))
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.models import run_oneshot, save_model
+from helpers.trials import watch_trials
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from eval import coverage
 from eval.coverage import make_config, run_type
@@ -16,7 +17,11 @@ from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export import rehearsal
 from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.model.units import find_groups
+from struprune_plugin.modifiers import planning
+from struprune_plugin.paper.snip import SNIP
 
 TYPES = {  # gpt_oss, deepseek_v3, nemotron_h and qwen3_moe pass the same stages elsewhere
     "mixtral": "the plain kind",
@@ -218,3 +223,40 @@ def test_a_quantiser_may_follow(tmp_path):
     assert tensors["model.layers.0.mlp.experts.0.down_proj.weight_shape"].tolist() == [96, kept]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(again(ids).logits, quantised(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_snip_scores_experts_that_see_no_token_of_a_batch(mixture, tmp_path):
+    folder, data, _ = mixture
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    take_apart(model)
+    batch = [{"input_ids": torch.tensor(data["input_ids"][:1])[:, :2], "attention_mask": torch.ones(1, 2)}] * 2
+    groups = find_groups(model, "none", prune_experts=True)
+    scores = SNIP().measure(model, batch, groups)  # two tokens choose four of the eight experts of two layers at most
+    assert {bool(score.any()) for score in scores.values()} == {True, False}
+
+
+def test_trials_know_how_many_tokens_an_expert_saw(mixture, tmp_path, monkeypatch):
+    folder, data, _ = mixture
+    seen = watch_trials(monkeypatch)
+    for keeps in (True, False):
+        monkeypatch.setattr(planning, "can_keep_moments", lambda *_, keeps=keeps: keeps)
+        few = {"dataset": data.select(range(8)), "num_calibration_samples": 8}
+        run_oneshot(str(folder), sparsity=0.3, allocation={"rule": "error_curve", "trial_samples": 1}, **few)
+    half = len(seen) // 2
+    assert [found for _, found in seen[:half]] == [found for _, found in seen[half:]]
+
+
+def test_a_mixture_converts_to_the_dense_shapes(tmp_path):
+    """Its experts are wider than all values of a layer together."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 48, "head_dim": 8, "vocab_size": 2048}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=2))
+    folder = save_model(model, tmp_path / "dense")
+    ids = draw_tokens(model.config, 32, 32, seed=1)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    prune((folder, data, None), tmp_path / "out")
+    (tmp_path / "masked").mkdir()
+    convert_folder(tmp_path / "out", "masked", tmp_path / "masked")
+    logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids[:2]).logits for name in ("out", "masked")]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)

@@ -32,7 +32,9 @@ def score_fluctuation(moments: SecondMoments, weight: Tensor, unit_columns: Tens
     :param unit_columns: shape [units, columns_per_unit], int64
     :return: shape [units], float64, at least 0
     """
-    tokens = max(moments.num_tokens, 2)
+    tokens = max(
+        float(moments.gram[-1, -1]), 1e-30
+    )  # of an expert, the sum of its tokens' squared weights, which may be below 1
     squares, sums = moments.gram.diagonal()[:-1].double(), moments.gram[-1, :-1].double()
-    variance = (squares - sums.square() / tokens).clamp(min=0) / (tokens - 1)
+    variance = (squares - sums.square() / tokens).clamp(min=0) / max(tokens - 1, tokens / 2)
     return sum_columns(variance * weight.double().square().sum(0), unit_columns)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from struprune_plugin.layerwise.samples import find_largest_shape
 from struprune_plugin.linalg.elimination import unit_columns
-from struprune_plugin.model.layers import find_linear, freeze_weights
+from struprune_plugin.model.layers import can_fuse_attention, find_linear, freeze_weights
 from struprune_plugin.model.surgery import sum_rows
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.importance.criterion import Importance, Ranking, sum_columns
@@ -28,8 +29,8 @@ class LinearGradient:
 
     :param group: group that the linear belongs to
     :param name: name in the layer
-    :param inputs: shape [batch, sequence, n]
-    :param outputs: shape [batch, sequence, rows]
+    :param inputs: shape [batch, sequence, n]; of an expert [tokens, n]
+    :param outputs: shape [batch, sequence, rows]; of an expert [tokens, rows]
     :param gradient: gradient of the summed loss, at the inputs of a consumer if requested, else at the outputs
     """
 
@@ -63,11 +64,12 @@ class GradientImportance(Importance):
             for name in (group.consumer, *group.producers)
         }
         held = sum(map(self.count_held_bytes, linears.values()))
-        check_gradient_memory(model, next(iter(loader))["input_ids"].shape, self.method, held)
+        batches = list(loader)
+        check_gradient_memory(model, find_largest_shape(batches), self.method, held)
         sums: dict[tuple[str, str], Tensor] = {}
         counted = 0
         bar = f"{self.method} gradients"
-        for num_tokens, parts in visit_gradients(model, loader, groups, bar, self.at_consumer_inputs):
+        for num_tokens, parts in visit_gradients(model, batches, groups, bar, self.at_consumer_inputs):
             counted += num_tokens
             for part in parts:
                 key = part.group.name, part.name
@@ -117,7 +119,7 @@ def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, metho
     """Raise if a model and its activations exceed the free memory.
 
     Counts the weights once in the model's dtype and, in float32, about 34 hidden sizes of activations per layer and token plus
-    the attention maps, and the logits three times.
+    the attention maps where they are not fused, and the logits three times.
 
     :param method: name of the method in the message
     :param extra_bytes: bytes that the method holds besides
@@ -125,7 +127,7 @@ def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, metho
     """
     batch, length = batch_shape
     config = model.config.get_text_config(decoder=True)
-    heads = max(getattr(module, "num_heads", 1) for module in model.modules())
+    heads = 0 if can_fuse_attention(model) else config.num_attention_heads
     per_layer = batch * length * (34 * config.hidden_size + 3 * heads * length)
     activations = 4 * (config.num_hidden_layers * per_layer + 3 * batch * length * config.vocab_size)
     needed = extra_bytes + activations + sum(p.numel() * p.element_size() for p in model.parameters())

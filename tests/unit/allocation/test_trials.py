@@ -167,7 +167,7 @@ def test_a_plan_without_some_experts_is_tried_as_the_model_routes_then(kind):
     groups = find_groups(model, "none", False, prune_experts=True)
     keep = {group.output_name: [0, 1, 2, 4, 5, 7] for group in groups}
     plan = UnitAllocation({}, AllocationRecord("error_curve"), experts=KeptExperts(routing, keep))
-    config = StruPruneModifier(sparsity=0.2).make_config(model)
+    config = StruPruneModifier(sparsity=0.2).make_config()
     trial = planning.Trial(model, groups, [plan], config, Fit({}, 1), DeviceContext())
     trial.run([batch, batch])
     (found,) = trial.measure([batch])

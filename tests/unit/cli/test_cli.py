@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import pytest
 from helpers.models import ROOT, start_cli
@@ -13,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from struprune_plugin import read_manifest
 from struprune_plugin.cli import main as cli
+from struprune_plugin.cli import options
+from struprune_plugin.cli.eval_command import _name_column
 from struprune_plugin.evaluation.text import DEMO_MODEL
 
 RECIPE = str(ROOT / "recipes" / "struprune_opt.yaml")
@@ -151,6 +154,7 @@ def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
             ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--checkpoint", f"{ROOT}/LICENSE/c"],
             "checkpoint_dir: must be in a folder that can be written",
         ),
+        (["plan", str(DEMO_MODEL), "--fit", "6GB", "--sparsity", "0.2"], "--sparsity: has no effect with --fit"),
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"\['no_such_task'\] must be known to lm-eval"),
     ],
 )
@@ -305,3 +309,39 @@ def test_a_stopped_run_ends_in_one_line_and_leaves_nothing(tmp_path, name, statu
     assert error.splitlines()[-1] == f"struprune: {word}"
     assert "Traceback" not in error
     assert list(runs.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "held", "visible"),
+    [
+        ("cuda:1", None, "1"),
+        ("cuda:0", "3", "3"),
+        ("cuda:1", "2,3", "3"),
+        ("cuda:1", "3", None),
+        ("cuda:7", None, None),
+        ("cpu", "3", ""),
+    ],
+)
+def test_a_device_is_counted_among_those_that_are_visible(device, held, visible, monkeypatch):
+    started, screen = [], SimpleNamespace(set_logging=lambda _verbose: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("os.execv", lambda *_: started.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    environment = {"CUDA_VISIBLE_DEVICES": held} if held else {}
+    monkeypatch.setattr("os.environ", environment)
+    if visible is None:
+        with pytest.raises(ValueError, match="torch finds no such GPU"):
+            options.prepare(device, screen)
+    else:
+        options.prepare(device, screen)
+        if visible == held:
+            assert not started
+        else:
+            options.prepare(device, screen)  # the process that was started
+            assert started == [visible]
+
+
+def test_metrics_of_several_filters_have_columns_of_their_own():
+    metrics = ("acc,none", "acc_stderr,none", "exact_match,strict-match", "exact_match_stderr,strict-match")
+    columns = [_name_column("t", metric) for metric in metrics]
+    assert columns == ["t acc", "t acc_stderr", "t exact_match,strict-match", "t exact_match,strict-match_stderr"]

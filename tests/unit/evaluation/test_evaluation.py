@@ -65,3 +65,4 @@ def test_run_tasks_scores_what_the_harness_scores(monkeypatch):
     )["results"]
     for task in tasks:
         assert ours[task].items() <= stock[task].items()
+        assert all("," in name for name in ours[task]), "numbers that are no metrics are left out"

@@ -109,3 +109,17 @@ def test_the_command_writes_texts_and_replaces_none(tmp_path, capsys):
     assert cli.main(["prune", str(model), "--recipe", "struprune", "--data", "self", "--num-samples", "4",
                     "--seq-length", "24", "--output", str(out)]) == 0  # fmt: skip
     assert (out / "struprune.json").is_file()
+
+
+def test_the_model_s_own_settings_of_generation_change_nothing(tokenizer):
+    model, plain = make_opt().eval(), sample(tokenizer)
+    model.generation_config.update(max_new_tokens=3, repetition_penalty=1.5, top_k=2)
+    assert torch.equal(sample_windows(model, tokenizer, 6, 16), plain)
+
+
+def test_data_sets_follow_torch_s_seed(tokenizer):
+    model, drawn = make_opt().eval(), []
+    for seed in (0, 1, 1):
+        torch.manual_seed(seed)
+        drawn.append(sample_dataset(model, tokenizer, 2, 16)["input_ids"][:])
+    assert drawn[0] != drawn[1] == drawn[2]

@@ -2,12 +2,13 @@ import pytest
 import torch
 from helpers.problems import gather, make_case
 
-from struprune_plugin.linalg.second_moments import append_bias
+from struprune_plugin.linalg.second_moments import MomentSums, append_bias
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.paper.admm import score_closed_form
 from struprune_plugin.paper.gates import _gate_quadratic, score_l0
 from struprune_plugin.paper.softmax_rules import measure_attention_importance, measure_mlp_importance
 from struprune_plugin.pruning.importance.criterion import sum_columns
+from struprune_plugin.pruning.importance.fluctuation import score_fluctuation
 from struprune_plugin.pruning.importance.magnitude import score_magnitude
 from struprune_plugin.pruning.importance.wanda import score_wanda, score_wanda_l2
 
@@ -108,3 +109,18 @@ def test_score_l0_ranks_units_that_matter_above_those_that_do_not():
     assert scores.argmin() == 1
     torch.testing.assert_close(scores, score_l0(damped, dense, UNITS, retention=2 / 3))
     assert (torch.sigmoid(scores).mean() - 2 / 3).abs() < 0.25
+
+
+def test_fluctuation_of_weighted_tokens_is_about_their_mean():
+    """The squared weights of an expert's tokens may sum up to less than 1."""
+    torch.manual_seed(0)
+    inputs = torch.tensor([0.0, 0.0, 10.0, 10.0]) + torch.tensor([1.0, 2.0, 0.1, 0.2]) * torch.randn(500, 4)
+    scores = []
+    for weight in (1.0, 0.006):
+        sums = MomentSums((4, 3), "cpu", torch.float32)
+        sums.add(inputs, torch.randn(500, 3), torch.full((500,), weight))
+        ones = torch.ones(3, 4, dtype=torch.float64)
+        scores.append(score_fluctuation(sums.gather(), ones, torch.arange(4)[:, None]))
+    assert float(500 * 0.006**2) < 1
+    torch.testing.assert_close(scores[0] / scores[0].sum(), scores[1] / scores[1].sum(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(scores[0], 3 * inputs.double().var(0), rtol=0.02, atol=0)

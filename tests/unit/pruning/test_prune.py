@@ -56,7 +56,7 @@ def prune_first_layer(model, shares, target="residual", **fields):
         group.name: round(group.num_units * (1 - share) / group.num_blocks) * group.num_blocks
         for group, share in zip(groups, shares, strict=True)
     }
-    config = modifier.make_config(model, target)
+    config = modifier.make_config(target)
     observed = observe(layer, groups, calls, target, config.chooses_dampening)
     plan = UnitAllocation(kept, AllocationRecord("by hand"))
     pruner = LayerPruner(config, plan, Sensitivity(), DeviceContext())
@@ -115,7 +115,7 @@ def test_a_plan_that_names_units_is_followed():
     layer, calls = record_calls(model)
     groups = [group for group in find_groups(model, "none") if group.layer_index == 0]
     plan = UnitAllocation({groups[0].name: 3}, AllocationRecord("by hand"), units={groups[0].name: [2, 7, 30]})
-    config = StruPruneModifier(sparsity=0.3, dampening_frac=0.01).make_config(model)
+    config = StruPruneModifier(sparsity=0.3, dampening_frac=0.01).make_config()
     pruner = LayerPruner(config, plan, Sensitivity(), DeviceContext())
     outcome = pruner.prune(layer, groups, observe(layer, groups, calls))
     assert outcome.groups[0].keep == [2, 7, 30]
@@ -145,7 +145,7 @@ def test_decisions_survive_the_wire():
     layer, calls = record_calls(model)
     groups = [group for group in find_groups(model, "value_channels") if group.layer_index == 0]
     observed = observe(layer, groups, calls)
-    config = replace(StruPruneModifier(sparsity=0.3).make_config(model, "residual"), chooses_dampening=False)
+    config = replace(StruPruneModifier(sparsity=0.3).make_config("residual"), chooses_dampening=False)
     plan = UnitAllocation({group.name: group.num_units // 2 for group in groups}, AllocationRecord("by hand"))
     moments = observed.collect_moments(layer, groups[0], "")
     pruner = LayerPruner(config, plan, Sensitivity(), DeviceContext())

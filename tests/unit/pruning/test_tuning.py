@@ -1,8 +1,8 @@
 import pytest
 import torch
 from helpers.families import make_model
-from helpers.models import make_dataset, run_oneshot
-from transformers import OPTForCausalLM
+from helpers.models import make_dataset, run_oneshot, save_opt
+from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.equivalence import mask_dense
 from struprune_plugin import read_manifest
@@ -189,3 +189,22 @@ def test_a_tuned_model_equals_its_masks_and_replays(opt, tmp_path):
     plain = run_oneshot(str(opt), **{name: value for name, value in fields.items() if name != "ffn_tuning"})
     rows = [model.get_submodule(tuned[0]).fc1.weight for model in (first, plain)]
     assert not torch.equal(*rows), "only tuning changes what stands before the channels"
+
+
+@pytest.mark.parametrize("target", ["residual", "half_residual"])
+def test_a_second_solve_has_the_target_of_the_first(target, tmp_path):
+    """One layer inherits no error, so that the errors in the manifest are those of the module's own output."""
+    dense, data = save_opt(tmp_path / "dense", num_hidden_layers=1), make_dataset(48)
+    fields = {"sparsity": 0.3, "attention_unit": "none", "reconstruct": target, "ffn_tuning": {"epochs": 8}}
+    fields |= {"allocation": "uniform", "sensitivity": None, "dataset": data, "num_calibration_samples": 48}
+    run_oneshot(str(dense), **fields, output_dir=str(tmp_path / "out"))
+    ids, outputs = torch.tensor(data["input_ids"][:]), []
+    for folder in (dense, tmp_path / "out"):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        model.model.decoder.layers[0].fc2.register_forward_hook(lambda _m, _a, output: outputs.append(output))
+        with torch.no_grad():
+            model(ids)
+    error = float((outputs[1] - outputs[0]).square().sum() / outputs[0].square().sum())
+    manifest = read_manifest(tmp_path / "out")
+    assert next(iter(manifest.tuning.values())).best_epoch
+    assert manifest.groups[-1].error_after == pytest.approx(error, rel=0.01)

@@ -4,7 +4,9 @@ import json
 import shutil
 import struct
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import huggingface_hub
@@ -15,8 +17,10 @@ from huggingface_hub import ModelCard
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.prune_command import push_folder
+from struprune_plugin.reporting.compare import compare_outputs, format_comparison
 from struprune_plugin.reporting.html_report import Sample, make_page
 from struprune_plugin.reporting.model_card import find_hub_name, write_card
+from struprune_plugin.reporting.results import name_result
 from struprune_plugin.reporting.svg import draw_layers, draw_points
 from struprune_plugin.storage.verify import verify_folder
 
@@ -305,3 +309,47 @@ def test_a_push_uploads_the_folder_and_never_shows_the_token(out, monkeypatch):
     with pytest.raises(OSError, match=r"the upload to .* failed") as raised:
         push_folder(out, "me/broken")
     assert "hf_secret" not in str(raised.value)
+
+
+def test_scores_are_shown_and_written_before_they_are_stored(out, tmp_path, capsys):
+    (out / "struprune_files.json").write_text("{")
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense", "--output", str(tmp_path / "scores.json")]) == 0
+    assert "the scores are not stored with the output" in capsys.readouterr().err
+    assert json.loads((tmp_path / "scores.json").read_text())["scores"]
+
+
+def test_figures_of_other_settings_stand_side_by_side(out, capsys):
+    text = ["--text", str(ROOT / "struprune_plugin" / "demo" / "test.jsonl"), "--no-dense", "--quiet"]
+    for words in (["--max-tokens", "512"], ["--max-tokens", "256"], ["--max-tokens", "256", "--stride", "16"]):
+        assert cli.main(["eval", str(out), "--window", "32", *text, *words]) == 0
+    names = [name_result(entry) for entry in read_manifest(out).evaluation.perplexity]
+    start = "perplexity, test.jsonl, windows of 32"
+    more = ["first 512 tokens", "first 256 tokens", "stride 16, first 256 tokens"]
+    assert names == [f"{start}, {told}" for told in more]
+    capsys.readouterr()
+    assert cli.main(["inspect", str(out), "--json"]) == 0
+
+
+def test_outputs_without_units_in_a_module_and_of_other_models_can_be_compared(made, monkeypatch):
+    manifest = read_manifest(made)
+    group = manifest.groups[0]
+    gone = replace(group, keep=[], kept=0)
+    without = manifest.model_copy(update={"groups": [gone, *manifest.groups[1:]]})
+    other = without.model_copy(update={"model": replace(manifest.model, weights_sha256="0" * 64)})
+    held = {"a": without, "b": without, "c": other}
+    monkeypatch.setattr("struprune_plugin.reporting.compare.read_manifest", held.__getitem__)
+    found = compare_outputs([Path("a"), Path("b")])
+    assert found["modules"][group.name]["alike"] == {"a": 1.0, "b": 1.0}
+    told = compare_outputs([Path("a"), Path("c")])
+    assert told["modules"] == {}
+    assert "different dense models" in str(format_comparison(told)[-1])
+
+
+def test_experts_are_drawn_as_one_bar_and_named(made):
+    manifest = read_manifest(made)
+    ffns = [replace(group, kind="experts") if group.kind == "ffn" else group for group in manifest.groups]
+    drawn = draw_layers(manifest.model_copy(update={"groups": [*ffns, replace(ffns[-1], name="another")]}))
+    last = ffns[-1]
+    assert f"layer {last.layer}: {2 * last.kept} / {2 * last.num_units} channels of 2 experts" in drawn
+    page = make_page(made, manifest.model_copy(update={"groups": ffns}), [])
+    assert f"{last.layer} expert<" in page

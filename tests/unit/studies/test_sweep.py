@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from helpers.models import run_oneshot
 
 from struprune_plugin.allocation.curves import CurveMeasurer
 from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.sweep_command import read_budgets, read_pick, read_sparsities
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION
 from struprune_plugin.modifiers import planning
 from struprune_plugin.storage.files import digest_whole_file
 from struprune_plugin.studies.sweep import SweepRun
@@ -151,11 +153,11 @@ def test_read_sparsities_refuses_the_rest(text):
 
 
 def test_read_pick_takes_shares_and_points():
-    assert read_pick("+5% perplexity") == (0.05, True, "perplexity")
-    assert read_pick("-0.02 arc_easy") == (0.02, False, "arc_easy")
+    assert read_pick("+5% perplexity", []) == (0.05, True, "perplexity")
+    assert read_pick("-0.02 arc_easy", ["arc_easy"]) == (0.02, False, "arc_easy")
     for text in ("5% perplexity", "-5% perplexity", "+5% arc_easy", "perplexity"):
         with pytest.raises(ValueError, match="--pick: must be like"):
-            read_pick(text)
+            read_pick(text, ["arc_easy"])
 
 
 def test_picks_and_pareto_points_are_those_of_the_naive_search():
@@ -170,8 +172,6 @@ def test_picks_and_pareto_points_are_those_of_the_naive_search():
     assert pick_point(record, (0.1, False, "t")) in ("b", "c")
     with pytest.raises(ValueError, match=r"none of the \d+ points keeps perplexity within"):
         pick_point(record, (0.001, True, "perplexity"))
-    with pytest.raises(ValueError, match="must name what the sweep measures"):
-        pick_point(record, (0.1, False, "u"))
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,34 @@ def test_picks_and_pareto_points_are_those_of_the_naive_search():
     [
         (["--methods", "nonsense"], "--methods: must be default, error_curve"),
         (["--pick", "best"], "--pick: must be like"),
+        (["--pick", "-1% arc_easy"], "--pick: must name what the sweep measures"),
+        (["--picked", "out"], "--picked: has no effect without --pick"),
         (["--text", "nowhere.jsonl"], "must be an existing JSON-lines file"),
+        (["--window", "1"], "must be a whole number from 2"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(opt, tmp_path, capsys, words, message):
     assert run(opt, tmp_path / "sweep", *words) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picked_model_replaces_no_other_output(opt, tmp_path, capsys):
+    run_oneshot(str(opt), sparsity=0.1, output_dir=str(tmp_path / "mine"))
+    before = (tmp_path / "mine" / "struprune.json").read_bytes()
+    pick = ["--pick", "+90% perplexity", "--picked", str(tmp_path / "mine")]
+    assert run(opt, tmp_path / "sweep", *pick, sparsities="0.2") == 2
+    assert "must be empty or absent" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "struprune.json").read_bytes() == before
+
+
+def test_the_column_of_the_calibration_text_is_not_asked_of_the_shipped_text(opt, tmp_path):
+    lines = [json.loads(line)["text"] for line in DEMO_CALIBRATION.read_text().splitlines()]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"content": line}) + "\n" for line in lines))
+    words = ["--data", str(tmp_path / "own.jsonl"), "--text-column", "content"]
+    assert run(opt, tmp_path / "sweep", *words, sparsities="0.2") == 0
+
+
+def test_a_window_beyond_the_positions_is_refused(opt, tmp_path, capsys):
+    assert run(opt, tmp_path / "sweep", "--window", "512", sparsities="0.2") == 2
+    assert "--window: must be at most the model's 64 positions, got 512" in capsys.readouterr().err

@@ -21,10 +21,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.calibration import prepare_dataset
 from struprune_plugin.evaluation.text import load_tokenizer
-from struprune_plugin.export.any_class import describe_form, is_pruned
+from struprune_plugin.export.any_class import describe_form
 from struprune_plugin.export.saved_recipe import tidy_recipe
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
+from struprune_plugin.model.structure.locate import ABSENT, is_pruned
 from struprune_plugin.model.surgery import read_weight, set_weight
 
 Shapes = dict[str, tuple[int, ...]]
@@ -94,11 +95,6 @@ def describe_form(config: PreTrainedConfig) -> str:
     return "dense" if layout is None else "linears" if "linears" in layout else "per_layer"
 
 
-def is_pruned(kind: type) -> bool:
-    """Return whether a class of models or configurations is a pruned one."""
-    return kind.__name__.startswith(modeling.PREFIX)
-
-
 def find_stock(kind: type) -> Any:
     """Return the dense class of a class, pruned or not."""
     return next(base for base in kind.__mro__ if not is_pruned(base))
@@ -166,8 +162,7 @@ def describe_absent(model: nn.Module, layers: str) -> dict[str, Any]:
 
 def list_absent(layer: nn.Module) -> dict[str, int]:
     """Return the stand-ins of the modules removed from a decoder layer, by name."""
-    named, kind = layer.named_modules(), modeling.StruPruneAbsent.__name__
-    return {name: module.parts for name, module in named if type(module).__name__ == kind}  # type: ignore[misc]
+    return {n: module.parts for n, module in layer.named_modules() if type(module).__name__ == ABSENT}  # type: ignore[misc]
 
 
 def describe_parameters(model: nn.Module, dense: nn.Module, layers: str) -> dict[str, Any]:

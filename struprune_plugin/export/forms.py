@@ -30,6 +30,7 @@ from struprune_plugin.export.sublayers import restore_sublayers
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
@@ -50,7 +51,7 @@ def load_pruned(folder: Path) -> PreTrainedModel:
         raise ValueError(
             f"{folder}: must be a pruned folder that can be loaded, got: {shorten_error(error)} Give the output of a pruning run."
         ) from None
-    if not type(model).__name__.startswith(modeling.PREFIX):
+    if not is_pruned(type(model)):
         raise ValueError(
             f"{folder}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}. It "
             "loads as it is, without a conversion."

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from struprune_plugin.export.llama_cpp_gguf import ARCHITECTURE, FILE_TYPES, write_sizes
+from struprune_plugin.export.llama_cpp_gguf import ARCHITECTURE, FILE_TYPES, check_library, write_sizes
 from struprune_plugin.model.layers import LayerSizes
 
 
@@ -19,8 +18,7 @@ def check_random_gguf(config: Any) -> None:
 
     :raises ValueError: the library is missing, or the model has another type
     """
-    if find_spec("gguf") is None:
-        raise ValueError("gguf: the package gguf must be installed, got none. Run `pip install gguf`.")
+    check_library()
     if config.model_type != "llama":
         raise ValueError(
             f"gguf: the model must be a llama, which llama.cpp's {ARCHITECTURE} architecture computes, got {config.model_type!r}. "

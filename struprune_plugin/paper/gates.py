@@ -12,6 +12,7 @@ from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importanc
 
 _CONCRETE_LOW, _CONCRETE_HIGH, _CONCRETE_TEMPERATURE = -0.1, 1.1, 2 / 3  # Louizos et al. 2018, section 4
 _BUDGET_PENALTY = 10.0
+_STEPS = 200
 
 
 @IMPORTANCES.register
@@ -26,9 +27,7 @@ class L0Gates(Importance):
         return score_l0(ranking.damped, dense, columns, retention=1 - ranking.sparsity)
 
 
-def score_l0(
-    damped: SecondMoments, weight: Tensor, unit_columns: Tensor, retention: float, steps: int = 200, seed: int = 0
-) -> Tensor:
+def score_l0(damped: SecondMoments, weight: Tensor, unit_columns: Tensor, retention: float) -> Tensor:
     """Return the log-odds of hard-concrete gates, one per unit, learned on the reconstruction error.
 
     Minimises ``E_g ||Y - W diag(g) P||^2 / tr(Y Y^T) + 10 (E(share open) - retention)^2`` by Adam, with eight draws of the
@@ -43,11 +42,11 @@ def score_l0(
     """
     quadratic, linear = _gate_quadratic(damped, weight, unit_columns)
     energy = damped.target_energy.clamp(min=1e-300)
-    generator = torch.Generator().manual_seed(seed)  # on the host, so that every device draws the same
+    generator = torch.Generator().manual_seed(0)  # on the host, so that every device draws the same
     log_odds = torch.full((len(unit_columns),), 2.0, dtype=torch.float64, device=weight.device, requires_grad=True)
     optimizer = torch.optim.Adam([log_odds], lr=0.1)
     shift = _CONCRETE_TEMPERATURE * torch.log(torch.tensor(-_CONCRETE_LOW / _CONCRETE_HIGH, dtype=torch.float64))
-    for _ in range(steps):
+    for _ in range(_STEPS):
         with torch.enable_grad():
             noise = torch.rand(8, len(log_odds), generator=generator, dtype=torch.float64).to(weight.device)
             noise = noise.clamp(1e-6, 1 - 1e-6).logit()

@@ -7,7 +7,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-ABSENT = "StruPruneAbsent"  # class of the stand-in for a removed module
+PREFIX = "StruPrune"  # of the names of pruned classes
+ABSENT = f"{PREFIX}Absent"  # class of the stand-in for a removed module
+
+
+def is_pruned(kind: type) -> bool:
+    """Return whether a class of models or configurations is a pruned one."""
+    return kind.__name__.startswith(PREFIX)
 
 
 def locate_layers(model: nn.Module) -> str:

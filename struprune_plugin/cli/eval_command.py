@@ -69,7 +69,8 @@ def score(
     manager = check_tasks(tasks, scoring.include_path) if tasks else None
     text = scoring.text or (None if tasks else DEMO_TEST)
     texts = read_texts(text, scoring.text_column) if text else None
-    bases = {path: base for path in paths if (base := _find_base(path)) is not None}
+    needed = [] if scoring.no_dense and scoring.no_keep else paths
+    bases = {path: base for path in needed if (base := _find_base(path)) is not None}
     models = paths if scoring.no_dense else _add_dense(paths, bases)
     scores = {path: _score_model(path, texts, tasks, manager, scoring) for path in models}
     record = {"settings": scoring.describe(text), "scores": scores}
@@ -97,7 +98,7 @@ def _score_model(
     found: dict[str, Any] = {"parameters": 0, "bytes": measure_weight_bytes(path)}
     if texts is not None:
         tokens = tokenize_texts(tokenizer, texts, scoring.max_tokens)
-        check_window(model, scoring.window)
+        check_window(model.config, scoring.window)
         found["perplexity"] = measure_perplexity(model, tokens, scoring.window, scoring.stride, scoring.batch_size)
         found["tokens"] = len(tokens)
     for task in tasks:
@@ -114,18 +115,22 @@ def _name_column(task: str, metric: str) -> str:
     return f"{task} {name.removesuffix(kind)}{'' if chosen == 'none' else f',{chosen}'}{kind}"
 
 
+def _place(path: str) -> Path:
+    """Return the folder of a model, in the hub's cache where it is named by its hub name."""
+    from struprune_plugin.storage.checkpoint import find_weights
+
+    return (find_weights(path) or Path(path)).resolve()
+
+
 def _find_base(path: str) -> str | None:
     """Return the dense model that an output of StruPrune was made from, a folder if its weights are on this machine.
 
     None for other models.
     """
-    from struprune_plugin.storage.checkpoint import find_weights
-
     if not (Path(path) / MANIFEST_NAME).is_file():
         return None
     base = read_manifest(path).model.base
-    folder = None if Path(base).is_dir() else find_weights(base)
-    return str(folder or base)
+    return base if Path(base).is_dir() else str(_place(base))
 
 
 def _keep_scores(scores: dict[str, dict[str, Any]], bases: dict[str, str], settings: dict[str, Any]) -> None:
@@ -136,9 +141,9 @@ def _keep_scores(scores: dict[str, dict[str, Any]], bases: dict[str, str], setti
     from struprune_plugin.reporting.model_card import keep_results
     from struprune_plugin.reporting.results import list_results
 
-    by_place = {Path(path).resolve(): found for path, found in scores.items()}
+    by_place = {_place(path): found for path, found in scores.items()}
     for path, base in bases.items():
-        results = list_results(scores[path], by_place.get(Path(base).resolve(), {}), settings)
+        results = list_results(scores[path], by_place.get(_place(base), {}), settings)
         if problem := keep_results(Path(path), results):
             show_error(f"the scores are not stored with the output: {problem}")
 
@@ -162,8 +167,8 @@ def _add_dense(paths: list[str], bases: dict[str, str]) -> list[str]:
     """Return the paths with the dense model inserted before each pruned folder, if it is on this machine."""
     models: list[str] = []
     for path in paths:
-        base, others = bases.get(path), {Path(other).resolve() for other in paths + models}
-        if base is not None and Path(base).is_dir() and Path(base).resolve() not in others:
+        base, others = bases.get(path), {_place(other) for other in paths + models}
+        if base is not None and Path(base).is_dir() and _place(base) not in others:
             models.append(base)
         models.append(path)
     return models

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.cli.options import (
@@ -36,13 +37,15 @@ class Question:
     device: Device = "auto"
 
 
-def _check_fit(question: Question, amount: Amount, changes: Changes) -> None:
-    """Raise if an option would have no effect beside ``--fit``."""
-    given = {"--sparsity": changes.sparsity, "--budget": changes.budget, "--num-samples": amount.num_samples}
-    given |= {"--no-probe": question.no_probe or None}
-    for name, value in given.items():
-        if question.fit is not None and value is not None:
-            raise ValueError(f"{name}: has no effect with --fit, got {value!r}. Remove {name} or --fit.")
+def _check_fit(question: Question, amount: Amount, changed: Mapping[str, Any]) -> None:
+    """Raise if an option would have no effect beside ``--fit``.
+
+    :param changed: changed fields of the recipe
+    """
+    given = {"--sparsity": "sparsity" in changed, "--budget": "budget" in changed, "--no-probe": question.no_probe}
+    for name, is_given in (given | {"--num-samples": amount.num_samples is not None}).items():
+        if question.fit is not None and is_given:
+            raise ValueError(f"{name}: has no effect with --fit. Remove one of the two.")
 
 
 def plan(model: Model, question: Question, amount: Amount, changes: Changes, screen: Screen) -> None:
@@ -52,7 +55,7 @@ def plan(model: Model, question: Question, amount: Amount, changes: Changes, scr
     the model's configuration and a probe of half a minute; it loads no weights.
     """
     changed = changes.read()
-    _check_fit(question, amount, changes)
+    _check_fit(question, amount, changed)
     check_names(question.device, question.recipe, [model], [])
     prepare(question.device, screen)
     from struprune_plugin.model.structure.finder import find_structure

@@ -103,8 +103,9 @@ def sweep(
     )
     picked, folder = points.picked or points.output / "picked", points.output
     if wanted is not None:
-        again = points.picked is None  # the same command replaces its own earlier result
-        check_output(picked, again, [folder] if folder.exists() and picked.parent != folder else [])
+        if points.picked is not None and picked.is_dir() and any(picked.iterdir()):
+            raise ValueError(f"--picked: must be empty or absent, {picked} is neither. Choose another folder.")
+        check_output(picked, picked.exists(), [folder] if folder.exists() and picked.parent != folder else [])
     run = sweeping.SweepRun(asked, folder)
     record = run.finish()
     for name, drawn in results.draw_sweep(record).items():

@@ -55,6 +55,11 @@ def _make_windows(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
         tokenizer = load_tokenizer(where)
+    if str(source) == SELF and kwargs.get("model_revision", "main") != "main":
+        raise ValueError(
+            "dataset: `self` must be left out with model_revision, whose model would not write the text. Write it by "
+            "`struprune sample` from a folder of that revision."
+        )
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
     samples = kwargs.get("num_calibration_samples") or 512
     return {

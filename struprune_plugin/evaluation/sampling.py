@@ -61,8 +61,8 @@ def sample_windows(
 def sample_dataset(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_samples: int, seq_length: int
 ) -> Dataset:
-    """Return a data set of windows of a model's own text, for ``oneshot(dataset=…)``; torch's seed decides them."""
-    windows = sample_windows(model, tokenizer, num_samples, seq_length, seed=torch.initial_seed() % 2**63)
+    """Return a data set of windows of a model's own text, always the same ones, for ``oneshot(dataset=…)``."""
+    windows = sample_windows(model, tokenizer, num_samples, seq_length)
     return Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
 
 

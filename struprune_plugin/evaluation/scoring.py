@@ -12,7 +12,7 @@ import torch
 from compressed_tensors.utils import patch_attr
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.evaluation.text import load_tokenizer
 from struprune_plugin.storage.checkpoint import check_loading, read_headers
@@ -83,12 +83,12 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
     return model.to(device).eval(), tokenizer
 
 
-def check_window(model: PreTrainedModel, window: int) -> None:
-    """Raise if windows of this length exceed a model's positions.
+def check_window(config: PretrainedConfig, window: int) -> None:
+    """Raise if windows of this length exceed the positions of a model's configuration.
 
     :raises ValueError: in that case
     """
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or window
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or window
     if window > positions:
         raise ValueError(f"--window: must be at most the model's {positions} positions, got {window}. Lower it.")
 

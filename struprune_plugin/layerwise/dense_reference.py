@@ -88,7 +88,7 @@ class DenseReference:
     def suffices(self, group: UnitGroup, num_batches: int) -> bool:
         """Return whether the targets of all batches are known without the present output."""
         known = self._targets if self.target.share == 1 else self._settled
-        return len(known.get(group.name, ())) == num_batches
+        return not self.repairs(group) and len(known.get(group.name, ())) == num_batches
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
         """Return a consumer's target; a ``local`` target is its output when the group was first visited.

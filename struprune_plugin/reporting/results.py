@@ -27,7 +27,8 @@ def list_results(score: Mapping[str, Any], dense: Mapping[str, Any], settings: M
         task, _, metric = column.partition(" ")
         if metric and not metric.endswith("_stderr"):
             errors = _read_error(score, column), _read_error(dense, column)
-            tasks.append(TaskRecord(task, metric, settings["limit"], float(value), dense.get(column), *errors))
+            values = float(value), dense.get(column), *errors
+            tasks.append(TaskRecord(task, metric, settings["limit"], *values, dtype=settings["dtype"]))
     return EvaluationRecord(perplexity, tasks)
 
 
@@ -39,10 +40,11 @@ def _read_error(score: Mapping[str, Any], column: str) -> float | None:
 def name_result(entry: PerplexityRecord | TaskRecord) -> str:
     """Return the name of a measurement with the settings that its value depends on."""
     if isinstance(entry, TaskRecord):
-        return f"{entry.task}, {entry.metric}" + (f", {entry.limit} examples" if entry.limit else "")
-    told = f"perplexity, {entry.text}, windows of {entry.window}"
-    told += f", stride {entry.stride}" if entry.stride != entry.window else ""
-    told += f", first {entry.max_tokens:,} tokens" if entry.max_tokens else ""
+        told = f"{entry.task}, {entry.metric}" + (f", {entry.limit} examples" if entry.limit else "")
+    else:
+        told = f"perplexity, {entry.text}, windows of {entry.window}"
+        told += f", stride {entry.stride}" if entry.stride != entry.window else ""
+        told += f", first {entry.max_tokens:,} tokens" if entry.max_tokens else ""
     return told + (f", {entry.dtype}" if entry.dtype != "float32" else "")
 
 

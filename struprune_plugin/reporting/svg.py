@@ -8,7 +8,7 @@ from html import escape
 
 from struprune_plugin.reporting.tables import describe_units
 from struprune_plugin.storage.manifest import Manifest
-from struprune_plugin.storage.records import GroupRecord
+from struprune_plugin.storage.records import ExpertsRecord, GroupRecord
 
 KEPT, GONE, FFN, TEXT, LINE = "#2b6cb0", "#e2e8f0", "#2f855a", "#1a202c", "#4a5568"
 _WIDTH, _LEFT, _GAP = 480, 34, 14
@@ -29,7 +29,7 @@ def draw_layers(manifest: Manifest) -> str:
         shapes.append(_text(_LEFT - 6, top + pitch - 5, str(layer), 11, "end"))
         here = [group for group in manifest.groups if group.layer == layer]
         shapes += [_draw_attention(group, top, pitch - 4) for group in here if not _is_ffn(group)]
-        shapes += _draw_ffns([group for group in here if _is_ffn(group)], top, pitch - 4)
+        shapes += _draw_ffns([group for group in here if _is_ffn(group)], manifest.experts, top, pitch - 4)
     height = 22 + len(layers) * pitch + 4
     told = f"{len(layers)} decoder layers; what is kept is filled. The table below says the same in numbers."
     return _wrap(height, "What is left of every layer", told, shapes)
@@ -50,12 +50,17 @@ def _draw_attention(group: GroupRecord, top: float, height: float) -> str:
     return f"<g><title>{escape(_describe(group))}</title>{''.join(boxes)}</g>"
 
 
-def _draw_ffns(groups: Sequence[GroupRecord], top: float, height: float) -> list[str]:
-    """Return a bar for every FFN of a layer, and one for all its experts."""
+def _draw_ffns(groups: Sequence[GroupRecord], left: Sequence[ExpertsRecord], top: float, height: float) -> list[str]:
+    """Return a bar for every FFN of a layer, and one for all its experts.
+
+    :param left: experts that stay, of the layers that have lost some
+    """
     bars = [(group.kept / group.num_units, _describe(group)) for group in groups if group.kind == "ffn"]
     if experts := [group for group in groups if group.kind == "experts"]:
-        kept, units = sum(group.kept for group in experts), sum(group.num_units for group in experts)
-        bars.append((kept / units, f"layer {experts[0].layer}: {kept} / {units} channels of {len(experts)} experts"))
+        every = next((record.num_experts for record in left if record.layer == experts[0].layer), len(experts))
+        kept, units = sum(group.kept for group in experts), every * experts[0].num_units
+        told = f"layer {experts[0].layer}: {kept} / {units} channels, {len(experts)} / {every} experts"
+        bars.append((kept / units, told))
     shapes = []
     for index, (share, told) in enumerate(bars):
         width, start = _PANEL / len(bars), _LEFT + _PANEL + _GAP

@@ -288,6 +288,7 @@ class TaskRecord:
     dense: float | None
     stderr: float | None
     dense_stderr: float | None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, config=CLOSED)

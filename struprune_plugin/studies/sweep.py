@@ -133,8 +133,8 @@ class SweepRun:
         for method in sweep.methods:
             for size in [*sweep.budgets] or sweep.sparsities[:1]:
                 sweep.load(method, size)
-        check_checkpoint(sweep.model)
         scoring, calibration = sweep.scoring, sweep.calibration
+        check_window(check_checkpoint(sweep.model), scoring.window)
         self._manager = check_tasks(scoring.tasks, scoring.include_path) if scoring.tasks else None
         self.sweep, self.folder = sweep, folder
         self._tokenizer = load_tokenizer(sweep.model)
@@ -158,7 +158,6 @@ class SweepRun:
         """Run every point that is not finished yet; return all points, as stored in ``sweep.json``."""
         record, points = self.record, self.sweep.points
         dense, _ = load_checkpoint(self.sweep.model)
-        check_window(dense, self.sweep.scoring.window)
         if "dense" not in record:
             record["dense"] = {**self._score(dense), "bytes": measure_weight_bytes(self.sweep.model)}
             _write(self.folder, record)

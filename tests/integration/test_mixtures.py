@@ -260,3 +260,10 @@ def test_a_mixture_converts_to_the_dense_shapes(tmp_path):
     convert_folder(tmp_path / "out", "masked", tmp_path / "masked")
     logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids[:2]).logits for name in ("out", "masked")]
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("more", [{"ffn_tuning": {"epochs": 2}}, {"weight_update": "admm"}])
+def test_a_shared_expert_is_solved_again(more, tmp_path):
+    mixture = save_mixture("glm4_moe", tmp_path / "dense", 32)
+    model = prune(mixture, tmp_path / "out", sparsity=0.2, **more)
+    assert torch.isfinite(model(mixture[2]).logits).all()

@@ -155,6 +155,7 @@ def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
             "checkpoint_dir: must be in a folder that can be written",
         ),
         (["plan", str(DEMO_MODEL), "--fit", "6GB", "--sparsity", "0.2"], "--sparsity: has no effect with --fit"),
+        (["plan", str(DEMO_MODEL), "--fit", "6GB", "--set", "sparsity=0.2"], "--sparsity: has no effect with --fit"),
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"\['no_such_task'\] must be known to lm-eval"),
     ],
 )

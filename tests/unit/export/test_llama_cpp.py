@@ -51,7 +51,7 @@ def test_gguf_holds_every_layers_sizes_and_weights(pruned, unit, tmp_path):
         assert torch.equal(values[:, :narrow].reshape(-1, 32), own)
         assert not values[:, narrow:].any()
     assert len(tensors) == 9 * len(layers) + (2 if model.config.tie_word_embeddings else 3)
-    assert "llama-cli -m model.gguf" in (tmp_path / "out" / "README.md").read_text()
+    assert 'Llama("model.gguf")' in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_gguf_carries_the_chat_template(pruned, tmp_path):

@@ -15,6 +15,7 @@ from helpers.models import ROOT, run_oneshot
 from huggingface_hub import ModelCard
 
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
+from struprune_plugin.cli import eval_command
 from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.prune_command import push_folder
 from struprune_plugin.reporting.compare import compare_outputs, format_comparison
@@ -22,6 +23,8 @@ from struprune_plugin.reporting.html_report import Sample, make_page
 from struprune_plugin.reporting.model_card import find_hub_name, write_card
 from struprune_plugin.reporting.results import name_result
 from struprune_plugin.reporting.svg import draw_layers, draw_points
+from struprune_plugin.storage import checkpoint
+from struprune_plugin.storage.records import ExpertsRecord
 from struprune_plugin.storage.verify import verify_folder
 
 EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
@@ -350,6 +353,31 @@ def test_experts_are_drawn_as_one_bar_and_named(made):
     ffns = [replace(group, kind="experts") if group.kind == "ffn" else group for group in manifest.groups]
     drawn = draw_layers(manifest.model_copy(update={"groups": [*ffns, replace(ffns[-1], name="another")]}))
     last = ffns[-1]
-    assert f"layer {last.layer}: {2 * last.kept} / {2 * last.num_units} channels of 2 experts" in drawn
+    assert f"layer {last.layer}: {2 * last.kept} / {2 * last.num_units} channels, 2 / 2 experts" in drawn
+    gone = [ExpertsRecord("experts", last.layer, 3, [0, 2], 1)]
+    drawn = draw_layers(manifest.model_copy(update={"groups": [*ffns, replace(ffns[-1], name="b")], "experts": gone}))
+    assert f"layer {last.layer}: {2 * last.kept} / {3 * last.num_units} channels, 2 / 3 experts" in drawn
     page = make_page(made, manifest.model_copy(update={"groups": ffns}), [])
     assert f"{last.layer} expert<" in page
+
+
+def test_a_dense_model_named_by_its_hub_name_is_scored_once(out, opt, tmp_path, monkeypatch, capsys):
+    base = tmp_path / "cache" / "snapshot"
+    shutil.copytree(opt, base)
+    manifest = read_manifest(out)
+    named = manifest.model_copy(update={"model": replace(manifest.model, base="me/demo")})
+    find = checkpoint.find_checkpoint
+    monkeypatch.setattr(
+        checkpoint, "find_checkpoint", lambda name, *how: base if name == "me/demo" else find(name, *how)
+    )
+    monkeypatch.setattr(eval_command, "read_manifest", lambda _path: named)
+    bases = {str(out): eval_command._find_base(str(out))}
+    assert bases == {str(out): str(base)}
+    assert eval_command._add_dense(["me/demo", str(out)], bases) == ["me/demo", str(out)]
+    assert eval_command._add_dense([str(out)], bases) == [str(base), str(out)]
+
+
+def test_without_dense_and_storing_a_damaged_manifest_is_not_read(out):
+    (out / "struprune.json").write_text("{")
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense", "--no-keep"]) == 0
+    assert cli.main(["eval", str(out), *EVAL]) == 2

@@ -196,7 +196,7 @@ def test_a_picked_model_replaces_no_other_output(opt, tmp_path, capsys):
     before = (tmp_path / "mine" / "struprune.json").read_bytes()
     pick = ["--pick", "+90% perplexity", "--picked", str(tmp_path / "mine")]
     assert run(opt, tmp_path / "sweep", *pick, sparsities="0.2") == 2
-    assert "must be empty or absent" in capsys.readouterr().err
+    assert "--picked: must be empty or absent" in capsys.readouterr().err
     assert (tmp_path / "mine" / "struprune.json").read_bytes() == before
 
 
@@ -210,3 +210,4 @@ def test_the_column_of_the_calibration_text_is_not_asked_of_the_shipped_text(opt
 def test_a_window_beyond_the_positions_is_refused(opt, tmp_path, capsys):
     assert run(opt, tmp_path / "sweep", "--window", "512", sparsities="0.2") == 2
     assert "--window: must be at most the model's 64 positions, got 512" in capsys.readouterr().err
+    assert not (tmp_path / "sweep").exists()

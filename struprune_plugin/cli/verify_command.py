@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import Folder
+from struprune_plugin.cli.options import Folder, register_types
 from struprune_plugin.reporting.tables import Table
 from struprune_plugin.storage.verify import verify_folder
 
@@ -15,6 +15,7 @@ def verify(path: Folder, screen: Screen) -> int:
 
     This covers weights, configuration, modelling file and manifest. Exit status 1 if a file is damaged or missing.
     """
+    register_types(path)
     verdict = verify_folder(path)
     rows = [[entry.name, f"{entry.num_bytes:,}", entry.state] for entry in verdict.entries]
     state = "damaged" if verdict.problems else "whole"

@@ -12,9 +12,10 @@ import torch
 from compressed_tensors.utils import patch_attr
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.evaluation.text import load_tokenizer
+from struprune_plugin.model.structure.tiny import find_auto_class
 from struprune_plugin.storage.checkpoint import check_loading, read_headers
 from struprune_plugin.storage.files import shorten_error
 
@@ -70,7 +71,7 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
     """
     headers = read_headers(path)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = find_auto_class(AutoConfig.from_pretrained(path)).from_pretrained(
             path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # a broken file raises errors of many classes

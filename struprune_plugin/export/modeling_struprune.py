@@ -609,7 +609,7 @@ def attend_one(
     shared = batch * key.shape[1]
     key, value = key.reshape(shared, -1, width), value.reshape(shared, -1, value.shape[-1])
     query = query.reshape(shared, -1, width)
-    logits = torch.bmm(query, key.mT).mul_(scaling)
+    logits = torch.bmm(query.float() * scaling, key.mT.float())
     if mask is not None:
         mask, logits = mask[:, 0, :, : key.shape[1]], logits.view(batch, heads, -1)
         hidden = torch.finfo(logits.dtype).min

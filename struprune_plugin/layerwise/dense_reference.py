@@ -54,6 +54,7 @@ class DenseReference:
         self._inputs: list[States] = []  # inputs of the current layer, by batch; empty for the first layer
         self._outputs: list[States] = []
         self._targets: dict[str, list[Tensor]] = {}  # by group and batch; the residual is not yet subtracted
+        self._repairs_all = False  # whether the layer has lost experts
         self._settled: dict[str, list[Tensor]] = {}  # what solves ask for, by group and batch, where it is read again
 
     @property
@@ -109,7 +110,7 @@ class DenseReference:
 
         :param now: present values, which only the first visit needs
         """
-        if self.target.share == 1:
+        if self.target.share == 1 or (self._repairs_all and self.repairs(group)):
             return wanted
         settled = self._settled.setdefault(group.name, [])
         if 0 <= index < len(settled):
@@ -148,8 +149,13 @@ class DenseReference:
         wanted = self._context.to_device(self._targets[_name_sum(group)][index], now.device)
         return Repair.of(self._settle(group, index, now, wanted), now)
 
+    def repair_all(self) -> None:
+        """Let experts make up for all of the layer's error: what removed experts leave is not inherited from layers before."""
+        self._repairs_all = True
+
     def finish_layer(self) -> None:
         """Drop the layer's targets; its outputs become the next layer's inputs."""
+        self._repairs_all = False
         self._inputs, self._outputs = self._outputs, []
         self._targets.clear()
         self._settled.clear()

@@ -190,6 +190,7 @@ class LayerStatistics:
         """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""
         self._moments.forget(group for group in self._groups if group.experts)
         self._groups = groups
+        self.dense.repair_all()
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
         """Return the moments of the next group: already gathered for a layer's first group, gathered by a pass for the others."""
@@ -296,5 +297,4 @@ def _reorder(moments: SecondMoments, group: UnitGroup) -> SecondMoments:
     """Return moments gathered in the module's order with their inputs in unit order."""
     if group.repeats == 1:
         return moments
-    order = torch.arange(group.num_columns, device=moments.gram.device)
-    return select_inputs(moments, group.to_unit_order(order))
+    return select_inputs(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationMetadata
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
@@ -96,12 +96,27 @@ def count_parameters(model: nn.Module) -> int:
 
 def describe_weights(model: nn.Module) -> str:
     """Return a digest of the decoder layers' linears (names, dtypes, shapes, sums) that distinguishes dense models."""
+    return _digest(
+        (name, find_linear(layer, name).weight)
+        for layer, layout in find_layouts(model)
+        for name in layout.list_linears()
+    )
+
+
+def describe_layers(model: nn.Module) -> str:
+    """Return a digest of all parameters of the decoder layers, experts, routers and norms included."""
+    layers = find_decoder_layers(model)
+    modules = ((f"{name}.{path}", module) for name, layer in layers for path, module in layer.named_modules())
+    return _digest((f"{name}.{key}", module._parameters[key]) for name, module in modules for key in module._parameters)
+
+
+def _digest(weights: Iterable[tuple[str, Tensor | None]]) -> str:
+    """Return a digest of the names, dtypes, shapes and sums of weights."""
     digest = hashlib.sha256()
-    for layer, layout in find_layouts(model):
-        for name in layout.list_linears():
-            weight = find_linear(layer, name).weight.detach()
-            values = [weight.sum(dtype=torch.float64).item(), weight.abs().sum(dtype=torch.float64).item()]
-            digest.update(repr((name, str(weight.dtype), tuple(weight.shape), values)).encode())
+    for name, weight in weights:
+        if weight is not None:
+            sums = weight.detach().sum(dtype=torch.float64), weight.detach().abs().sum(dtype=torch.float64)
+            digest.update(repr((name, str(weight.dtype), tuple(weight.shape), [part.item() for part in sums])).encode())
     return digest.hexdigest()
 
 

@@ -94,7 +94,6 @@ class SparsityAllocatorModifier(StructuredModifier):
         setup = self._setup = drop_lost_experts(self._setup, self, state.model)
         if done := take_allocation(self._store, "allocator"):
             plan, sensitivity = done
-            assert plan is not None
             self._allocated = Allocated(plan, sensitivity, StageRecord())
             return
         model, batches = state.model, list(state.data.calib)

@@ -228,10 +228,6 @@ class StructuredModifier(StageModifier):
 
     @model_validator(mode="after")
     def _check_fields(self) -> StructuredModifier:
-        if self.width_multiple not in ("auto", 1) and not self.prune_ffn:
-            raise ValueError(
-                f"`width_multiple: {self.width_multiple}` has no effect with `prune_ffn: false`. Remove one of them."
-            )
         if self.sensitivity not in (None, Fisher()) and self.sensitivity_samples is None:
             raise ValueError(
                 f"`sensitivity.samples={self.sensitivity.samples}` has no effect with "  # type: ignore[union-attr]

@@ -60,6 +60,10 @@ def find_mixture(
         problem = "cannot be combined with a SparsityAllocatorModifier stage. Remove that stage"
     elif recipe.experts.units == "both" and not recipe.allocation.weighs_errors:
         problem = f"needs a rule that compares errors, got `allocation: {recipe.allocation.rule}`. Set `allocation: error_curve`"
+        if getattr(recipe, "output", "") == "uniform":
+            problem = (
+                "needs layers of several sizes, got `output: uniform`. Set `experts: whole` or `experts: channels`"
+            )
     if problem:
         raise ValueError(f"`{asked}` {problem}.")
     check_one_process(asked, "Set `experts: channels`, or run one process.")
@@ -209,6 +213,6 @@ def find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Seque
     if not lists or not update.solves or update.refines:
         return []
     chosen = {group.name for group in groups}
-    found = find_groups(model, "none", True, recipe.targets, recipe.ignore, True)
+    found = find_groups(model, recipe.attention_unit, True, recipe.targets, recipe.ignore, True)
     beside = [group for group in found if group.join.block and not group.experts]
     return [group for group in beside if group.name not in chosen and (group.layer_name, group.join.block) in lists]

@@ -89,10 +89,7 @@ class Planner:
         :param allocated: result of an allocator stage
         """
         if done := take_allocation(store, "allocation"):
-            plan, sensitivity = done
-            made = plan or early
-            assert made is not None
-            return made, sensitivity
+            return done  # speeds that were timed anew would give another plan
         groups, sensitivity = self.setup.groups, self._measure_sensitivity(allocated)
         plan = early or self._plan(allocated, sensitivity)
         if early is None:
@@ -100,7 +97,7 @@ class Planner:
         if plan.experts is not None:
             sensitivity = replace(sensitivity, saliency=plan.experts.rename(groups, sensitivity.saliency))
         if store is not None:
-            keep_allocation(store, "allocation", None if early else plan, sensitivity)
+            keep_allocation(store, "allocation", plan, sensitivity)
         return plan, sensitivity
 
     def _measure_sensitivity(self, allocated: Allocated | None) -> Sensitivity:

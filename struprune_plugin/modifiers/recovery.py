@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.evaluation.text import load_tokenizer, pack_windows
 from struprune_plugin.export.convert import wrap_save
 from struprune_plugin.layerwise.samples import Sample, read_samples, split_samples
+from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.modifiers.checks import (
     check_alone,
     check_order,
@@ -189,6 +190,12 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
             check_whole(name, config)
         except ValueError as error:
             raise ValueError(f"loss.teacher: {str(error).removeprefix('model: ')}") from None
+        layers = len(find_decoder_layers(model)), config.get_text_config(decoder=True).num_hidden_layers
+        if self.loss.hidden and layers[0] != layers[1]:
+            raise ValueError(
+                f"loss.hidden: the model must have the teacher's {layers[1]} layers, got {layers[0]}. Remove loss.hidden, or "
+                "recover in the recipe that removes the layers."
+            )
         own, other = (each.get_text_config(decoder=True).vocab_size for each in (model.config, config))
         if own != other:
             raise ValueError(

@@ -110,6 +110,10 @@ def prepare_run(
     later = split_modifiers(modifier)[1]
     check_targets(model, later)
     _check_methods(modifier, model, later)
+    if modifier.width_multiple not in ("auto", 1) and not any(group.unit.is_ffn for group in groups):
+        raise ValueError(
+            f"`width_multiple: {modifier.width_multiple}` has no effect where no FFN is pruned. Remove it, or prune FFNs."
+        )
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     _check_groups(model, groups, roundings)
     mixture = find_mixture(modifier, model, groups, list_modifiers())

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.token_digest import digest_tokens
-from struprune_plugin.model.layers import describe_weights
+from struprune_plugin.model.layers import describe_layers
 from struprune_plugin.model.surgery import LayerCopy
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.prune_layer import LayerOutcome
@@ -61,15 +61,15 @@ def _name(index: int) -> str:
     return f"layer-{index:05d}"
 
 
-def keep_allocation(store: ResumeStore, stage: str, plan: UnitAllocation | None, signals: Sensitivity) -> None:
+def keep_allocation(store: ResumeStore, stage: str, plan: UnitAllocation, signals: Sensitivity) -> None:
     """Write the measurements of the dense model and the plan made from them to the store."""
     store.write(stage, *dump((plan, signals)))
 
 
-def take_allocation(store: ResumeStore | None, stage: str) -> tuple[UnitAllocation | None, Sensitivity] | None:
+def take_allocation(store: ResumeStore | None, stage: str) -> tuple[UnitAllocation, Sensitivity] | None:
     """Return what :func:`keep_allocation` wrote; None if nothing was written."""
     held = None if store is None else store.read(stage)
-    return None if held is None else load(tuple[UnitAllocation | None, Sensitivity], *held)
+    return None if held is None else load(tuple[UnitAllocation, Sensitivity], *held)
 
 
 def describe_run(
@@ -83,7 +83,7 @@ def describe_run(
     parts = (batch[name] for batch in loader for name in ("input_ids", "attention_mask") if name in batch)
     return {
         "recipe": recipe,
-        "model": {"weights": describe_weights(model), "dtype": str(model.dtype)},
+        "model": {"weights": describe_layers(model), "dtype": str(model.dtype)},
         "data": digest_tokens(parts),
         "versions": versions,
         "threads": torch.get_num_threads(),

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.runner import LayerwiseRunner, compute_dtype_of
 from struprune_plugin.model.layers import count_parameters
+from struprune_plugin.model.structure.tiny import find_auto_class
 from struprune_plugin.recovery.adapters import attach_adapters
 from struprune_plugin.recovery.memory import RecoveryPlacement
 from struprune_plugin.recovery.objective import Objective
@@ -28,6 +29,7 @@ from struprune_plugin.recovery.teacher import LayerwiseTeacher
 from struprune_plugin.recovery.training import RecoveryRun, RunCurve, Texts
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks
+from struprune_plugin.storage.checkpoint import read_config
 from struprune_plugin.storage.resume_store import ResumeStore
 
 
@@ -65,7 +67,8 @@ class Recovery:
                 run = RecoveryRun(self.config, self.texts, stepper, teacher, store, self.store is not None)
                 if teacher is not None and self.config.loss.kl:
                     with context.stage("teacher"):
-                        teacher.write_logits(self.texts.samples, run.list_asked(), store, self.config.loss.kl)
+                        asked, texts = run.list_asked(), self.texts
+                        teacher.write_logits(texts.samples, asked, store, self.config.loss.kl, texts.describe())
                         if not self.config.loss.hidden:
                             teacher.forget_weights()
                 with context.stage("training"):
@@ -123,7 +126,8 @@ class Recovery:
             self.teacher == model.config._name_or_path
         )  # the model as it was, at the revision from which it was loaded
         revision = getattr(model.config, "_commit_hash", None) if own else None
-        dense = AutoModelForCausalLM.from_pretrained(self.teacher, dtype=model.dtype, revision=revision or "main")
+        kind = find_auto_class(read_config(self.teacher))  # of a wrapper, that of the whole model
+        dense = kind.from_pretrained(self.teacher, dtype=model.dtype, revision=revision or "main")
         dense = dense.eval().requires_grad_(False)
         if (size := count_parameters(dense)) <= count_parameters(model):
             logger.warning(

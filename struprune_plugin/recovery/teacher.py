@@ -13,7 +13,7 @@ from tqdm import tqdm
 from struprune_plugin.layerwise.head import compress_head
 from struprune_plugin.layerwise.runner import LayerwiseRunner, MicroBatch
 from struprune_plugin.layerwise.samples import Sample, TeacherTargets, make_micro_batches
-from struprune_plugin.model.layers import count_parameters
+from struprune_plugin.model.layers import count_parameters, describe_weights
 from struprune_plugin.recovery.recovery_config import Divergence
 from struprune_plugin.storage.resume_store import ResumeStore
 
@@ -33,20 +33,27 @@ class LayerwiseTeacher:
         self._num_parameters = count_parameters(runner.model)
 
     def write_logits(
-        self, samples: Sequence[Sample], numbers: Iterable[int], store: ResumeStore, divergence: Divergence
+        self,
+        samples: Sequence[Sample],
+        numbers: Iterable[int],
+        store: ResumeStore,
+        divergence: Divergence,
+        data: str = "",
     ) -> None:
         """Store the top outcomes of the next-token distributions of samples, unless the store holds them already.
 
         :param numbers: of the samples asked about
+        :param data: digest of all samples: what is stored of other text, or of another teacher, is not used
         """
+        about = {"data": data, "weights": describe_weights(self._runner.model)}
         wanted = sorted(set(numbers))
         for start in tqdm(range(0, len(wanted), _PART), desc="teacher logits"):
             chosen = wanted[start : start + _PART]
             part = f"teacher-{start // _PART:05d}"
             held = store.read(part)
-            if held is None or held[0] != {"numbers": chosen}:
+            if held is None or held[0] != {"numbers": chosen, **about}:
                 said = self._compute_logits({number: samples[number] for number in chosen}, divergence)
-                store.write(part, {"numbers": chosen}, said)
+                store.write(part, {"numbers": chosen, **about}, said)
             self._parts |= dict.fromkeys(chosen, (store, part))
 
     def forget_weights(self) -> None:

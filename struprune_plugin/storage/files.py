@@ -11,6 +11,11 @@ from pathlib import Path
 _BLOCK, _NUM_BLOCKS = 1 << 16, 16  # bytes per block, and blocks, that the digest of a large file reads
 
 
+def is_empty(folder: Path) -> bool:
+    """Return whether a folder holds nothing but files that a killed process was writing."""
+    return all(path.suffix == ".partial" for path in folder.iterdir())
+
+
 def write_whole(file: Path, text: str) -> None:
     """Write a file whole or not at all."""
     with replace_file(file) as partial:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from struprune_plugin.storage.files import check_place, replace_file, shorten_value
+from struprune_plugin.storage.files import check_place, is_empty, replace_file, shorten_value
 from struprune_plugin.storage.registry import list_differences
 
 _RUN = "struprune_run.json"
@@ -37,7 +37,7 @@ class ResumeStore:
         self.folder = folder.resolve()
         self._is_open = False
         check_place("checkpoint_dir", self.folder)
-        if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / _RUN).is_file():
+        if self.folder.is_dir() and not is_empty(self.folder) and not (self.folder / _RUN).is_file():
             raise ValueError(
                 f"checkpoint_dir: must be empty, absent or the checkpoint of an earlier run, {self.folder} is none of these. "
                 "Choose another path."

@@ -32,6 +32,7 @@ from struprune_plugin.model.footprint import count_bytes
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.model.structure.locate import locate_layers
 from struprune_plugin.model.structure.tiny import draw_tokens
+from struprune_plugin.modifiers import RecoveryModifier, SparsityAllocatorModifier
 from struprune_plugin.runtime.stopwatch import measure_rate, time_runs, watch_memory
 from struprune_plugin.storage.manifest import read_manifest
 from struprune_plugin.studies.sizes import Shapes, count_kept_moments, find_pruning
@@ -74,13 +75,18 @@ class Costs:
 
 
 def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload) -> Costs:
-    """Run a recipe on few layers of a model's shapes, and return the estimated costs of the whole run.
+    """Run a recipe on few layers of a model's shapes, and return the estimated costs of the whole run without recovery stages.
 
     :param sparsity: sparsity of its pruning stage
     :param recipe: a fresh recipe, as modifiers run only once
     """
     started = time.time() - psutil.Process().create_time()  # start-up time of any command
+    trains = any(isinstance(stage, RecoveryModifier) for stage in recipe.modifiers)
+    recipe.modifiers = [stage for stage in recipe.modifiers if not isinstance(stage, RecoveryModifier)]
     _, modifier = find_pruning(recipe.modifiers)
+    for stage in recipe.modifiers:
+        if isinstance(stage, SparsityAllocatorModifier):
+            stage.sparsity, stage.budget = sparsity, []
     modifier.sparsity, modifier.budget = sparsity, []
     groups = modifier.find_groups(shapes.model)
     widest = max(group.num_columns for group in groups)
@@ -122,7 +128,7 @@ def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload)
         device_bytes=max(device, default=None),
         prefill=prefill,
         decode=decode,
-        probe=f"{_LAYERS} of {layers} layers, {small.describe(work)}, {seconds:.0f} s",
+        probe=f"{_LAYERS} of {layers} layers, {small.describe(work)}, {seconds:.0f} s{', without recovery' * trains}",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -33,17 +34,18 @@ from struprune_plugin.evaluation.text import load_tokenizer, read_texts, tokeniz
 from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.recipes.load import load_recipe
-from struprune_plugin.recipes.shipped import list_recipes
+from struprune_plugin.recipes.shipped import find_recipe, list_recipes
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.runtime.stopwatch import time_runs
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint
-from struprune_plugin.storage.files import digest_file, write_whole
+from struprune_plugin.storage.files import digest_file, is_empty, write_whole
 from struprune_plugin.storage.manifest import describe_versions, read_manifest
 from struprune_plugin.storage.resume_store import ResumeStore, digest_package
 from struprune_plugin.studies.probe import Workload
 
 FILE_NAME = "sweep.json"
 _REPEATS = 7
+_SCRATCH = ".point-"  # begins the name of the folder of a point's model
 
 
 @dataclass(frozen=True)
@@ -157,14 +159,16 @@ class SweepRun:
     def finish(self) -> dict[str, Any]:
         """Run every point that is not finished yet; return all points, as stored in ``sweep.json``."""
         record, points = self.record, self.sweep.points
+        for left in self.folder.glob(f"{_SCRATCH}*"):  # of a sweep that was killed
+            shutil.rmtree(left)
         dense, _ = load_checkpoint(self.sweep.model)
         if "dense" not in record:
             record["dense"] = {**self._score(dense), "bytes": measure_weight_bytes(self.sweep.model)}
             _write(self.folder, record)
         for name, (method, size) in tqdm(points.items(), desc="sweep"):
-            if name not in record["points"]:
+            if "perplexity" not in record["points"].get(name, {}):  # what was refused may have been a full disk
                 recipe = self.sweep.load(method, size)
-                with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+                with tempfile.TemporaryDirectory(dir=self.folder, prefix=_SCRATCH) as scratch:
                     try:
                         seconds = self.prune(recipe, Path(scratch) / "out")
                         found = {"seconds": seconds, **self._measure(Path(scratch) / "out", dense)}
@@ -225,13 +229,18 @@ class SweepRun:
         return found
 
 
+def _list_recipe_files(sweep: Sweep) -> list[str]:
+    """Return the names of the recipes that the points of a sweep are made of."""
+    return [sweep.recipe, *(method for method in sweep.methods if method in list_recipes())]
+
+
 def _identify(sweep: Sweep, dataset: Dataset) -> dict[str, Any]:
     """Return what all points of a sweep must share, as JSON values."""
     folder = find_checkpoint(sweep.model)
     files = sorted(folder.glob("*.safetensors")) if folder else []
     return {
         "model": {file.name: digest_file(file) for file in files} or sweep.model,
-        "recipe": sweep.recipe,
+        "recipe": {name: digest_file(find_recipe(name)) for name in _list_recipe_files(sweep)},
         "changes": json.loads(json.dumps(dict(sweep.changes), default=str)),
         "calibration": hashlib.sha256(json.dumps(dataset["input_ids"][:]).encode()).hexdigest(),
         "batch": sweep.calibration.batch_size,
@@ -251,7 +260,7 @@ def _open(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
     """
     file = folder / FILE_NAME
     if not file.is_file():
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        if folder.exists() and not (folder.is_dir() and is_empty(folder)):
             raise ValueError(
                 f"--output: must be empty, absent or the folder of an earlier sweep, {folder} is none of "
                 "these. Choose another folder."

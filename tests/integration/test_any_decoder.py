@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from eval.coverage import make_config, run_type
 from struprune_plugin import RecoveryModifier, StruPruneModifier, read_manifest
+from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export.any_class import list_padded
 from struprune_plugin.export.forms import convert_folder
@@ -169,6 +170,7 @@ def test_a_wrapper_keeps_what_is_not_its_decoder(model_type, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in towers)
     assert sum(map(torch.numel, after.values())) < sum(map(torch.numel, before.values()))
     again = AutoModelForImageTextToText.from_pretrained(out).eval()
+    assert all(type(load_checkpoint(str(folder))[0]) is type(one) for folder, one in ((dense, model), (out, again)))
     torch.testing.assert_close(again(input_ids=ids).logits, pruned(input_ids=ids).logits)
 
 

@@ -209,3 +209,12 @@ def test_a_plan_by_parameters_keeps_the_most_that_meets_other_budgets():
     plans = [allocate_error_curves(sizes, curves, 10.0 * units) for units in range(2, 17)]
     assert kept == [plan for plan in plans if limit.fits(plan)][-1]
     assert rule.decide_by_parameters(sizes, measured, Budget(0.4, 160, 0.4, "none")) is None
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_a_cache_budget_of_equal_layers_leaves_ffns_whole(llama, tmp_path, share):
+    fields = {"output": "uniform", "attention_unit": "head", "budget": {"cache": share}}
+    run_oneshot(str(llama), **fields, output_dir=str(tmp_path / "out"))
+    manifest = read_manifest(tmp_path / "out")
+    assert all(group.kept == group.num_units for group in manifest.groups if group.kind == "ffn")
+    assert manifest.budget.limits[0].met <= share

@@ -267,3 +267,16 @@ def test_a_shared_expert_is_solved_again(more, tmp_path):
     mixture = save_mixture("glm4_moe", tmp_path / "dense", 32)
     model = prune(mixture, tmp_path / "out", sparsity=0.2, **more)
     assert torch.isfinite(model(mixture[2]).logits).all()
+
+
+def test_targets_may_name_attention_beside_experts(mixture, tmp_path):
+    name = "model.layers.0.self_attn.o_proj"
+    prune(mixture, tmp_path / "out", ignore=[name])
+    assert name not in {group.name for group in read_manifest(tmp_path / "out").groups}
+    with pytest.raises(ValueError, match="ignore: 'nothing' must match the consuming linear"):
+        prune(mixture, tmp_path / "none", ignore=["nothing"])
+
+
+def test_a_width_multiple_holds_for_experts_alone(mixture, tmp_path):
+    prune(mixture, tmp_path / "out", prune_ffn=False, width_multiple=16)
+    assert all(count % 16 == 0 for counts in list_widths(tmp_path / "out").values() for count in counts)

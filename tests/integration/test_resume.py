@@ -5,10 +5,14 @@ import signal
 import time
 
 import pytest
+import torch
 from helpers.families import make_model
 from helpers.models import make_dataset, run_oneshot, save_model, start_cli
 
+from eval.coverage import make_config
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.model.layers import describe_layers
+from struprune_plugin.model.structure.tiny import build_tiny
 from struprune_plugin.storage.resume_store import ResumeStore
 
 pytestmark = pytest.mark.durable
@@ -155,6 +159,23 @@ def test_a_checkpoint_folder_is_nothing_else(opt, tmp_path):
             shuffle_calibration_samples=True,
         )
     assert (tmp_path / "mine" / "notes.txt").read_text() == "dear"
+
+
+def test_a_checkpoint_that_was_being_begun_is_empty(tmp_path):
+    (tmp_path / "struprune_run.json.partial").write_text("{")
+    ResumeStore(tmp_path).open({})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").write_text("")
+    with pytest.raises(ValueError, match="must be empty, absent or the checkpoint of an earlier run"):
+        ResumeStore(tmp_path / "other")
+
+
+def test_the_identity_of_a_mixture_covers_its_experts():
+    model = build_tiny(make_config("qwen3_moe", 2))
+    before = describe_layers(model)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "experts" in name).mul_(1.5)
+    assert describe_layers(model) != before
 
 
 def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from loguru import logger
@@ -22,6 +23,7 @@ from struprune_plugin.export.convert import check_heads
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.runtime.distributed import compute_on_rank0
 
 ENGINES: dict[str, Callable[[PreTrainedModel, torch.dtype, Run, int], Engine]] = {
     "transformers": TransformersEngine,
@@ -71,7 +73,12 @@ def find_table(engine: str, model: PreTrainedModel, dtype: torch.dtype, units: S
         logger.info(
             f"timing the model's modules in {engine}: {', '.join(run.phases)}, batch {run.batch}, length {run.length}"
         )
-        _measured[key] = _measure_table(ENGINES[engine], model, dtype, list_kinds(model, units), run)
+        kinds = list_kinds(model, units)
+        measure = lambda: _measure_table(ENGINES[engine], model, dtype, kinds, run).model_dump()  # noqa: E731
+        found = compute_on_rank0(
+            measure, dict[str, Any], torch.device("cpu")
+        )  # all processes plan with the same speeds
+        _measured[key] = CostTable.model_validate(found)
     return _measured[key]
 
 

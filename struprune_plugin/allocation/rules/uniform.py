@@ -83,4 +83,13 @@ def _fit_alike(sizes: Sizes, allowed: Callable[[str, int], bool], limits: Sequen
             high, counts = middle, found
         else:
             low = middle
+    for kind in dict.fromkeys(size.kind for size in sizes):  # units that save nothing stay
+        step, most = next((size.step, size.num_units) for size in sizes if size.kind == kind)
+        for count in range(most, 0, -step):
+            more = [max(count, n) if size.kind == kind else n for size, n in zip(sizes, counts, strict=True)]
+            if more == counts:
+                break
+            if allowed(kind, count) and all(limit.fits(more) for limit in limits):
+                counts = more
+                break
     return counts

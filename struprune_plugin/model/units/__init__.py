@@ -55,10 +55,10 @@ def find_groups(
             cost = costs[key] = costs.get(key) or count_unit_parameters(layer, group)
             full = f"{name}.{group.consumer}"
             groups.append(replace(group, name=full, layer_index=index, layer_name=name, unit_cost=cost))
-    for target in (*targets, *ignore):
+    for field, target in (*(("targets", name) for name in targets), *(("ignore", name) for name in ignore)):
         if groups and not any(match_name(group.name, target) for group in groups):
             raise ValueError(
-                f"targets: {target!r} must match the consuming linear of a module to prune, got no match "
+                f"{field}: {target!r} must match the consuming linear of a module to prune, got no match "
                 f"({len(groups)} candidates, the first is {groups[0].name!r}). Correct the name or the pattern."
             )
     chosen = [

@@ -34,7 +34,6 @@ UNUSED = [  # fields, what their refusal says, and what makes them count
     ({"weight_update": {"method": "least_squares", "steps": 2}}, "set `method: admm`", {"weight_update": "admm"}),
     ({"importance": {"method": "wanda", "steps": 7}}, "set `method: closed_form`", {"importance": "obs"}),
     ({"ffn_tuning": {"epochs": 1}, "prune_ffn": False}, "`ffn_tuning` has no effect", {"prune_ffn": True}),
-    ({"width_multiple": 2, "prune_ffn": False}, "`width_multiple: 2` has no effect", {"prune_ffn": True}),
     (
         {"sensitivity": {"samples": 4}, "importance": "wanda", "allocation": "uniform"},
         "`sensitivity.samples=4` has no effect",

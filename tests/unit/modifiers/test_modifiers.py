@@ -499,6 +499,11 @@ def test_width_multiple_is_kept(opt, tmp_path):
     assert all(width % 8 == 0 for width in ffn)
 
 
+def test_a_width_multiple_without_an_ffn_is_refused(opt):
+    with pytest.raises(ValueError, match="`width_multiple: 2` has no effect where no FFN is pruned"):
+        run_oneshot(str(opt), sparsity=0.2, width_multiple=2, prune_ffn=False)
+
+
 def test_targets_limit_what_is_pruned(opt):
     pruned = run_oneshot(str(opt), sparsity=0.1, targets=["re:.*fc2"], ignore=["re:.*layers\\.0\\..*"])
     sizes = [(layer.fc2.in_features, layer.self_attn.out_proj.in_features) for layer in pruned.model.decoder.layers]

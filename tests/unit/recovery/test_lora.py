@@ -125,6 +125,24 @@ def test_what_a_teacher_says_keeps_the_order_of_samples_of_many_lengths(top_k, t
         assert len(after.teacher.log_probs) == before.num_targets
 
 
+def test_what_a_teacher_said_of_other_text_or_by_another_teacher_is_not_read(tmp_path, monkeypatch):
+    store, asked = ResumeStore(tmp_path), []
+    store.open({})
+    compute = LayerwiseTeacher._compute_logits
+    monkeypatch.setattr(LayerwiseTeacher, "_compute_logits", lambda *args: asked.append(1) or compute(*args))
+    for seed, data in ((0, "a"), (0, "a"), (0, "b"), (1, "b")):
+        runner = LayerwiseRunner(make_opt(seed), DeviceContext(), CPU, torch.float32, vocabulary=300)
+        samples = [Sample(torch.arange(4, 9))]
+        LayerwiseTeacher(runner, 2).write_logits(samples, range(1), store, Divergence(), data)
+    assert len(asked) == 3
+
+
+def test_hidden_states_need_as_many_layers_as_the_teacher_s(opt, tmp_path):
+    deeper = save_opt(tmp_path / "deeper", num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"loss\.hidden: the model must have the teacher's 4 layers, got 3"):
+        recover(opt, loss={"hidden": 1.0, "teacher": str(deeper)})
+
+
 def test_the_rate_rises_then_follows_its_schedule():
     for decay in ("cosine", "linear", "constant"):
         rates = list_rates(20, 2.0, Schedule(decay=decay, warmup_fraction=0.2))

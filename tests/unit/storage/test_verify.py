@@ -272,3 +272,12 @@ def test_a_closed_pipe_and_a_plain_terminal_are_no_failure(opt, prune_once):
         ["bash", "-c", f"({piped}) | head -c 10"], capture_output=True, text=True, env=environment, timeout=60
     )
     assert done.stderr == "0\n"
+
+
+def test_an_output_of_the_host_s_own_oneshot_is_whole(out):
+    """In a process that knows no pruned classes yet."""
+    (out / FILES_NAME).unlink()
+    argv = [sys.executable, "-m", "struprune_plugin.cli", "verify", str(out)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is whole" in done.stdout

@@ -10,6 +10,7 @@ from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.sweep_command import read_budgets, read_pick, read_sparsities
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
 from struprune_plugin.modifiers import planning
+from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.files import digest_whole_file
 from struprune_plugin.studies.sweep import SweepRun
 from struprune_plugin.studies.sweep_results import find_pareto, pick_point
@@ -122,6 +123,28 @@ def test_another_sweep_is_not_mixed_in(opt, tmp_path, capsys):
     assert run(opt, tmp_path / "sweep", sparsities="0.2") == 0
     assert run(opt, tmp_path / "sweep", "--seed", "5", sparsities="0.2") == 2
     assert "holds a sweep with another seed" in capsys.readouterr().err
+
+
+def test_another_recipe_under_the_same_name_is_another_sweep(opt, tmp_path, capsys):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(find_recipe("struprune").read_text())
+    assert run(opt, tmp_path / "sweep", "--recipe", str(recipe), sparsities="0.2") == 0
+    recipe.write_text(recipe.read_text() + "\n# changed\n")
+    assert run(opt, tmp_path / "sweep", "--recipe", str(recipe), sparsities="0.2") == 2
+    assert "holds a sweep with another recipe" in capsys.readouterr().err
+
+
+def test_what_a_killed_sweep_left_and_what_was_refused_is_not_kept(opt, tmp_path, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise ValueError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepRun, "prune", refuse)
+        assert run(opt, tmp_path / "sweep", sparsities="0.2") == 0
+    (tmp_path / "sweep" / ".point-x").mkdir()
+    assert run(opt, tmp_path / "sweep", sparsities="0.2") == 0
+    assert "perplexity" in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]["default 0.2"]
+    assert not list((tmp_path / "sweep").glob(".point-*"))
 
 
 def test_a_refused_point_does_not_stop_the_rest(opt, tmp_path, capsys):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
@@ -19,7 +21,7 @@ from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.widths import Rounding, measure_groups
-from struprune_plugin.pruning.config import KeptExperts
+from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.records import ExpertsRecord
 
@@ -202,6 +204,21 @@ def describe_experts(mixture: Mixture | None, kept: KeptExperts | None) -> list[
         ExpertsRecord(name, members[0].layer_index, len(members), [*keep], (len(members) - len(keep)) * each)
         for (name, members), keep in zip(mixture.lists.items(), kept.keep.values(), strict=True)
     ]
+
+
+def tell_lost_experts(model: PreTrainedModel, groups: Sequence[UnitGroup], plan: UnitAllocation | None) -> None:
+    """Set the configuration's number of experts to those that a later modifier (REAP) has left: it sets the number itself only
+    after the pruned class has been built.
+
+    :param groups: groups of the pruning stage
+    :param plan: its plan; one that removes experts itself sets their number, too
+    """
+    if plan is not None and plan.experts is not None:
+        return
+    before = Counter(group.output_name for group in groups if group.experts)
+    left = {name: cast(Any, model.get_submodule(name)).num_experts for name in before}
+    if any(left[name] < before[name] for name in before) and len(set(left.values())) == 1:
+        setattr(model.config.get_text_config(decoder=True), find_routing(model).key, next(iter(left.values())))
 
 
 def find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:

@@ -29,7 +29,7 @@ from struprune_plugin.modifiers.checks import check_alone, seeing_modifiers
 from struprune_plugin.modifiers.effort import EFFORTS
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
-from struprune_plugin.modifiers.mixtures import describe_experts, find_whole
+from struprune_plugin.modifiers.mixtures import describe_experts, find_whole, tell_lost_experts
 from struprune_plugin.modifiers.planning import Planner, plan_early
 from struprune_plugin.modifiers.replay import Replay, fill_from_replay, read_replay
 from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
@@ -207,6 +207,7 @@ class StruPruneModifier(StructuredModifier):
 
     def _adopt(self, model: PreTrainedModel) -> Manifest:
         """Give the model its pruned class and configuration, and return the manifest of this stage."""
+        tell_lost_experts(model, self._setup.groups if self._setup else [], self._plan)
         finish_model(model, self.output == "uniform")
         logger.info(tell_budget(self._join(manifest := self._make_manifest(model)).budget))
         return manifest

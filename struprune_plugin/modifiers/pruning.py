@@ -266,8 +266,6 @@ class StruPruneModifier(StructuredModifier):
 
         return plan_early(self, setup, allowed if self.output == "uniform" else None)
 
-    # -- manifest -------------------------------------------------------------------------------------------------
-
     def _make_manifest(self, model: PreTrainedModel) -> Manifest:
         setup, pruned = self._setup, self._pruned
         assert setup is not None

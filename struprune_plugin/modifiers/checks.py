@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from compressed_tensors.utils import is_match, patch_attr
@@ -19,6 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
+from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.distributed import count_ranks, gather
 
 _FEW = 0.5  # share of distinct sequences below which a warning is logged
@@ -234,3 +236,24 @@ def check_sequences(model: PreTrainedModel, longest: int, largest_token: int) ->
             f"dataset: token ids must be below {size}, the model's number of embeddings, got {largest_token}. Use the model's "
             "own tokenizer."
         )
+
+
+def check_effects(modifier: Any, groups: Sequence[UnitGroup]) -> None:
+    """Raise if a field of a structured modifier covers none of the chosen modules.
+
+    :raises ValueError: in that case
+    """
+    update, ffns = modifier.weight_update, [group for group in groups if group.unit.is_ffn]
+    tunes = "ffn_tuning" in modifier.model_fields_set and modifier.ffn_tuning is not None
+    for field, is_used in (
+        (f"width_multiple: {modifier.width_multiple}", modifier.width_multiple in ("auto", 1) or ffns),
+        (
+            f"weight_update: {update.method}",
+            modifier.only_plans or not update.refines or any(map(update.can_refine, groups)),
+        ),
+        ("ffn_tuning", not tunes or any(group.activation for group in ffns)),
+    ):
+        if not is_used:
+            raise ValueError(
+                f"`{field}` has no effect on the chosen modules, none of which it covers. Remove it, or prune other modules."
+            )

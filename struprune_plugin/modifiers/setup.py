@@ -25,6 +25,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
     check_calibration,
+    check_effects,
     check_order,
     check_targets,
     check_weights,
@@ -110,10 +111,7 @@ def prepare_run(
     later = split_modifiers(modifier)[1]
     check_targets(model, later)
     _check_methods(modifier, model, later)
-    if modifier.width_multiple not in ("auto", 1) and not any(group.unit.is_ffn for group in groups):
-        raise ValueError(
-            f"`width_multiple: {modifier.width_multiple}` has no effect where no FFN is pruned. Remove it, or prune FFNs."
-        )
+    check_effects(modifier, groups)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     _check_groups(model, groups, roundings)
     mixture = find_mixture(modifier, model, groups, list_modifiers())

@@ -14,7 +14,11 @@ from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import nn
 
+from struprune_plugin.export.any_class import build_dense, find_stock, make_dense_config
 from struprune_plugin.linalg.rounding import GroupSize
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.locate import is_pruned
+from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.storage.records import RoundingRecord
 
@@ -48,7 +52,18 @@ def find_roundings(
     :param later: modifiers that follow in the recipe
     :param width_multiple: multiple of FFN widths that the recipe sets; ``auto`` as in its field
     """
-    return {group.name: _round_group(model, group, later, width_multiple) for group in groups}
+    before = _measure_dense_ffns(model) if is_pruned(type(model)) and width_multiple == "auto" else {}
+    return {
+        group.name: _round_group(model, group, later, width_multiple, before.get(group.name, group.num_units))
+        for group in groups
+    }
+
+
+def _measure_dense_ffns(model: nn.Module) -> dict[str, int]:
+    """Return the widths that the FFNs of a pruned model had in the dense one."""
+    dense = build_dense(find_stock(type(model)), make_dense_config(model.config))  # type: ignore[arg-type]
+    has_ffns = any(kind.ffns for kind in find_structure(dense).kinds)
+    return {group.name: group.num_units for group in find_groups(dense, "none")} if has_ffns else {}
 
 
 def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[GroupSize]:
@@ -107,17 +122,21 @@ def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Roun
 
 
 def _round_group(
-    model: nn.Module, group: UnitGroup, later: Sequence[Modifier], width_multiple: int | Literal["auto"]
+    model: nn.Module,
+    group: UnitGroup,
+    later: Sequence[Modifier],
+    width_multiple: int | Literal["auto"],
+    dense_units: int,
 ) -> Rounding:
     wanted = [
         (group.num_blocks, 1, "")
     ]  # (required multiple of the width, width of one unit, reason for messages and the manifest)
-    aligned = math.gcd(_ALIGNED, group.num_units)
+    aligned = math.gcd(_ALIGNED, dense_units)
     if group.experts:
         wanted.append((aligned, 1, "grouped kernels: 16 bytes of bfloat16"))
     if group.unit.is_ffn and width_multiple != "auto":
         wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
-    elif group.unit.is_ffn and group.num_units >= _FINE * _ALIGNED:
+    elif group.unit.is_ffn and dense_units >= _FINE * _ALIGNED:
         wanted.append((aligned, 1, "width_multiple: auto"))
     for modifier in later:
         for inputs, _, why in _list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):

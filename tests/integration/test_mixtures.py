@@ -291,3 +291,10 @@ def test_the_host_may_remove_experts_behind(model_type, tmp_path):
     model = run_oneshot(str(folder), recipe, **fields).eval()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("more", [{"weight_update": "admm"}, {"ffn_tuning": {"epochs": 2}}])
+def test_a_method_that_covers_none_of_the_modules_is_refused(more, tmp_path):
+    mixture = save_mixture("qwen3_moe", tmp_path / "dense", 8)
+    with pytest.raises(ValueError, match="has no effect on the chosen modules"):
+        prune(mixture, tmp_path / "out", **more)

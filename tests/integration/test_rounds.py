@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers.models import run_oneshot, save_wide_llama
+from helpers.models import make_dataset, run_oneshot, save_opt, save_wide_llama
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import RecoveryModifier, StruPruneModifier, read_manifest
@@ -124,3 +124,18 @@ def test_a_replay_of_rounds_is_refused(opt, tmp_path):
     run_oneshot(str(opt), recipe=list_rounds({"allocation": CURVES}, 0.2, 0.4), output_dir=str(tmp_path / "out"))
     with pytest.raises(ValueError, match=r"made in rounds\. Run its recipe again"):
         StruPruneModifier(replay=str(tmp_path / "out"))
+
+
+def test_widths_of_later_runs_are_rounded_as_those_of_the_first(tmp_path):
+    """The width before any pruning decides: 512 channels are rounded, and so are the 4xx that a first run leaves."""
+    dense = save_opt(tmp_path / "dense", ffn_dim=512, num_hidden_layers=2)
+    data = {"dataset": make_dataset(24), "num_calibration_samples": 24}
+    fields = {"attention_unit": "none", "allocation": "uniform", **data}
+    run_oneshot(str(dense), sparsity=0.1, output_dir=str(tmp_path / "first"), **fields)
+    run_oneshot(str(tmp_path / "first"), sparsity=0.15, output_dir=str(tmp_path / "second"), **fields)
+    rounds = [StruPruneModifier(sparsity=share, attention_unit="none", allocation="uniform") for share in (0.1, 0.3)]
+    run_oneshot(str(dense), recipe=rounds, output_dir=str(tmp_path / "rounds"), **data)
+    for name in ("first", "second", "rounds"):
+        manifest = read_manifest(tmp_path / name)
+        assert all(group.kept % 8 == 0 and group.kept < 512 for group in manifest.groups), name
+        assert manifest.budget.rounding[0].because == ["width_multiple: auto"]

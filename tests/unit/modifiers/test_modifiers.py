@@ -500,7 +500,7 @@ def test_width_multiple_is_kept(opt, tmp_path):
 
 
 def test_a_width_multiple_without_an_ffn_is_refused(opt):
-    with pytest.raises(ValueError, match="`width_multiple: 2` has no effect where no FFN is pruned"):
+    with pytest.raises(ValueError, match="`width_multiple: 2` has no effect on the chosen modules"):
         run_oneshot(str(opt), sparsity=0.2, width_multiple=2, prune_ffn=False)
 
 

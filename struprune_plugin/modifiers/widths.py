@@ -14,7 +14,7 @@ from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import nn
 
-from struprune_plugin.export.any_class import build_dense, find_stock, make_dense_config
+from struprune_plugin.export.any_class import build_dense, find_stock, make_dense_config, replace_conv1d
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
@@ -62,6 +62,7 @@ def find_roundings(
 def _measure_dense_ffns(model: nn.Module) -> dict[str, int]:
     """Return the widths that the FFNs of a pruned model had in the dense one."""
     dense = build_dense(find_stock(type(model)), make_dense_config(model.config))  # type: ignore[arg-type]
+    replace_conv1d(dense)
     has_ffns = any(kind.ffns for kind in find_structure(dense).kinds)
     return {group.name: group.num_units for group in find_groups(dense, "none")} if has_ffns else {}
 

@@ -49,7 +49,7 @@ def test_find_groups_targets_and_ignore_choose_by_name():
     ("options", "message"),
     [
         ({"targets": ["re:.*mlp.*"]}, r"targets: 're:\.\*mlp\.\*' must match .* got no match"),
-        ({"ignore": ["layers.7.fc2"]}, "targets: 'layers.7.fc2' must match"),
+        ({"ignore": ["layers.7.fc2"]}, "ignore: 'layers.7.fc2' must match"),
         ({"attention_unit": "none", "prune_ffn": False}, "at least one module must be left to prune, got none"),
         ({"ignore": ["re:.*"]}, "at least one module must be left to prune, got none"),
     ],

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.structure.locate import ABSENT, is_pruned
+from struprune_plugin.model.structure.locate import ABSENT, find_stock, is_pruned
 from struprune_plugin.model.surgery import read_weight, set_weight
 
 Shapes = dict[str, tuple[int, ...]]
@@ -93,11 +93,6 @@ def describe_form(config: PreTrainedConfig) -> str:
     """Return the form of a configuration: ``dense``, ``per_layer`` or ``linears``."""
     layout = getattr(config, "layout", None) if is_pruned(type(config)) else None
     return "dense" if layout is None else "linears" if "linears" in layout else "per_layer"
-
-
-def find_stock(kind: type) -> Any:
-    """Return the dense class of a class, pruned or not."""
-    return next(base for base in kind.__mro__ if not is_pruned(base))
 
 
 def build_dense(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:

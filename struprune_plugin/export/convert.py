@@ -21,7 +21,6 @@ from struprune_plugin.export.any_class import (
     describe_form,
     describe_linears,
     describe_parameters,
-    find_stock,
     grow_padded,
     keep_offload,
     list_absent,
@@ -37,6 +36,7 @@ from struprune_plugin.model.experts import pack_experts
 from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import LayerLayout, Structure
+from struprune_plugin.model.structure.locate import find_stock
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import VALUE, describe_padding
 from struprune_plugin.runtime.residence import compare_embeddings_on_host

@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
 from struprune_plugin.export import modeling_struprune as modeling
-from struprune_plugin.export.any_class import find_stock
+from struprune_plugin.model.structure.locate import find_stock
 
 FILE_NAME = "modeling_struprune_custom"
 _HEAD = '''"""The pruned classes of the code beside this file, made by struprune_plugin."""

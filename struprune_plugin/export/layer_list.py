@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune as modeling
-from struprune_plugin.export.any_class import build_dense, describe_form, find_stock, make_dense_config
+from struprune_plugin.export.any_class import build_dense, describe_form, make_dense_config
 from struprune_plugin.model.structure.finder import describe_kind, is_position
-from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.locate import find_stock, locate_layers
 
 _BY_LAYER = ("linears", "parameters", "skip")  # entries of a layout that are lists over layers
 

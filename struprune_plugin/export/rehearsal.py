@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from struprune_plugin.export.any_class import find_stock, make_dense_config, replace_conv1d
+from struprune_plugin.export.any_class import make_dense_config, replace_conv1d
 from struprune_plugin.export.convert import adopt_attention, adopt_config
 from struprune_plugin.export.layer_list import drop_layers
 from struprune_plugin.export.sublayers import allow_sublayers, remove_sublayer
@@ -25,6 +25,7 @@ from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.locate import find_stock
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.surgery import mask_group, read_consumer, set_consumer, slice_group
 from struprune_plugin.model.units import AttentionUnit, find_groups

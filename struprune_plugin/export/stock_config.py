@@ -13,7 +13,6 @@ from struprune_plugin.export.any_class import (
     Shapes,
     build_dense,
     describe_form,
-    find_stock,
     list_absent,
     list_differences,
     list_shapes,
@@ -28,6 +27,7 @@ from struprune_plugin.model.layers import (
     has_uniform_layers,
     measure_layer,
 )
+from struprune_plugin.model.structure.locate import find_stock
 from struprune_plugin.model.units.group import UnitGroup
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import (
     build_dense,
-    find_stock,
     list_absent,
     make_dense_config,
     replace_conv1d,
@@ -23,7 +22,7 @@ from struprune_plugin.export.any_class import (
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import AttentionLayout, FFNLayout, Sublayer
-from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.locate import find_stock, locate_layers
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.units.group import UnitGroup
 

@@ -81,8 +81,8 @@ def probe_costs(shapes: Shapes, sparsity: float, recipe: Recipe, work: Workload)
     :param recipe: a fresh recipe, as modifiers run only once
     """
     started = time.time() - psutil.Process().create_time()  # start-up time of any command
-    trains = any(isinstance(stage, RecoveryModifier) for stage in recipe.modifiers)
-    recipe.modifiers = [stage for stage in recipe.modifiers if not isinstance(stage, RecoveryModifier)]
+    stages = [stage for stage in recipe.modifiers if not isinstance(stage, RecoveryModifier)]
+    trains, recipe.modifiers = len(stages) < len(recipe.modifiers), stages
     _, modifier = find_pruning(recipe.modifiers)
     for stage in recipe.modifiers:
         if isinstance(stage, SparsityAllocatorModifier):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.allocation.rules import Budget, GroupStatistics
 from struprune_plugin.allocation.rules.error_curve import ErrorCurve
+from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.linalg.budget import allocate_error_curves
 from struprune_plugin.linalg.knapsack import Limit
 from struprune_plugin.linalg.rounding import GroupSize
@@ -218,3 +219,12 @@ def test_a_cache_budget_of_equal_layers_leaves_ffns_whole(llama, tmp_path, share
     manifest = read_manifest(tmp_path / "out")
     assert all(group.kept == group.num_units for group in manifest.groups if group.kind == "ffn")
     assert manifest.budget.limits[0].met <= share
+
+
+def test_units_that_save_nothing_stay_in_whole_steps():
+    """44 channels by 8: 40 stay, as no step holds all of them."""
+    sizes = [GroupSize("a", "attention", 4, 10, 1), GroupSize("f", "ffn", 44, 3, 8)]
+    nothing = torch.zeros(45, dtype=torch.float64)
+    limit = Limit("cache", [torch.arange(5, dtype=torch.float64), nothing], 2.0)
+    plan = allocate_uniformly(sizes, 0.5, lambda _kind, _count: True, [limit])
+    assert plan.kept == {"a": 2, "f": 40}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,11 +74,9 @@ def find_table(engine: str, model: PreTrainedModel, dtype: torch.dtype, units: S
         logger.info(
             f"timing the model's modules in {engine}: {', '.join(run.phases)}, batch {run.batch}, length {run.length}"
         )
-        kinds = list_kinds(model, units)
-        measure = lambda: _measure_table(ENGINES[engine], model, dtype, kinds, run).model_dump()  # noqa: E731
-        found = compute_on_rank0(
-            measure, dict[str, Any], torch.device("cpu")
-        )  # all processes plan with the same speeds
+        measure = partial(_measure_table, ENGINES[engine], model, dtype, list_kinds(model, units), run)
+        # all processes plan with the same speeds
+        found = compute_on_rank0(lambda: measure().model_dump(), dict[str, Any], torch.device("cpu"))
         _measured[key] = CostTable.model_validate(found)
     return _measured[key]
 

@@ -84,11 +84,9 @@ def _fit_alike(sizes: Sizes, allowed: Callable[[str, int], bool], limits: Sequen
         else:
             low = middle
     for kind in dict.fromkeys(size.kind for size in sizes):  # units that save nothing stay
-        step, most = next((size.step, size.num_units) for size in sizes if size.kind == kind)
-        for count in range(most, 0, -step):
-            more = [max(count, n) if size.kind == kind else n for size, n in zip(sizes, counts, strict=True)]
-            if more == counts:
-                break
+        size, present = next(pair for pair in zip(sizes, counts, strict=True) if pair[0].kind == kind)
+        for count in range(size.num_units // size.step * size.step, present, -size.step):
+            more = [count if other.kind == kind else n for other, n in zip(sizes, counts, strict=True)]
             if allowed(kind, count) and all(limit.fits(more) for limit in limits):
                 counts = more
                 break

@@ -17,7 +17,7 @@ from struprune_plugin.model.structure.couplings import COPIES, Call, measure_cou
 from struprune_plugin.model.structure.expert_units import find_experts
 from struprune_plugin.model.structure.joins import find_joins
 from struprune_plugin.model.structure.layout import AttentionLayout, FFNLayout, LayerLayout, Structure
-from struprune_plugin.model.structure.locate import is_pruned, locate_layers
+from struprune_plugin.model.structure.locate import find_stock, locate_layers
 from struprune_plugin.model.structure.plain_attention import is_plain
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class, shrink_config
 from struprune_plugin.model.structure.trial_removal import find_flaw, make_trial, mixes
@@ -42,7 +42,7 @@ def find_structure(model: nn.Module) -> Structure:
     config: Any = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(f"model: must be a language model of transformers, got {type(model).__name__!r}.")
-    return find_structure_of(config, next(kind for kind in type(model).__mro__ if not is_pruned(kind)))
+    return find_structure_of(config, find_stock(type(model)))
 
 
 def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:

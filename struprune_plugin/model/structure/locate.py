@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from compressed_tensors.offload import disable_onloading
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,6 +16,11 @@ ABSENT = f"{PREFIX}Absent"  # class of the stand-in for a removed module
 def is_pruned(kind: type) -> bool:
     """Return whether a class of models or configurations is a pruned one."""
     return kind.__name__.startswith(PREFIX)
+
+
+def find_stock(kind: type) -> Any:
+    """Return the dense class of a class, pruned or not."""
+    return next(base for base in kind.__mro__ if not is_pruned(base))
 
 
 def locate_layers(model: nn.Module) -> str:

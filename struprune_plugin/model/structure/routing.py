@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from struprune_plugin.model.experts import list_experts, pack_experts, take_apart
 from struprune_plugin.model.structure.config_parts import find_first
 from struprune_plugin.model.structure.finder import make_dense
-from struprune_plugin.model.structure.locate import is_pruned, locate_layers
+from struprune_plugin.model.structure.locate import find_stock, locate_layers
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import build_instance, draw_tokens, find_class
 
@@ -132,7 +132,7 @@ def find_routing(model: nn.Module) -> Routing:
     :raises ValueError: the logits differ, or no key of the configuration holds the number of experts
     """
     config: Any = make_dense(model.config)  # type: ignore[arg-type]
-    kind, config = find_class(config, next(k for k in type(model).__mro__ if not is_pruned(k)))
+    kind, config = find_class(config, find_stock(type(model)))
     small = shrink_config(config)
     key = f"{kind.__module__}.{kind.__name__} {small.to_json_string(use_diff=False)}"
     if key not in _KNOWN:

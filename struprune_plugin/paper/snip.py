@@ -30,7 +30,9 @@ class SNIP(GradientImportance):
         if not is_consumer and part.linear.bias is not None:
             value = value - part.linear.bias.detach()  # a producer's bias does not count as a weight
         products = value.double() * part.gradient.double()
-        return products.sum(1) if products.dim() == 3 else [products.sum(0)]
+        if part.group.experts:  # may have seen no token
+            return [products.sum(0)]
+        return products.view(len(part.inputs), -1, value.shape[-1]).sum(1)
 
     def finish(self, scores: Tensor) -> Tensor:
         return scores.abs()

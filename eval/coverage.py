@@ -30,19 +30,28 @@ import torch
 from datasets import Dataset
 from loguru import logger
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from eval.equivalence import mask_dense
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export.any_class import replace_conv1d
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.linalg.second_moments import append_bias
+from struprune_plugin.model.experts import pack_experts, take_apart
+from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class
+from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.storage.manifest import Manifest
 
 LAYERS = 8
 SPARSITY, FEW = 0.3, 0.05
@@ -303,6 +312,29 @@ def check_equal(case: Case, pruned: Any, folder: Path) -> str:
     difference = compare(case.run(pruned), case.run(masked))
     check(difference < 1e-4, f"differs from the masked dense model by {difference:.0e}")
     return f"{difference:.0e}"
+
+
+def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: Manifest) -> None:
+    """Give the dense model the pruned one's weights at the manifest's indices, and zeros elsewhere."""
+    sliced = dict(pruned.named_parameters())
+    for name, parameter in dense.named_parameters():
+        if name in sliced and parameter.shape == sliced[name].shape:  # queries and keys: what ADMM may have changed
+            parameter.data.copy_(sliced[name].data)
+    keep = {record.name: torch.tensor(record.keep) for record in manifest.groups}
+    kinds = [record.kind for record in manifest.groups]
+    unit: Any = next((kind for kind in kinds if kind not in ("ffn", "experts")), "none")
+    if "experts" in kinds:
+        take_apart(dense)
+        take_apart(pruned)
+    pairs = [find_groups(m, unit, "ffn" in kinds, prune_experts="experts" in kinds) for m in (dense, pruned)]
+    for group, smaller in zip(*pairs, strict=True):
+        if group.name not in keep:
+            continue
+        source = pruned.get_submodule(group.layer_name)
+        new = {name: append_bias(*read_weight(find_linear(source, name))) for name in group.producers}
+        layer = dense.get_submodule(group.layer_name)
+        mask_group(layer, group, keep[group.name], read_consumer(source, smaller), new)
+    pack_experts(pruned)
 
 
 def describe_size(case: Case, model: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,11 +10,6 @@ import torch
 from compressed_tensors.utils import patch_attr
 
 from eval.account import LiveBytes
-
-
-def time_side_by_side(runs: Mapping[str, Callable[[], object]], repeats: int = 7) -> dict[str, float]:
-    """Return the median seconds of each run, in turns."""
-    return {name: statistics.median(values) for name, values in time_turns(runs, repeats).items()}
 
 
 def time_turns(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

@@ -15,7 +15,7 @@ from llmcompressor.modifiers.pruning import REAPPruningModifier
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticCache
 
 from eval.account import count_memory
-from eval.equivalence import mask_dense
+from eval.coverage import mask_dense
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, run_tasks

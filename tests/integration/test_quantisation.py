@@ -14,7 +14,6 @@ from llmcompressor.modifiers.factory import ModifierFactory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.quantisation import compare_with_parts, make_recipe
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, run_tasks
@@ -477,31 +476,3 @@ def test_tidy_recipe_leaves_alone_what_has_no_plain_form(tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     tidy_recipe(tmp_path)
     assert (tmp_path / "recipe.yaml").read_text() == text
-
-
-# -- eval.quantisation --------------------------------------------------------------------------------------------
-
-
-def test_comparison_with_the_sum_of_the_parts():
-    def row(value):
-        return {"perplexity": {"books": value}}
-
-    rows = {"dense": row(10.0), "W8A8": row(11.0), "pruned 20%": row(12.0), "pruned 20% + W8A8": row(13.0)}
-    assert compare_with_parts(rows, "W8A8", 0.2, "books") == "1.00"
-    rows["pruned 20%, widths for W8A8"] = row(11.0)
-    assert compare_with_parts(rows, "W8A8", 0.2, "books") == "1.00 / 1.50 (!)"
-
-
-@pytest.mark.parametrize(
-    ("quantiser", "sparsity", "stages"),
-    [
-        ("W8A8", 0.0, ["quantisation_stage"]),
-        (None, 0.3, ["pruning_stage"]),
-        ("W4A16", 0.3, ["pruning_stage", "quantisation_stage"]),
-    ],
-)
-def test_rows_are_parts_of_the_shipped_recipes(quantiser, sparsity, stages):
-    content = yaml.safe_load(make_recipe(quantiser, sparsity))
-    assert list(content) == stages
-    if sparsity:
-        assert load_recipe(yaml.safe_dump(content, sort_keys=False)).modifiers[0].sparsity == sparsity

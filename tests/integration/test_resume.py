@@ -206,7 +206,7 @@ def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):
 
 @pytest.mark.portability
 def test_a_process_killed_for_real_goes_on(opt, tmp_path):
-    """kill -9 once a layer is done; eval.kills does so at twenty random moments."""
+    """kill -9 once a layer is done."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("s_stage: {s_modifiers: {StruPruneModifier: {sparsity: 0.3, ffn_tuning: {epochs: 40}}}}")
     command = [

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from helpers.families import make_model
 from helpers.models import ROOT, make_dataset, save_model
 from llmcompressor.modifiers import Modifier
-from transformers import AutoModelForCausalLM, AutoTokenizer, OPTForCausalLM
+from transformers import AutoTokenizer, OPTForCausalLM
 
-from eval import deepen, ledger, memory, methods, paper_sizes, paper_tables, quality, quantisation, rows, zeroshot
+from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
 from eval.peers.fasp import prune_fasp
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
@@ -241,71 +240,6 @@ def test_digest_sources_sees_names_and_contents(tmp_path):
 def test_identify_model_refuses_what_is_neither_folder_nor_hub_name(tmp_path):
     with pytest.raises(ValueError, match="must be a model folder or a hub name"):
         ledger.identify_model(str(tmp_path / "absent"))
-
-
-def test_quantisation_rows_tell_fields_and_what_they_replay(work, tmp_path):
-    told = quantisation.describe_run(work, quantisation.make_recipe("W8A8", 0.3))
-    assert told["fields"] == ledger.resolve_fields({}, 0.3) | {
-        k: told["fields"][k] for k in ("attention_unit", "sensitivity")
-    }
-    assert "quantisation_stage" in told["recipe"]
-    seen = []
-    for text in ("{}", '{"kept": 1}'):
-        manifest = tmp_path / "manifest.json"
-        manifest.write_text(text)
-        seen.append(quantisation.describe_run(work, quantisation.make_replay(manifest), manifest))
-    assert seen[0] != seen[1]
-
-
-def test_quantisation_replays_the_manifest_of_the_very_row_it_shows(opt, texts, tmp_path, monkeypatch):
-    made = []
-
-    def compress(_work, recipe, manifest):
-        made.append(recipe)
-        manifest.write_text(json.dumps({"run": len(made)}))
-        rounded = "GPTQModifier" in recipe and "StruPruneModifier" in recipe
-        return {
-            "perplexity": {"WikiText-2": 9.0, "books": 9.0},
-            "removed": 0.3,
-            "rounded": rounded,
-            "bytes": 1,
-            "seconds": 1.0,
-        }
-
-    dense = {"perplexity": {"WikiText-2": 8.0, "books": 8.0}, "removed": 0.0, "bytes": 1, "seconds": 0.0}
-    monkeypatch.setattr(quantisation, "compress_and_score", compress)
-    monkeypatch.setattr(quantisation, "score_dense", lambda _: dense)
-    words = [
-        "--model",
-        opt,
-        "--data",
-        texts,
-        "--num-samples",
-        8,
-        "--window",
-        32,
-        "--sparsity",
-        0.3,
-        "--output",
-        tmp_path,
-    ]
-    monkeypatch.setattr(sys, "argv", ["quantisation", *map(str, words)])
-    quantisation.main()
-    first = len(made)
-    replays = [recipe for recipe in made if "replay" in recipe]
-    assert len(replays) == len(quantisation.QUANTISERS)
-    quantisation.main()
-    assert len(made) == first, "all rows are read back"
-    digest = ledger.digest_sources
-    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
-    quantisation.main()
-    assert len(made) == 2 * first
-    again = [recipe for recipe in made[first:] if "replay" in recipe]
-    assert not set(replays) & set(again), "other rows, other manifests"
-    for recipe in again:
-        Path(yaml.safe_load(recipe)["pruning_stage"]["pruning_modifiers"]["StruPruneModifier"]["replay"]).unlink()
-    with pytest.raises(SystemExit, match="must be there, as its row"):
-        quantisation.main()
 
 
 def test_run_row_prunes_and_scores_by_fields(work):
@@ -679,14 +613,3 @@ def test_quality_runs_both_studies_and_reads_finished_rows(opt, texts, tmp_path,
     monkeypatch.setattr(quality, "run_row", lambda *_, **__: pytest.fail("a finished row was made again"))
     quality.main()
     assert {"ladder.md", "data.md", "quality.json"} <= {file.name for file in tmp_path.iterdir()}
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_deepen_puts_copies_that_add_nothing_between(name, tmp_path, monkeypatch):
-    folder, ids = save_model(make_model(name, num_hidden_layers=4), tmp_path / "m"), torch.arange(4, 30)[None]
-    options = ["--every", "2", "--scale", "0", "--output", str(tmp_path / "deep")]
-    monkeypatch.setattr(sys, "argv", ["deepen", "--model", str(folder), *options])
-    assert deepen.main() == 0
-    model, deep = (AutoModelForCausalLM.from_pretrained(each) for each in (folder, tmp_path / "deep"))
-    assert deep.config.num_hidden_layers == 6
-    torch.testing.assert_close(deep(ids).logits, model(ids).logits)

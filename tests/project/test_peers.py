@@ -7,14 +7,13 @@ import pytest
 import torch
 from helpers.families import make_model
 from helpers.models import VOCABULARY, make_opt, save_model, save_opt
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from eval.peers import flap, llm_pruner, slicegpt
 from eval.peers.fasp import prune_fasp
 from eval.peers.flap import prune_flap
 from eval.peers.llm_pruner import prune_llm_pruner
 from eval.peers.osscar import plan_counts, prune_osscar, search_swaps, subtract_bias
-from eval.peers.saving import save_as_stock
 from eval.peers.slicegpt import count_kept_channels, find_principal_basis, prune_slicegpt
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import DEMO_MODEL
@@ -134,19 +133,6 @@ def test_a_peer_is_closer_to_the_dense_model_than_plain_deletion_of_its_units(pe
     result = UNIT_PEERS[peer](dense_folder, make_windows(), 0.25)
     mask_like(dense, result.model, restored=False)
     assert measure_difference(result.model, reference) < measure_difference(dense, reference)
-
-
-@pytest.mark.parametrize(
-    ("model", "peer", "sparsity"), [("llama_bias", "FASP", 0.3), ("llama_bias", "OSSCAR", 0.5), ("opt", "FASP", 0.3)]
-)
-def test_the_stock_class_loads_what_a_peer_left(model, peer, sparsity, tmp_path):
-    dense = str(MODELS[model](tmp_path / "dense"))
-    result = UNIT_PEERS[peer](dense, make_windows(), sparsity)
-    reference = compute_logits(result.model, make_windows())
-    save_as_stock(result.model, tmp_path / "saved")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    assert count_prunable_parameters(again) < count_prunable_parameters(load_checkpoint(dense)[0])
-    torch.testing.assert_close(compute_logits(again, make_windows()), reference)
 
 
 # -- FASP under grouped queries ------------------------------------------------------------------------------------------

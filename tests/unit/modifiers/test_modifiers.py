@@ -12,7 +12,7 @@ from helpers.models import make_dataset, make_opt, run_oneshot, save_opt
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.account import count_memory
-from eval.equivalence import mask_dense
+from eval.coverage import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP

@@ -4,7 +4,7 @@ from helpers.families import make_model
 from helpers.models import make_dataset, run_oneshot, save_opt
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
-from eval.equivalence import mask_dense
+from eval.coverage import mask_dense
 from struprune_plugin import read_manifest
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit

@@ -4,9 +4,71 @@ import json
 
 import pytest
 
-from eval.fuzz import make_manifest
+from struprune_plugin import StruPruneModifier
 from struprune_plugin.storage.manifest import digest_manifest, parse_manifest, read_manifest, write_manifest
 from struprune_plugin.storage.records import EvaluationRecord
+
+
+def make_manifest():
+    """Return a manifest as a run writes it, of two layers."""
+    solve = {"target_energy": 2.0, "error_before": 0.2, "error_after": 0.1, "damping": 0.01, "admm": None}
+    groups = [
+        {
+            **{
+                "name": f"model.layers.{layer}.{name}",
+                "layer": layer,
+                "kind": kind,
+                "num_units": units,
+                "num_blocks": blocks,
+            },
+            **{"unit_cost": 9, "kept": len(keep), "sparsity": 1 - len(keep) / units, "scores": None, **solve},
+            **{"condition_number": 10.0, "scale": None, "rest": 0, "keep": keep},
+        }
+        for layer in range(2)
+        for name, kind, units, blocks, keep in (
+            ("self_attn.o_proj", "value_channels", 8, 2, [0, 2, 5, 6]),
+            ("mlp.down_proj", "ffn", 6, 1, [1, 2, 5]),
+        )
+    ]
+    return {
+        "format_version": 1,
+        "versions": {"torch": "2.13.0"},
+        "model": {"base": "m", "type": "t", "weights_sha256": "0", "parameters_before": 200, "parameters_after": 100},
+        "settings": StruPruneModifier(sparsity=0.3).dump_fields(),
+        "seed": 0,
+        "calibration": {"num_sequences": 8, "num_tokens": 256, "sha256": "0"},
+        "budget": {
+            **{"prunable_parameters": 180, "asked_sparsity": 0.3, "removed_parameters": 54, "met_sparsity": 0.3},
+            "rounding": [{"kind": "ffn", "width_multiple": 2, "because": ["x"], "modules": ["y"]}],
+            "limits": [
+                {
+                    "name": "bytes",
+                    "asked": 4e2,
+                    "planned": 399.5,
+                    "met": 399.5,
+                    "dense": 8e2,
+                    "fixed": 99.5,
+                    "modules": {"y": 3e2},
+                }
+            ],
+        },
+        "allocation": {"method": "softmax", "temperature": 1.0, "searched": [{"temperature": 1.0, "error": 0.1}]},
+        "memory_measure": "none",
+        "stages": [{"name": "solve", "seconds": 0.1, "peak_bytes": None}],
+        "sensitivity": {},
+        "tuning": {},
+        "groups": groups,
+        "experts": [
+            {
+                "name": "model.layers.0.mlp.experts",
+                "layer": 0,
+                "num_experts": 4,
+                "keep": [0, 2],
+                "removed_parameters": 9,
+            }
+        ],
+        "recovery": {"settings": {"rank": 8}, "steps": 3, "tokens_seen": 9, "seconds": 0.1},
+    }
 
 
 @pytest.fixture

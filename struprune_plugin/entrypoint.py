@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.model_card import try_write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.runtime.distributed import join_processes
-from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed, read_headers
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.records import EvaluationRecord
@@ -66,7 +68,7 @@ def oneshot(
     :param model: a folder, a hub name or a loaded model
     :param recipe: a shipped recipe's name, a YAML file, a YAML text, or modifiers
     :param output_dir: folder to write. None saves nothing
-    :param overwrite: let ``output_dir`` replace an earlier, unchanged output of StruPrune
+    :param overwrite: let ``output_dir`` replace an earlier output of StruPrune
     :param offload_folder: folder for weights that the host's memory does not hold, for a model given by name; the returned
         model reads them, so the caller removes the folder
     :param offload_memory: bytes of weights to keep in memory with ``offload_folder``. None is all free memory but 5 GB
@@ -219,16 +221,20 @@ def list_inputs(
 def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[str, Any]) -> int:
     """Return a lower bound on the bytes of a run's output weights; 0 if the input's weights are not on this machine.
 
-    It refuses no output that would fit: all weights are assumed to shrink by the sparsity, though embeddings do not; by half
-    if the model is loaded in half precision, and to a quarter if a modifier of llm-compressor follows.
+    The matrices of the decoder layers shrink by the sparsity, or to nothing under another budget; all weights by half if the
+    model is loaded in half precision, and to a quarter if a modifier of llm-compressor follows.
     """
+    folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
+    headers = read_headers(source, kwargs.get("model_revision", "main"))
+    shapes = [(name, shape) for header in headers.values() for name, shape in header.items()]
+    matrices = sum(prod(shape) for name, shape in shapes if len(shape) > 1 and re.search(r"\.\d+\.", name))
     ours = [modifier for modifier in modifiers if isinstance(modifier, StructuredModifier)]
-    left = min([1.0, *(1 - modifier.sparsity for modifier in ours if modifier.sparsity)])
+    removed = max((modifier.sparsity for modifier in ours if modifier.sparsity), default=1.0 if ours else 0.0)
+    left = 1 - removed * matrices / max(1, sum(prod(shape) for _, shape in shapes))
     if kwargs.get("precision") in ("bfloat16", "float16"):
         left /= 2
     if any(not isinstance(modifier, StageModifier) for modifier in modifiers):
         left /= 4
-    folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
     return int(measure_weight_bytes(folder) * left) if folder else 0
 
 

@@ -10,7 +10,6 @@ from struprune_plugin.cli.options import Folder, Overwrite, option
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
-from struprune_plugin.storage.verify import check_undamaged
 
 _FORMS = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"]  # of struprune_plugin.export.forms
 
@@ -31,7 +30,6 @@ def convert(
     """
     if not path.is_dir():
         raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
-    check_undamaged(path)
     from struprune_plugin import registration  # noqa: F401
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.reporting.model_card import try_write_card

@@ -24,7 +24,6 @@ from struprune_plugin.cli.recipes_command import recipes
 from struprune_plugin.cli.report_command import report
 from struprune_plugin.cli.sample_command import sample
 from struprune_plugin.cli.sweep_command import sweep
-from struprune_plugin.cli.verify_command import verify
 
 # Commands import torch and llm-compressor only when they run, so that help and early errors take no seconds.
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -38,7 +37,6 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "report": report,
     "compare": compare,
     "sweep": sweep,
-    "verify": verify,
     "recipes": recipes,
     "doctor": doctor,
 }

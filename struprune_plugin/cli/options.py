@@ -20,7 +20,6 @@ from rich.markup import escape
 from struprune_plugin.cli.console import Screen, run_command
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
 from struprune_plugin.storage.files import read_bytes
-from struprune_plugin.storage.listing import read_listing
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _RESTARTED = "STRUPRUNE_RESTARTED"  # set in a process that was restarted to see one device
@@ -99,7 +98,7 @@ Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder")]
 Seed = Annotated[int, whole("seed of all random choices", 0, 2**32 - 1)]
 Dtype = Annotated[Floats, option("dtype that the model is loaded in")]
 Device = Annotated[str, option("device: auto, cpu, cuda or cuda:N", "D")]
-Overwrite = Annotated[bool, flag("--overwrite", "replace an earlier output, if its files are unchanged")]
+Overwrite = Annotated[bool, flag("--overwrite", "replace an earlier output of StruPrune")]
 
 
 @dataclass(frozen=True)
@@ -259,14 +258,6 @@ def _check_model_name(name: str) -> None:
         raise ValueError(
             f"model: {name!r} must be a model folder or a hub name that can be loaded, got {found}. Correct the path or the name."
         )
-
-
-def register_types(folder: Path) -> None:
-    """Let transformers know pruned models before a folder without a list of its files is checked: its weights are read then."""
-    if folder.is_dir() and read_listing(folder) is None:
-        from struprune_plugin.export.classes import register_auto_classes
-
-        register_auto_classes()
 
 
 def prepare(device: str, screen: Screen, verbose: bool = False) -> None:

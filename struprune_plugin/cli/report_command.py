@@ -10,7 +10,6 @@ from struprune_plugin.cli.console import Screen
 from struprune_plugin.cli.options import Device, Folder, check_device, flag, option, prepare, whole
 from struprune_plugin.storage.files import write_whole
 from struprune_plugin.storage.manifest import read_manifest
-from struprune_plugin.storage.verify import check_undamaged
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ def report(path: Folder, page: Page, screen: Screen, device: Device = "auto") ->
             _check_new_file(name, file, page.overwrite)
     samples = []
     if not page.no_samples:
-        check_undamaged(path)
         prepare(device, screen)
         samples = _write_samples(path, manifest.model.base, page)
     from struprune_plugin.reporting.html_report import make_page

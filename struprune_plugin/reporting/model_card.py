@@ -14,7 +14,6 @@ from struprune_plugin.reporting.results import list_result_rows, name_result
 from struprune_plugin.reporting.tables import Table, list_facts, read_saved_config
 from struprune_plugin.reporting.templates import fill_template
 from struprune_plugin.storage.checkpoint import find_checkpoint
-from struprune_plugin.storage.listing import list_entries, write_listing
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from struprune_plugin.storage.records import EvaluationRecord
 
@@ -28,6 +27,16 @@ _TAGS = ["struprune", "structured-pruning", "llm-compressor"]
 
 def write_card(folder: Path, base: str = "") -> None:
     """Write the model card of an output folder, and copy the dense model's licence.
+
+    :param base: as in :func:`make_card`
+    """
+    text = make_card(folder, base)
+    ModelCard(text)  # raises on what the Hub could not read
+    (folder / CARD_NAME).write_text(text, encoding="utf-8")
+
+
+def make_card(folder: Path, base: str = "") -> str:
+    """Return the text of the model card of an output folder, and copy the dense model's licence.
 
     :param base: folder or hub name of the dense model; that of the manifest takes precedence
     """
@@ -50,7 +59,7 @@ def write_card(folder: Path, base: str = "") -> None:
         **{key: carried[key] for key in _CARRIED if key in carried},
     )
     rows = list_result_rows(evaluation)
-    text = fill_template(
+    return fill_template(
         "model_card.md",
         data=data.to_yaml(),
         name=name,
@@ -61,8 +70,6 @@ def write_card(folder: Path, base: str = "") -> None:
         gguf=next((file.name for file in folder.glob("*.gguf")), ""),
         versions=", ".join(f"{name} {value}" for name, value in (manifest.versions if manifest else {}).items()),
     )
-    ModelCard(text)  # raises on what the Hub could not read
-    (folder / CARD_NAME).write_text(text, encoding="utf-8")
 
 
 def try_write_card(folder: Path, base: str = "") -> None:
@@ -74,24 +81,20 @@ def try_write_card(folder: Path, base: str = "") -> None:
 
 
 def keep_results(folder: Path, found: EvaluationRecord) -> str:
-    """Add results to an output's manifest and card; a repeated measurement replaces the earlier one.
+    """Add results to an output's manifest and card; a repeated measurement replaces the earlier one. An edited card stays.
 
     :return: why they were not stored; empty if they were
     """
     try:
-        entries = {entry.name: entry.state for entry in list_entries(folder, whole=False)}
-        if any(state in ("changed", "missing") for name, state in entries.items() if name != CARD_NAME):
-            return f"{folder} is damaged (struprune verify {folder})"
+        card = folder / CARD_NAME
+        is_edited = card.is_file() and card.read_text(encoding="utf-8") != make_card(folder)
         manifest, held = read_manifest(folder), {}
         for kind in ("perplexity", "tasks"):
             results = (*getattr(manifest.evaluation, kind), *getattr(found, kind))
             held[kind] = list({(name_result(entry), getattr(entry, "sha256", "")): entry for entry in results}.values())
         write_manifest(manifest.model_copy(update={"evaluation": EvaluationRecord(**held)}), folder)
-        written = [MANIFEST_NAME]
-        if entries.get(CARD_NAME, "missing") in ("as written", "missing"):  # a card that was edited stays
+        if not is_edited:
             try_write_card(folder)
-            written += [CARD_NAME] * (folder / CARD_NAME).is_file()
-        write_listing(folder, written)
     except (OSError, ValueError) as error:
         return f"{folder} cannot be read or written: {error}"
     return ""

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
-from struprune_plugin.storage.listing import list_foreign
 
 GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
 
@@ -289,7 +288,6 @@ def test_an_earlier_output_is_overwritten_and_nothing_else(opt, tmp_path):
     assert read_manifest(out).budget.asked_sparsity == 0.3
     run_oneshot(str(opt), sparsity=0.2, output_dir=str(out), overwrite=True)
     assert read_manifest(out).budget.asked_sparsity == 0.2
-    assert list_foreign(out) == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -301,11 +299,11 @@ def test_inputs_are_never_overwritten(opt, tmp_path, loaded):
     before = {path.name: path.stat().st_mtime_ns for path in model.iterdir()}
     options = {"sparsity": 0.3, "output_dir": model, "overwrite": True, "tokenizer": str(opt)}
     given = AutoModelForCausalLM.from_pretrained(model) if loaded else model
-    with pytest.raises(ValueError, match="must not be or hold an input of the run"):
+    with pytest.raises(ValueError, match="must not be or hold the input"):
         run_oneshot(given, **options)
     for name in ("struprune.json", "recipe.yaml"):
         fields = {"replay": str(model / name)} if name == "struprune.json" else {"recipe": str(model / name)}
-        with pytest.raises(ValueError, match="must not be or hold an input of the run"):
+        with pytest.raises(ValueError, match="must not be or hold the input"):
             run_oneshot(str(opt), **{k: v for k, v in options.items() if k != "sparsity"}, **fields)
     assert {path.name: path.stat().st_mtime_ns for path in model.iterdir()} == before
 

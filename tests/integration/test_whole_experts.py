@@ -19,7 +19,6 @@ from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.pruning.resume import LayerLog
-from struprune_plugin.storage.verify import find_damage
 
 TYPES = {
     "qwen3_moe": "the plain kind",
@@ -93,7 +92,6 @@ def test_the_stock_class_loads_it_by_one_number_and_generates(case):
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     cached, uncached = (stock.generate(tokens, use_cache=cache, **options) for cache in (True, False))
     assert torch.equal(cached, uncached)
-    assert not find_damage(out)
 
 
 def test_the_manifest_counts_every_parameter(case):

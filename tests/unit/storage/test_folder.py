@@ -1,7 +1,6 @@
 """What an output folder may replace, and what is left where a run ends badly. No model is needed for that."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -10,19 +9,41 @@ from pathlib import Path
 
 import pytest
 
-from struprune_plugin.storage import output_folder as context
-from struprune_plugin.storage.leftovers import settle_leftovers
-from struprune_plugin.storage.listing import FILES_NAME, list_foreign
-from struprune_plugin.storage.manifest import digest_manifest
+from struprune_plugin.storage.manifest import digest_manifest, parse_manifest, write_manifest
 from struprune_plugin.storage.output_folder import check_output, write_folder
 
 pytestmark = pytest.mark.durable
+
+
+_CONTENT: dict = {
+    "format_version": 1,
+    "versions": {},
+    "model": {"base": "", "type": "", "weights_sha256": "", "parameters_before": 2, "parameters_after": 1},
+    "settings": {},
+    "seed": 0,
+    "calibration": {"num_sequences": 1, "num_tokens": 1, "sha256": ""},
+    "budget": {
+        "prunable_parameters": 1,
+        "asked_sparsity": 0.5,
+        "removed_parameters": 1,
+        "met_sparsity": 0.5,
+        "rounding": [],
+    },
+    "allocation": {"method": "uniform"},
+    "memory_measure": "",
+    "stages": [],
+    "sensitivity": {},
+    "tuning": {},
+    "groups": [],
+}
+MANIFEST = parse_manifest({**_CONTENT, "sha256": digest_manifest(_CONTENT)}, "here")
 
 
 def write(out: Path, text: str = "ours", overwrite: bool = False, **files: str) -> Path:
     """Write an output of ours."""
     with write_folder(out, overwrite) as partial:
         (partial / "model.safetensors").write_text(text)
+        write_manifest(MANIFEST, partial)
         for name, content in files.items():
             (partial / name).write_text(content)
     return out
@@ -32,11 +53,15 @@ def read_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def read_weights(folder: Path) -> str:
+    return (folder / "model.safetensors").read_text()
+
+
 def test_an_earlier_output_is_replaced(tmp_path):
-    out = write(tmp_path / "out", extra="gone")
+    out = write(tmp_path / "out", **{"model.safetensors.index.json": "gone"})
     write(out, "second", overwrite=True)
-    assert (out / "model.safetensors").read_text() == "second"
-    assert read_names(out) == ["model.safetensors", FILES_NAME]
+    assert read_weights(out) == "second"
+    assert read_names(out) == ["model.safetensors", "struprune.json"]
     assert read_names(tmp_path) == ["out"]
 
 
@@ -59,7 +84,9 @@ def test_what_is_no_output_of_ours_is_never_replaced(tmp_path, content):
     assert read_names(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "checkpoints/step.safetensors", "empty/", ".hidden", "link@"])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "adapter_model.safetensors", "checkpoints/step.safetensors", "empty/", ".hidden", "link@"]
+)
 def test_an_output_that_holds_anything_else_is_never_replaced(tmp_path, name):
     out = write(tmp_path / "out")
     path = out / name.rstrip("/@")
@@ -75,76 +102,18 @@ def test_an_output_that_holds_anything_else_is_never_replaced(tmp_path, name):
     assert os.path.lexists(path)
 
 
-def test_an_output_whose_weights_were_trained_since_is_never_replaced(tmp_path):
-    out = tmp_path / "out"
-    with write_folder(out, False) as partial:
-        (partial / "model.safetensors").write_bytes(bytes(3_000_000))
-    with (out / "model.safetensors").open("r+b") as file:  # same size, other values
-        file.write(b"\1" * 2_000_000)
-    with pytest.raises(ValueError, match=r"also holds model\.safetensors \(changed\)"):
-        write(out, overwrite=True)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": []}'])
-def test_a_broken_list_of_files_proves_nothing(tmp_path, content):
-    out = write(tmp_path / "out")
-    (out / FILES_NAME).write_text(content)
-    with pytest.raises(ValueError, match="must be a list of an output's files"):
-        write(out, overwrite=True)
-
-
-MANIFEST = {
-    "format_version": 1,
-    "versions": {},
-    "model": {"base": "", "type": "", "weights_sha256": "", "parameters_before": 2, "parameters_after": 1},
-    "settings": {"attention_unit": "value_channels"},
-    "seed": 0,
-    "calibration": {"num_sequences": 1, "num_tokens": 1, "sha256": ""},
-    "budget": {
-        "prunable_parameters": 1,
-        "asked_sparsity": 0.5,
-        "removed_parameters": 1,
-        "met_sparsity": 0.5,
-        "rounding": [],
-    },
-    "allocation": {"method": "uniform"},
-    "memory_measure": "",
-    "stages": [],
-    "sensitivity": {},
-    "tuning": {},
-    "groups": [],
-}
-
-
-def test_a_manifest_alone_proves_the_usual_files(tmp_path):
-    """Outputs of the host's own oneshot."""
-    out = write(tmp_path / "out")
-    (out / FILES_NAME).unlink()
-    (out / "struprune.json").write_text(json.dumps({**MANIFEST, "sha256": digest_manifest(MANIFEST)}))
-    assert list_foreign(out) == []
-    (out / "adapter_model.safetensors").write_text("mine")
-    assert list_foreign(out) == ["adapter_model.safetensors"]
-    (out / "struprune.json").write_text('{"format_version": 1')
-    with pytest.raises(ValueError, match="must be a StruPrune manifest"):
-        list_foreign(out)
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("place", ["out", "out/model", "link"])
 def test_inputs_are_never_replaced(tmp_path, place, overwrite):
     out = write(tmp_path / "out")
     (tmp_path / "link").symlink_to(out)
     (out / "model").mkdir()
-    with pytest.raises(ValueError, match="must not be or hold an input of the run"):
+    with pytest.raises(ValueError, match="must not be or hold the input"):
         check_output(out, overwrite, [tmp_path / place])
 
 
-def test_outputs_inside_an_input_folder_are_made_and_not_replaced(tmp_path):
-    check_output(tmp_path / "model" / "out", True, [tmp_path / "model"])
-    out = write(tmp_path / "model" / "out")
-    check_output(out, True, ["c4", "some/name", tmp_path / "data.jsonl"])
-    with pytest.raises(ValueError, match="must not lie inside an input of the run"):
-        check_output(out, True, [tmp_path / "model"])
+def test_outputs_beside_inputs_and_hub_names_are_fine(tmp_path):
+    check_output(tmp_path / "model" / "out", True, [tmp_path / "model", "c4", "some/name", tmp_path / "data.jsonl"])
 
 
 def test_the_current_folder_a_home_and_a_root_are_never_replaced(tmp_path, monkeypatch):
@@ -169,10 +138,7 @@ def test_places_that_cannot_become_the_folder(tmp_path):
 
 
 def test_a_mount_point_is_refused_before_the_run(tmp_path, monkeypatch):
-    assert context._is_mount_point(Path("/proc"))
-    assert not context._is_mount_point(tmp_path)
-    (tmp_path / "out").mkdir()
-    monkeypatch.setattr(context, "_is_mount_point", lambda path: path == tmp_path / "out")
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "out")
     with pytest.raises(ValueError, match="must not be a mount point"):
         write(tmp_path / "out")
 
@@ -188,7 +154,7 @@ def test_a_link_is_followed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     write(tmp_path / "link")
-    assert (tmp_path / "real" / "model.safetensors").read_text() == "ours"
+    assert read_weights(tmp_path / "real") == "ours"
     assert read_names(tmp_path) == ["link", "real"]
 
 
@@ -205,11 +171,11 @@ def test_a_block_that_fails_leaves_nothing(tmp_path, error):
         with pytest.raises(error):
             write_half(folder, overwrite)
     assert read_names(tmp_path) == ["out"]
-    assert list_foreign(out) == []
+    assert read_weights(out) == "ours"
 
 
-def find(folder: Path, word: str) -> Path:
-    (path,) = folder.glob(f"out.{word}-*")
+def find_finished(folder: Path) -> Path:
+    (path,) = folder.glob("out.finished-*")
     return path
 
 
@@ -226,11 +192,11 @@ def test_a_folder_that_another_made_meanwhile_is_kept_and_so_is_the_output(tmp_p
     with pytest.raises(OSError, match=r"the finished output cannot be moved to .* is complete, in"):
         write_while_another_does()
     assert (out / "theirs").read_text() == "mine"
-    assert (find(tmp_path, "finished") / "x").read_text() == "done"
+    assert (find_finished(tmp_path) / "x").read_text() == "done"
     assert len(read_names(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("moved", ["out to old", "finished to out"])
+@pytest.mark.parametrize("moved", ["out to old", "new to out"])
 def test_a_rename_that_fails_gives_the_old_folder_back_and_keeps_the_output(tmp_path, monkeypatch, moved):
     out = write(tmp_path / "out", "first")
     rename, failed = Path.rename, []
@@ -245,27 +211,9 @@ def test_a_rename_that_fails_gives_the_old_folder_back_and_keeps_the_output(tmp_
     with pytest.raises(OSError, match="is complete, in") as told:
         write(out, "second", overwrite=True)
     assert (told.value.errno, len(failed)) == (errno.EBUSY, 1)
-    assert (out / "model.safetensors").read_text() == "first"
-    assert (find(tmp_path, "finished") / "model.safetensors").read_text() == "second"
+    assert read_weights(out) == "first"
+    assert read_weights(find_finished(tmp_path)) == "second"
     assert len(read_names(tmp_path)) == 2
-
-
-def test_nothing_is_lost_where_nothing_can_be_moved_any_more(tmp_path, monkeypatch):
-    """The message says where both folders lie."""
-    out = write(tmp_path / "out", "first")
-    rename = Path.rename
-
-    def break_after_the_first(self, other):
-        if self.name in ("finished", "old"):
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(self, other)
-
-    monkeypatch.setattr(Path, "rename", break_after_the_first)
-    with pytest.raises(OSError, match="holds complete work in finished and old") as told:
-        write(out, "second", overwrite=True)
-    scratch = Path(re.search(r"(\S+\.partial-\S+) holds", str(told.value))[1])
-    assert (scratch / "old" / "model.safetensors").read_text() == "first"
-    assert (scratch / "finished" / "model.safetensors").read_text() == "second"
 
 
 def die_while_writing(out: Path, moment: str, overwrite: bool = False) -> None:
@@ -280,90 +228,38 @@ def die_while_writing(out: Path, moment: str, overwrite: bool = False) -> None:
             return rename(self, other)
 
         Path.rename = die
-        if moment == "listing":
-            context.write_listing = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         with write_folder(out, overwrite) as partial:
             (partial / "model.safetensors").write_text("second")
             if moment == "block":
                 os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    assert any(path.name.startswith(f".{out.name}.partial-") for path in out.parent.iterdir())
+    assert (out.parent / f".{out.name}.partial").is_dir()
 
 
 @pytest.mark.parametrize("moment", ["block", "new"])
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path, moment):
     die_while_writing(tmp_path / "out", moment)
+    assert not (tmp_path / "out").exists()
     write(tmp_path / "out", "third")
+    assert read_weights(tmp_path / "out") == "third"
     assert read_names(tmp_path) == ["out"]
 
 
-def test_what_was_finished_and_not_yet_listed_is_kept_and_listed(tmp_path):
-    out = tmp_path / "out"
-    die_while_writing(out, "listing")
-    write(out, "third")
-    finished = find(tmp_path, "finished")
-    assert (finished / "model.safetensors").read_text() == "second"
-    assert list_foreign(finished) == []
-    assert (out / "model.safetensors").read_text() == "third"
-
-
-def test_a_run_killed_between_two_renames_loses_nothing(tmp_path):
+def test_a_run_killed_between_two_renames_gives_the_earlier_output_back(tmp_path):
     out = write(tmp_path / "out", "first")
-    die_while_writing(out, "finished", overwrite=True)
+    die_while_writing(out, "new", overwrite=True)
     assert not out.exists()
     with pytest.raises(ValueError, match="must be empty or absent"):  # the folder is back, and is not overwritten
         write(out, "third")
-    assert (out / "model.safetensors").read_text() == "first"
-    assert (find(tmp_path, "finished") / "model.safetensors").read_text() == "second"
-    write(out, "third", overwrite=True)
-    assert len(read_names(tmp_path)) == 2
-
-
-def test_a_run_killed_before_it_removed_the_old_folder(tmp_path, monkeypatch):
-    out = write(tmp_path / "out", "first")
-    monkeypatch.setattr(context, "settle_scratch", lambda *_: [])
-    write(out, "second", overwrite=True)
-    monkeypatch.undo()
-    (scratch,) = tmp_path.glob(".out.partial-*")
-    owner = json.loads((scratch / "owner.json").read_text())
-    (scratch / "owner.json").write_text(json.dumps({**owner, "start": 0}))
-    settle_leftovers(out)
-    assert (out / "model.safetensors").read_text() == "second"
+    assert read_weights(out) == "first"
     assert read_names(tmp_path) == ["out"]
 
 
-def test_a_folder_made_after_a_run_died_is_kept_beside_the_earlier_one(tmp_path):
-    out = write(tmp_path / "out", "first")
-    die_while_writing(out, "finished", overwrite=True)
-    out.mkdir()
-    settle_leftovers(out)
-    assert (find(tmp_path, "earlier") / "model.safetensors").read_text() == "first"
-    assert (find(tmp_path, "finished") / "model.safetensors").read_text() == "second"
-    assert read_names(out) == []
-
-
-def test_only_a_folders_own_leftovers_are_touched(tmp_path):
-    """A name that begins like the scratch folder's of another."""
-    other = tmp_path / "out.partial-x"
-    die_while_writing(other, "block")
-    (tmp_path / "out.partial-x").mkdir()
-    before = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    other.rename(tmp_path / ".out.partial-y")  # somebody's hidden folder: no owner
-    settle_leftovers(tmp_path / "out")
-    assert all(path.exists() for path in [*before, tmp_path / ".out.partial-y"])
-
-
-@pytest.mark.parametrize("change", [{}, {"place": "another machine"}, None])
-def test_what_a_living_or_unknown_run_writes_is_left_alone(tmp_path, change):
-    out, scratch = tmp_path / "out", None
+def test_two_runs_never_write_the_same_output(tmp_path):
+    out = tmp_path / "out"
     with write_folder(out, False) as partial:
-        scratch = partial.parent
-        if change is None:
-            (scratch / "owner.json").unlink()
-        else:
-            owner = json.loads((scratch / "owner.json").read_text())
-            (scratch / "owner.json").write_text(json.dumps({**owner, **change}))
-        settle_leftovers(out)
         (partial / "x").write_text("done")
+        with pytest.raises(ValueError, match="must not be written by another run"):
+            write(out)
     assert (out / "x").read_text() == "done"

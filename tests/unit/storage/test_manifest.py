@@ -1,10 +1,12 @@
 """The manifest: typed, whole or refused in one line that names the file and the place."""
 
 import json
+import shutil
 
 import pytest
 
 from struprune_plugin import StruPruneModifier
+from struprune_plugin.cli import main as cli
 from struprune_plugin.storage.manifest import digest_manifest, parse_manifest, read_manifest, write_manifest
 from struprune_plugin.storage.records import EvaluationRecord
 
@@ -124,3 +126,65 @@ def test_a_content_that_its_digest_is_not_of_is_refused(manifest, tmp_path, chan
 def test_results_are_typed(manifest):
     with pytest.raises(ValueError, match="perplexity"):
         EvaluationRecord(perplexity=[{"text": "a"}])
+
+
+# -- kept units ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def out(opt, prune_once, tmp_path):
+    """A pruned folder of one's own."""
+    return shutil.copytree(prune_once(opt, "head")[1], tmp_path / "out")
+
+
+def edit_json(file, change):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+KEEPS = {
+    "reversed": lambda m: m["groups"][0]["keep"].reverse(),
+    "twice": lambda m: m["groups"][0]["keep"].__setitem__(0, m["groups"][0]["keep"][1]),
+    "out of range": lambda m: m["groups"][0]["keep"].__setitem__(-1, 10**9),
+    "negative": lambda m: m["groups"][0]["keep"].__setitem__(0, -1),
+    "no number": lambda m: m["groups"][0]["keep"].__setitem__(0, True),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPS)
+@pytest.mark.parametrize("forged", [False, True], ids=["", "forged"])
+def test_kept_units_that_were_changed_are_refused(out, kind, forged, capsys):
+    def change(manifest):
+        KEEPS[kind](manifest)
+        if forged:
+            manifest["sha256"] = digest_manifest(manifest)
+
+    edit_json(out / "struprune.json", change)
+    with pytest.raises(
+        ValueError,
+        match=r"struprune\.json: (groups\[0\].*keep must be sorted|groups\[0\]\.keep\[0\] must be|must be as it was written)",
+    ):
+        read_manifest(out)
+    assert cli.main(["inspect", str(out)]) == 2
+    assert capsys.readouterr().err.startswith("struprune: error: ")
+
+
+def test_value_channels_must_be_as_many_in_every_head(opt, prune_once, tmp_path):
+    out = shutil.copytree(prune_once(opt, "value_channels")[1], tmp_path / "out")
+
+    def change(manifest):
+        group = next(
+            group
+            for group in manifest["groups"]
+            if group["kind"] == "value_channels" and group["kept"] < group["num_units"]
+        )
+        size, kept = group["num_units"] // group["num_blocks"], group["keep"]
+        free = next(unit for unit in range(group["num_units"]) if unit not in kept)
+        gone = next(unit for unit in kept if unit // size != free // size)
+        group["keep"] = sorted({*kept, free} - {gone})
+        manifest["sha256"] = digest_manifest(manifest)
+
+    edit_json(out / "struprune.json", change)
+    with pytest.raises(ValueError, match="the same number in each of 4 blocks"):
+        read_manifest(out)

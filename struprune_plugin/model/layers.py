@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationMetadata
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
@@ -95,28 +95,15 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def describe_weights(model: nn.Module) -> str:
-    """Return a digest of the decoder layers' linears (names, dtypes, shapes, sums) that distinguishes dense models."""
-    return _digest(
-        (name, find_linear(layer, name).weight)
-        for layer, layout in find_layouts(model)
-        for name in layout.list_linears()
-    )
-
-
-def describe_layers(model: nn.Module) -> str:
-    """Return a digest of all parameters of the decoder layers, experts, routers and norms included."""
-    layers = find_decoder_layers(model)
-    modules = ((f"{name}.{path}", module) for name, layer in layers for path, module in layer.named_modules())
-    return _digest((f"{name}.{key}", module._parameters[key]) for name, module in modules for key in module._parameters)
-
-
-def _digest(weights: Iterable[tuple[str, Tensor | None]]) -> str:
-    """Return a digest of the names, dtypes, shapes and sums of weights."""
+    """Return a digest of the decoder layers' parameters (names, dtypes, shapes, sums) that distinguishes dense models."""
     digest = hashlib.sha256()
-    for name, weight in weights:
-        if weight is not None:
-            sums = weight.detach().sum(dtype=torch.float64), weight.detach().abs().sum(dtype=torch.float64)
-            digest.update(repr((name, str(weight.dtype), tuple(weight.shape), [part.item() for part in sums])).encode())
+    for layer_name, layer in find_decoder_layers(model):
+        for path, module in layer.named_modules():
+            for key, weight in module._parameters.items():
+                if weight is not None:
+                    sums = [part.sum(dtype=torch.float64).item() for part in (weight.detach(), weight.detach().abs())]
+                    told = (f"{layer_name}.{path}.{key}", str(weight.dtype), tuple(weight.shape), sums)
+                    digest.update(repr(told).encode())
     return digest.hexdigest()
 
 

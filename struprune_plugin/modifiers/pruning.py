@@ -19,7 +19,6 @@ from struprune_plugin.export.convert import adopt_attention, wrap_save
 from struprune_plugin.export.finish import finish_model
 from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.layerwise.token_digest import digest_tokens
 from struprune_plugin.model.layers import count_parameters, describe_weights
 from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
@@ -46,7 +45,7 @@ from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.ffn_tuning import FFNTuning
 from struprune_plugin.pruning.layer_loop import PrunedLayers, prune_layers
 from struprune_plugin.pruning.prune_layer import LayerPruner
-from struprune_plugin.pruning.resume import LayerLog
+from struprune_plugin.pruning.resume import LayerLog, digest_tokens
 from struprune_plugin.reporting.tables import tell_budget
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process

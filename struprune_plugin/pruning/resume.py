@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.token_digest import digest_tokens
-from struprune_plugin.model.layers import describe_layers
+from struprune_plugin.model.layers import describe_weights
 from struprune_plugin.model.surgery import LayerCopy
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.prune_layer import LayerOutcome
 from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.runtime.payload import dump, load
-from struprune_plugin.storage.resume_store import ResumeStore, digest_package
+from struprune_plugin.storage.resume_store import ResumeStore
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,21 @@ def describe_run(
     parts = (batch[name] for batch in loader for name in ("input_ids", "attention_mask") if name in batch)
     return {
         "recipe": recipe,
-        "model": {"weights": describe_layers(model), "dtype": str(model.dtype)},
+        "model": describe_weights(model),
         "data": digest_tokens(parts),
         "versions": versions,
         "threads": torch.get_num_threads(),
-        "code": digest_package(),
     }
+
+
+def digest_tokens(batches: Iterable[Tensor]) -> str:
+    """Return the SHA-256 of all processes' token indices, in order, in hexadecimal.
+
+    :param batches: shape [sequences, tokens] each
+    """
+    own = hashlib.sha256()
+    for tokens in batches:
+        tokens = tokens.detach().cpu().to(torch.int64)
+        own.update(repr(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())
+    digests = gather(own.digest())
+    return (digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()).hex()

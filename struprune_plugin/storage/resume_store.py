@@ -1,29 +1,25 @@
 """Store of a run's finished parts in a folder, from which a killed run continues.
 
-A part is one safetensors file whose metadata hold its record and the digest of its content. It reaches the disk before it gets
-its name. A part that is truncated, or has another digest, counts as missing.
+A part is one safetensors file whose metadata hold its record. It reaches the disk before it gets its name. A part that is
+truncated counts as missing.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from loguru import logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from struprune_plugin.storage.files import check_place, is_empty, replace_file, shorten_value
-from struprune_plugin.storage.registry import list_differences
+from struprune_plugin.storage.files import check_place, is_empty, replace_file, write_whole
 
 _RUN = "struprune_run.json"
-_PACKAGE = Path(__file__).parents[1]
 
 
 class ResumeStore:
@@ -46,7 +42,7 @@ class ResumeStore:
     def open(self, identity: Mapping[str, Any]) -> None:
         """Begin or resume the run that an identity describes.
 
-        :param identity: JSON values by topic (recipe, model, data, versions, code)
+        :param identity: JSON values by topic (recipe, model, data, versions)
         :raises ValueError: the folder holds the parts of another run; the message says what differs
         :raises OSError: the disk cannot be written
         """
@@ -54,30 +50,20 @@ class ResumeStore:
             return
         file, identity = self.folder / _RUN, json.loads(json.dumps(identity, default=str))
         if file.is_file():
-            try:
-                before = json.loads(file.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(
-                    f"checkpoint_dir: {file} must be as it was written, but cannot be read ({error!r}). Remove "
-                    "the folder, and start again."
-                ) from None
-            changes = [
-                f"{place} ({shorten_value(theirs, 40)}, now {shorten_value(ours, 40)})"
-                for place, theirs, ours in list_differences(before, identity)
-            ]
+            before = json.loads(file.read_text(encoding="utf-8"))
+            changes = [name for name in identity if identity[name] != before.get(name)]
             if changes:
                 raise ValueError(
                     f"checkpoint_dir: {self.folder} holds the checkpoint of another run, which differs in "
-                    f"{'; '.join(changes[:3])}. Repeat that run, or choose another folder."
+                    f"{', '.join(changes)}. Repeat that run, or choose another folder."
                 )
             logger.info(
                 f"checkpoint_dir: continuing after {len(list(self.folder.glob('*.safetensors')))} finished parts in {self.folder}"
             )
         else:
-            with self._tell_of_refusals("the description of the run"):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with replace_file(file) as partial:
-                    partial.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _tell_of_refusals(self.folder, "the description of the run"):
+                write_whole(file, json.dumps(identity, indent=1) + "\n")
         self._is_open = True
 
     def write(self, part: str, record: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -86,40 +72,22 @@ class ResumeStore:
         :param record: JSON value
         :raises OSError: the disk cannot be written; earlier parts are kept
         """
-        with self._tell_of_refusals(part), replace_file(self.locate(part)) as partial:
-            held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            text = json.dumps(record)
-            save_file(held, partial, metadata={"record": text, "sha256": _digest(text, held)})
-
-    @contextmanager
-    def _tell_of_refusals(self, part: str) -> Iterator[None]:
-        """Raise any error of the block as an OSError that names the part."""
-        try:
-            yield
-        except Exception as error:  # safetensors has errors of its own for a full disk
-            failure = OSError(
-                f"checkpoint_dir: {part} cannot be written to {self.folder}: {error}. Free disk space; the same command then "
-                "continues after the last finished part."
-            )
-            failure.errno = getattr(error, "errno", None) or 5
-            raise failure from None
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with _tell_of_refusals(self.folder, part), replace_file(self.locate(part)) as partial:
+            save_file(held, partial, metadata={"record": json.dumps(record)})
 
     def read(self, part: str) -> tuple[Any, dict[str, Tensor]] | None:
-        """Return the record and the tensors of a part, on the host; None if it is missing or damaged."""
+        """Return the record and the tensors of a part, on the host; None if it is missing or truncated."""
         file = self.locate(part)
         if not file.is_file():
             return None
         try:
             with safe_open(file, "pt") as opened:
-                metadata, names = opened.metadata(), list(opened.keys())
-                tensors = {name: opened.get_tensor(name) for name in names}
-            if _digest(metadata["record"], tensors) == metadata["sha256"]:
-                return json.loads(metadata["record"]), tensors
-            error: Exception | str = "its digest is another"
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as failure:
-            error = failure
-        logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
-        return None
+                record = json.loads(opened.metadata()["record"])
+                return record, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
+            return None
 
     def list_parts(self, start: str) -> list[str]:
         """Return the sorted names of the parts that begin with ``start``; these may be damaged."""
@@ -141,17 +109,15 @@ class ResumeStore:
             self.folder.rmdir()
 
 
-def digest_package() -> str:
-    """Return a digest of the package's sources, which may change while the version stays the same."""
-    digest = hashlib.sha256()
-    for file in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def _digest(record: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(record.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+@contextmanager
+def _tell_of_refusals(folder: Path, part: str) -> Iterator[None]:
+    """Raise any error of the block as an OSError that names the part."""
+    try:
+        yield
+    except Exception as error:  # safetensors has errors of its own for a full disk
+        failure = OSError(
+            f"checkpoint_dir: {part} cannot be written to {folder}: {error}. Free disk space; the same command then "
+            "continues after the last finished part."
+        )
+        failure.errno = getattr(error, "errno", None) or 5
+        raise failure from None

@@ -40,7 +40,7 @@ from struprune_plugin.runtime.stopwatch import time_runs
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.storage.files import digest_file, is_empty, write_whole
 from struprune_plugin.storage.manifest import describe_versions, read_manifest
-from struprune_plugin.storage.resume_store import ResumeStore, digest_package
+from struprune_plugin.storage.resume_store import ResumeStore
 from struprune_plugin.studies.probe import Workload
 
 FILE_NAME = "sweep.json"
@@ -249,7 +249,6 @@ def _identify(sweep: Sweep, dataset: Dataset) -> dict[str, Any]:
         "seed": sweep.seed,
         "dtype": sweep.dtype,
         "versions": describe_versions(),
-        "code": digest_package(),
     }
 
 

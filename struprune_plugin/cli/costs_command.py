@@ -45,7 +45,7 @@ def costs(model: Model, timing: Timing, screen: Screen) -> None:
     from struprune_plugin.allocation.costs.measure_costs import Run
     from struprune_plugin.reporting.cost_summary import format_costs
     from struprune_plugin.storage.files import check_place
-    from struprune_plugin.studies.sizes import read_shapes
+    from struprune_plugin.studies.plan import read_shapes
 
     if timing.engine not in ENGINES:
         raise ValueError(

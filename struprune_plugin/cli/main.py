@@ -10,11 +10,9 @@ from typing import Annotated
 import typer
 
 from struprune_plugin import __version__
-from struprune_plugin.cli.compare_command import compare
 from struprune_plugin.cli.console import show_error
 from struprune_plugin.cli.convert_command import convert
 from struprune_plugin.cli.costs_command import costs
-from struprune_plugin.cli.doctor_command import doctor
 from struprune_plugin.cli.eval_command import score
 from struprune_plugin.cli.inspect_command import inspect
 from struprune_plugin.cli.options import make_callback
@@ -22,7 +20,6 @@ from struprune_plugin.cli.plan_command import plan
 from struprune_plugin.cli.prune_command import prune
 from struprune_plugin.cli.recipes_command import recipes
 from struprune_plugin.cli.report_command import report
-from struprune_plugin.cli.sample_command import sample
 from struprune_plugin.cli.sweep_command import sweep
 
 # Commands import torch and llm-compressor only when they run, so that help and early errors take no seconds.
@@ -30,15 +27,12 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "prune": prune,
     "plan": plan,
     "costs": costs,
-    "sample": sample,
     "eval": score,
     "convert": convert,
     "inspect": inspect,
     "report": report,
-    "compare": compare,
     "sweep": sweep,
     "recipes": recipes,
-    "doctor": doctor,
 }
 _EPILOG = (
     "Exit status: 0 if the whole job is done, 2 for bad input (one line on stderr names the remedy), "

@@ -57,8 +57,8 @@ def _make_windows(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[
         tokenizer = load_tokenizer(where)
     if str(source) == SELF and kwargs.get("model_revision", "main") != "main":
         raise ValueError(
-            "dataset: `self` must be left out with model_revision, whose model would not write the text. Write it by "
-            "`struprune sample` from a folder of that revision."
+            "dataset: `self` must be left out with model_revision, whose model would not write the text. Pass a "
+            "folder of that revision as model."
         )
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
     samples = kwargs.get("num_calibration_samples") or 512

@@ -39,7 +39,7 @@ def sample_windows(
     if not len(before) + 1 < length <= positions:
         raise ValueError(
             f"seq_length: must be above the {len(before) + 1} tokens with which a sampled window begins, and at most the model's "
-            f"{positions} positions, got {length}. Change seq_length (--length of struprune sample)."
+            f"{positions} positions, got {length}. Change seq_length."
         )
     own = num_windows // 2 if 0 < len(turn) < length else 0  # windows that begin as a user's turn
     starts = [_draw_starts(tokenizer, before, num_windows - own, seed), torch.tensor([turn]).expand(own, -1)]
@@ -64,13 +64,6 @@ def sample_dataset(
     """Return a data set of windows of a model's own text, always the same ones, for ``oneshot(dataset=…)``."""
     windows = sample_windows(model, tokenizer, num_samples, seq_length)
     return Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
-
-
-def write_window(tokenizer: PreTrainedTokenizerBase, window: Tensor) -> str:
-    """Return the text of a window, without the tokens that the tokenizer puts before every text."""
-    before, tokens = tokenizer("")["input_ids"], window.tolist()
-    kept = tokens[len(before) :] if tokens[: len(before)] == before else tokens
-    return str(tokenizer.decode(kept, clean_up_tokenization_spaces=False))
 
 
 def _find_user_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,18 +1,12 @@
-"""Timing of alternating runs, operations per second, and the memory of this process during a block."""
+"""Timing of alternating runs."""
 
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
-import psutil
 import torch
-
-_BLOCK = 512  # size of the matrices of the rate measurement
-_SAMPLING = 0.02  # seconds between two samples of the memory
 
 
 def time_runs(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -43,31 +37,3 @@ def compare_rounds(first: Sequence[float], second: Sequence[float]) -> tuple[flo
     machine that lasts longer than a round changes no ratio."""
     least = min(first)
     return least, least * statistics.median(b / a for a, b in zip(first, second, strict=True))
-
-
-@torch.no_grad()
-def measure_rate(dtype: torch.dtype) -> float:
-    """Return the operations per second of a matrix product on this machine's device."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    matrix = torch.randn(_BLOCK, _BLOCK).to(device, dtype)
-    seconds = time_runs({"product": lambda: matrix @ matrix}, 5)
-    return 2 * _BLOCK**3 / seconds["product"]
-
-
-@contextmanager
-def watch_memory() -> Iterator[Sequence[int]]:
-    """Yield a list of the process' resident bytes, sampled during the block."""
-    process, over = psutil.Process(), threading.Event()
-    seen = [process.memory_info().rss]
-
-    def look() -> None:
-        while not over.wait(_SAMPLING):
-            seen.append(process.memory_info().rss)
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()

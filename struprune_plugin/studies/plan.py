@@ -1,27 +1,331 @@
-"""Plan of a run: sizes, time, memory and engines for the result, and the sparsity that fits a given memory."""
+"""Plan of a run, from shapes and measured units alone: sizes of the result, memory of the run, engines that load the result."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from llmcompressor.modifiers import Modifier
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
+from struprune_plugin.allocation.curves import can_keep_moments, count_moment_bytes
+from struprune_plugin.allocation.rules.uniform import allocate_uniformly
+from struprune_plugin.linalg.rounding import find_group_sparsity
+from struprune_plugin.linalg.second_moments import count_sums
+from struprune_plugin.model.layers import (
+    can_fuse_attention,
+    count_parameters,
+    count_prunable_parameters,
+    find_layouts,
+    find_linear,
+    measure_layer,
+    sum_outputs,
+)
+from struprune_plugin.model.structure.finder import find_structure_of
+from struprune_plugin.model.structure.layout import LayerLayout
+from struprune_plugin.model.structure.tiny import find_class
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers import StruPruneModifier
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.mixtures import drop_evenly
 from struprune_plugin.modifiers.stage_modifier import StageModifier
-from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts, show_budget
+from struprune_plugin.modifiers.targets import describe_targets, find_targets
+from struprune_plugin.modifiers.weight_bytes import (
+    count_cache_bytes,
+    count_weight_bytes,
+    measure_group_bytes,
+    measure_group_cache,
+)
+from struprune_plugin.modifiers.widths import describe_roundings, find_roundings, measure_groups
+from struprune_plugin.reporting.tables import (
+    Table,
+    describe_rounding,
+    format_facts,
+    measure_weight_bytes,
+    show_budget,
+)
+from struprune_plugin.storage.checkpoint import check_whole, find_checkpoint, is_packed, read_config
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.studies.needs import Needs
-from struprune_plugin.studies.probe import Costs
-from struprune_plugin.studies.sizes import Outline, Shapes, find_pruning, outline_run
+from struprune_plugin.storage.limit_record import LimitRecord
+from struprune_plugin.storage.records import RoundingRecord
 
-_MOST = 0.9  # largest sparsity tried for a fit
-_STEPS = 100  # steps per unit of sparsity
-FIT_RECIPES = {"none": "", "8-bit weights (W8A8)": "struprune_w8a8", "4-bit weights (W4A16)": "struprune_w4a16_gptq"}
+_STREAM_COPIES = 4  # of all tokens' hidden states, in the model's dtype: inputs and outputs, dense and pruned
+_LOGIT_COPIES, _MAX_LOGITS = 5, 1 << 24  # float32 copies of the logits; logits held at the same time
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Calibration size of a run: sequences, tokens per sequence, sequences on the device at a time."""
+
+    num_samples: int
+    seq_length: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Model without its weights.
+
+    :param dtype: dtype of the loaded weights
+    :param weight_bytes: bytes of its weight files; 0 if they are not on this machine
+    """
+
+    name: str
+    config: PretrainedConfig
+    model: PreTrainedModel
+    dtype: torch.dtype
+    weight_bytes: int
+
+
+def read_shapes(model: str, dtype: str = "auto") -> Shapes:
+    """Return a model's shapes from its configuration, after checking that its files, if on this machine, are complete.
+
+    :raises ValueError: no configuration, an unsupported architecture, quantised or broken weights
+    """
+    config = read_config(model)
+    find_structure_of(config)
+    if getattr(config, "quantization_config", None) is not None and not is_packed(config):
+        raise ValueError(
+            f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
+            "Plan for the full-precision checkpoint."
+        )
+    folder = find_checkpoint(model)
+    held = measure_weight_bytes(folder) if folder else 0
+    if held:
+        check_whole(model, config)
+    kind, part = find_class(config)
+    with torch.device("meta"):
+        shapes = kind._from_config(copy.deepcopy(part))
+    chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    if not isinstance(chosen, torch.dtype):  # not in the configuration: by the size of the files
+        narrow = is_packed(config) or 0 < held < 3 * count_parameters(shapes)
+        chosen = torch.bfloat16 if narrow else torch.float32
+    return Shapes(model, config, shapes.to(chosen), chosen, held)
+
+
+# -- sizes of the result --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Parameters, bytes and cache of a model.
+
+    :param bytes: bytes of its weights on the disk
+    :param cache: bytes of keys and values per token
+    """
+
+    parameters: int
+    bytes: int
+    cache: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Sizes before and after a recipe, with the same cut in all modules of a kind.
+
+    :param rounding: as in the manifest
+    :param experts: text that says how many whole experts are kept; empty if none may be removed
+    :param limits: as in the manifest, if budgets other than parameters are given
+    """
+
+    sparsity: float
+    before: Footprint
+    after: Footprint
+    rounding: list[RoundingRecord]
+    experts: str = ""
+    limits: list[LimitRecord] = field(default_factory=list)
+
+
+def outline_run(shapes: Shapes, modifiers: Sequence[Modifier]) -> Outline:
+    """Return the sizes of a model before and after a recipe.
+
+    The spread of a budget over layers needs calibration data, its sum does not. So all modules are assumed to lose the same share.
+
+    :raises ValueError: the recipe prunes nothing; a budget is not given, or cannot be met
+    """
+    position, modifier = find_pruning(modifiers)
+    stages = [m for m in modifiers if isinstance(m, StructuredModifier) and (m.sparsity is not None or m.budget)]
+    if not stages:
+        raise ValueError("recipe: must give a sparsity or a budget for a plan, got neither. Pass --sparsity.")
+    model, later, after = shapes.model, list(modifiers[position + 1 :]), shapes
+    groups = modifier.find_groups(model)
+    roundings = find_roundings(model, groups, later, modifier.width_multiple)
+    prunable, limits, whole = count_prunable_parameters(model, modifier.experts is not None), list[LimitRecord](), None
+    if stages[-1].budget:
+        sizes = measure_groups(groups, roundings)
+        targets = find_targets(stages[-1], model, groups, sizes, later, shapes.dtype)
+        kept = dict(allocate_uniformly(sizes, 0.0, limits=[target.limit for target in targets]).kept)
+        limits = describe_targets(targets, sizes, kept, {})
+        sparsity = sum((group.num_units - kept[group.name]) * group.unit_cost for group in groups) / prunable
+    else:
+        sparsity = stages[-1].sparsity or 0.0
+        whole = drop_evenly(modifier, model, groups, roundings, sparsity * prunable) if sparsity else None
+        if whole is None:
+            sizes = measure_groups(groups, roundings)
+            share = find_group_sparsity(sizes, prunable, sparsity)
+        else:
+            sizes, share, groups = whole.sizes, whole.share, whole.groups
+            after = replace(shapes, model=whole.model, weight_bytes=0)
+        kept = dict(allocate_uniformly(sizes, share).kept) if sparsity and sizes else {}
+    left = [(group, kept[group.name]) for group in groups if group.name in kept]
+    return Outline(
+        sparsity=sparsity,
+        before=_measure(shapes, [], ()),
+        after=_measure(after, left if sparsity else [], later),
+        rounding=describe_roundings(groups, roundings),
+        experts="" if whole is None else whole.told,
+        limits=limits,
+    )
+
+
+def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]:
+    """Return (position, pruning stage) of a recipe; of several rounds the last one, whose sparsity counts from the dense model.
+
+    :raises ValueError: there is none
+    """
+    for position, modifier in reversed(list(enumerate(modifiers))):
+        if isinstance(modifier, StruPruneModifier):
+            return position, modifier
+    raise ValueError(
+        f"recipe: must have a StruPruneModifier for a plan, got {[type(m).__name__ for m in modifiers]}. Name another recipe."
+    )
+
+
+def _measure(shapes: Shapes, left: Sequence[tuple[UnitGroup, int]], later: Sequence[Modifier]) -> Footprint:
+    """Return the footprint of a model whose groups keep the given units and which later modifiers quantise."""
+    model, item = shapes.model, shapes.dtype.itemsize
+    parameters = count_parameters(model) - sum((group.num_units - units) * group.unit_cost for group, units in left)
+    held, cache = float(count_weight_bytes(model, item, later)), float(count_cache_bytes(model, item, later))
+    if not left and shapes.weight_bytes and not later:
+        held = shapes.weight_bytes
+    for group, units in left:
+        own, cached = (measure(model, group, item, later) for measure in (measure_group_bytes, measure_group_cache))
+        held -= float(own[-1] - own[units])
+        cache -= float(cached[-1] - cached[units])
+    return Footprint(parameters, round(held), round(cache))
+
+
+# -- memory of the run ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a run holds.
+
+    :param device: peak on the device, with one layer at a time and the next one on its way there
+    :param weights: weights of the whole model as loaded, on the host
+    :param states: hidden states and targets of the calibration tokens, on the host
+    :param moments: second moments of all modules on the host, if trials of plans use them
+    :param sensitivity: Fisher information of all modules, on the host
+    :param packed: low-bit format that the weights are stored in and dequantised from; empty if there is none
+    """
+
+    device: int
+    weights: int
+    states: int
+    moments: int
+    sensitivity: int
+    packed: str
+
+    @property
+    def host(self) -> int:
+        return self.weights + self.states + self.moments + self.sensitivity
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return (name, text) of the bytes on the device and on the host."""
+        parts = {name: getattr(self, name) for name in ("weights", "states", "moments", "sensitivity")}
+        told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        facts = [("on the device", f"about {format_bytes(self.device)}")]
+        facts += [("on the host", f"about {format_bytes(self.host)}: {told}")]
+        unpacked = f"stored in {self.packed}, dequantised as it is loaded: {format_bytes(self.weights)}"
+        return [*facts, ("source", unpacked)] if self.packed else facts
+
+
+def count_needs(shapes: Shapes, modifiers: Sequence[Modifier], work: Workload) -> Needs:
+    """Return the bytes that a run needs, counted from shapes alone."""
+    _, modifier = find_pruning(modifiers)
+    model, item, groups = shapes.model, shapes.dtype.itemsize, modifier.find_groups(shapes.model)
+    hidden, senses = _read_hidden(model), modifier.sensitivity_samples is not None
+    device, modules = _count_device(model, modifier, groups, work), len({group.output_name for group in groups})
+    quantised: Any = getattr(shapes.config, "quantization_config", None)
+    return Needs(
+        device=min(device, modifier.memory_budget or device),
+        weights=count_parameters(model) * item,
+        states=work.num_samples * work.seq_length * hidden * (_STREAM_COPIES * item + 4),
+        moments=count_kept_moments(modifier, groups, hidden),
+        sensitivity=4 * modules * hidden**2 if senses else 0,
+        packed=quantised["quant_method"] if is_packed(shapes.config) else "",
+    )
+
+
+def count_kept_moments(modifier: StruPruneModifier, groups: Sequence[UnitGroup], hidden_size: int) -> int:
+    """Return the bytes of moments that trials keep on the host between their passes; 0 where they keep none."""
+    tries = getattr(modifier.allocation, "trial_samples", 0) > 0
+    if not tries or (modifier.experts is not None and modifier.experts.drops):
+        return 0
+    return count_moment_bytes(groups, hidden_size) if can_keep_moments(groups, hidden_size) else 0
+
+
+def _read_hidden(model: PreTrainedModel) -> int:
+    size: int = model.config.get_text_config(decoder=True).hidden_size
+    return size
+
+
+def _count_device(
+    model: PreTrainedModel, modifier: StruPruneModifier, groups: Sequence[UnitGroup], work: Workload
+) -> int:
+    """Return the peak bytes on the device: while moments are gathered, in a solve, in a backward pass, or at the logits."""
+    layouts, hidden, tokens = find_layouts(model), _read_hidden(model), work.batch_size * work.seq_length
+    weights = 2 * max(_count_bytes(layer) for layer, _ in layouts)  # with the next layer's, on their way
+    activations = max(_count_activations(model, layer, layout, work) for layer, layout in layouts)
+    widest = max(group.num_columns for group in groups)
+    solve = max(8 * (g.num_columns + 1) * (g.unit.solve_copies * (g.num_columns + 1) + 4 * hidden) for g in groups)
+    by_layer: dict[str, list[UnitGroup]] = {}
+    for group in groups:
+        by_layer.setdefault(group.layer_name, []).append(group)
+    copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
+    gathered = 0
+    for layer in by_layer.values():  # all modules of a layer for error curves, else one module, or all its experts
+        experts = _count_moments([group for group in layer if group.experts], hidden)
+        one = max(experts, *(_count_moments([group], hidden) for group in layer))
+        gathered = max(gathered, _count_moments(layer, hidden) * modifier.allocation.measures, copies * one)
+        solve = max(solve, solve + copies * experts)
+    head: Any = model.get_output_embeddings()
+    backward = logits = 0
+    if modifier.sensitivity_samples is not None:
+        backward = 3 * activations + 4 * hidden * (tokens + hidden)
+        logits = 4 * _LOGIT_COPIES * min(_MAX_LOGITS, tokens * head.out_features)
+    running = activations + gathered + 12 * tokens * (widest + 1)  # float32 tokens, a tile and its product
+    return max(weights + max(running, solve, backward), _count_bytes(head) + activations + logits)
+
+
+def _count_moments(groups: Sequence[UnitGroup], hidden: int) -> int:
+    return sum(4 * count_sums(group.num_columns, hidden) for group in groups)
+
+
+def _count_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _count_activations(model: PreTrainedModel, layer: nn.Module, layout: LayerLayout, work: Workload) -> int:
+    """Return the bytes of one layer's forward pass on a micro-batch."""
+    config: Any = model.config.get_text_config(decoder=True)
+    attention, hidden, length = layout.attention, config.hidden_size, work.seq_length
+    values = 0 if attention is None else 3 * sum_outputs(attention.producers, layer)
+    inside = sum(sum_outputs(ffn.producers, layer) + find_linear(layer, ffn.output).in_features for ffn in layout.ffns)
+    if layout.experts is not None:
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        inside += (getattr(config, "num_experts_per_tok", None) or 1) * (3 * width + 2 * hidden)
+    per_token = model.dtype.itemsize * (max(values, inside) + 7 * hidden + 2 * length) + 20 * hidden
+    maps = 0 if can_fuse_attention(model) else 12 * config.num_attention_heads * length
+    return work.batch_size * length * (per_token + maps)
+
+
+# -- what is told ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,18 +373,6 @@ def _format_positions(positions: Sequence[int]) -> str:
     return f"{'layer' if len(positions) == 1 else 'layers'} {shown} ({len(positions)})"
 
 
-def find_obstacle(shapes: Shapes) -> str:
-    """Return why a few layers of a model do not represent all; empty if they do."""
-    layouts = [layout for _, layout in find_layouts(shapes.model)]
-    if shapes.config.get_text_config(decoder=True) is not shapes.config:
-        return "the decoder is only a part of the model"
-    if any(one != layouts[0] for one in layouts):
-        return "the decoder layers are of several kinds"
-    if layouts[0].experts is not None:
-        return "the work is counted as if every linear saw every token, but an expert sees few"
-    return ""
-
-
 def list_engines(modifiers: Sequence[Modifier], mixture: bool = False) -> dict[str, str]:
     """Return, by engine, whether and how it runs the result of a recipe.
 
@@ -104,122 +396,27 @@ def list_engines(modifiers: Sequence[Modifier], mixture: bool = False) -> dict[s
 
 
 def format_plan(
-    name: str,
-    outline: Outline,
-    costs: Costs | str,
-    needs: Needs,
-    engines: Mapping[str, str],
-    layers: Sequence[LayerUnits],
+    name: str, outline: Outline, needs: Needs, engines: Mapping[str, str], layers: Sequence[LayerUnits]
 ) -> list[Any]:
     """Return the plan of a run as its name, a table of before and after, and facts.
 
     :param name: name of the model and the recipe
-    :param costs: result of the probe, or the reason why there was none
     :param engines: as :func:`list_engines` returns them
     """
-    rows, facts = [], []
+    rows, facts = [], needs.describe()
     for what, attribute in (("parameters", "parameters"), ("weights on disk", "bytes"), ("cache per token", "cache")):
         before, after = getattr(outline.before, attribute), getattr(outline.after, attribute)
         show = "{:,}".format if attribute == "parameters" else format_bytes
         rows.append([what, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
-    if isinstance(costs, str):
-        facts += [("time and speed", f"not probed: {costs}"), *needs.describe()]
-    else:
-        rows.append(["speed, prompt", "1 ×", f"{costs.prefill:.2f} ×", ""])
-        rows.append(["speed, one token", "1 ×", f"{costs.decode:.2f} ×", ""])
-        facts.append(("the run takes", f"about {_format_seconds(costs.seconds)} here (probe: {costs.probe})"))
-        device = f", {format_bytes(costs.device_bytes)} on the device" if costs.device_bytes else ""
-        facts.append(("and needs", f"about {format_bytes(costs.peak_bytes)} of memory{device}"))
-    facts += needs.describe_source()
     for kind in layers:
         where = _format_positions(kind.layers)
         facts += [(where, f"{linear}: {what}") for linear, what in kind.units.items()]
         facts += [(where, f"{linear} stays whole: {reason}") for linear, reason in kind.whole.items()]
         facts += [] if kind.units or kind.whole else [(where, "nothing can go")]
     facts += [("experts", outline.experts)] if outline.experts else []
-    facts += [
-        (
-            f"budget: {record.name}",
-            f"asked {show_budget(record, record.asked)}, all alike {show_budget(record, record.planned)}",
-        )
-        for record in outline.limits
-    ]
+    for record in outline.limits:
+        told = f"asked {show_budget(record, record.asked)}, all alike {show_budget(record, record.planned)}"
+        facts.append((f"budget: {record.name}", told))
     facts += [("widths", describe_rounding(entry)) for entry in outline.rounding]
     facts += [(f"runs on {engine}", how) for engine, how in engines.items()]
     return [f"{name}, sparsity {outline.sparsity:g}", Table(["", "now", "after", "change"], rows), format_facts(facts)]
-
-
-def _format_seconds(seconds: float) -> str:
-    """Return a duration as text in seconds, minutes or hours."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-# -- what fits a memory ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One way to fit a memory.
-
-    :param sparsity: least sparsity that fits; None if none does
-    :param total: bytes of weights and cache at that sparsity
-    :param recipe: name of the recipe to run
-    """
-
-    quantiser: str
-    sparsity: float | None
-    total: int
-    recipe: str
-
-
-def find_fits(
-    shapes: Shapes, recipes: dict[str, tuple[str, Sequence[Modifier]]], limit: int, context: int
-) -> list[Fit]:
-    """Return, per quantiser, the least sparsity at which weights and cache fit a memory.
-
-    :param recipes: name and modifiers of a recipe, by quantiser
-    :param limit: bytes of the memory
-    :param context: tokens in the cache
-    """
-    fits, steps = [], range(int(_MOST * _STEPS) + 1)
-    for quantiser, (name, modifiers) in recipes.items():
-        measure = partial(_measure_total, shapes, modifiers, context)
-        step = bisect_left(steps, -limit, key=lambda step: -measure(step / _STEPS))
-        total = measure(step / _STEPS) if step in steps else 0
-        fits.append(Fit(quantiser, step / _STEPS if total else None, total, name))
-    return fits
-
-
-def _measure_total(shapes: Shapes, modifiers: Sequence[Modifier], context: int, sparsity: float) -> int:
-    """Return the bytes of weights and cache at a sparsity; 0 if the units cannot reach it."""
-    try:
-        after = outline_run(shapes, modifiers, sparsity).after
-    except ValueError:
-        return 0
-    return after.bytes + context * after.cache
-
-
-def choose_fit(fits: Sequence[Fit]) -> Fit | None:
-    """Return the fit that prunes least, and among ties the one of most bits, which come first; None if nothing fits."""
-    possible = [fit for fit in fits if fit.sparsity is not None]
-    return min(possible, key=lambda fit: fit.sparsity or 0.0, default=None)
-
-
-def format_fits(shapes: Shapes, fits: Sequence[Fit], limit: int, context: int) -> list[Any]:
-    """Return a heading, a table with one row per quantiser, and the choice."""
-    rows = []
-    for fit in fits:
-        least = "does not fit" if fit.sparsity is None else f"{fit.sparsity:.0%}"
-        rows.append([fit.quantiser, least, format_bytes(fit.total) if fit.total else "", fit.recipe])
-    best = choose_fit(fits)
-    if best is None:
-        choice = "Nothing fits: choose a smaller model, a shorter --context or more memory."
-    elif best.sparsity:
-        command = f"struprune prune {shapes.name} --recipe {best.recipe} --sparsity {best.sparsity:g} --output OUT"
-        choice = f"least pruned: {best.quantiser}, sparsity {best.sparsity:g}: {command}"
-    else:
-        choice = f"least pruned: {best.quantiser}, sparsity 0: no unit has to be removed."
-    heading = f"{shapes.name} in {format_bytes(limit)}, with {context:,} tokens of context"
-    return [heading, Table(["quantiser", "least sparsity", "weights + cache", "recipe"], rows), choice]

@@ -41,7 +41,7 @@ from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoin
 from struprune_plugin.storage.files import digest_file, is_empty, write_whole
 from struprune_plugin.storage.manifest import describe_versions, read_manifest
 from struprune_plugin.storage.resume_store import ResumeStore
-from struprune_plugin.studies.probe import Workload
+from struprune_plugin.studies.plan import Workload
 
 FILE_NAME = "sweep.json"
 _REPEATS = 7

@@ -24,7 +24,7 @@ from struprune_plugin.allocation.costs.transformers_engine import TransformersEn
 from struprune_plugin.allocation.costs.whole_model import can_hold, scale_to_whole
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.linalg.cost_curves import fit_penalties, fit_rising, fit_smooth, interpolate, weigh_alignment
-from struprune_plugin.studies.sizes import outline_run, read_shapes
+from struprune_plugin.studies.plan import outline_run, read_shapes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 

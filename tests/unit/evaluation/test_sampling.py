@@ -1,15 +1,12 @@
 """Text that a model writes by itself."""
 
-import json
-
 import pytest
 import torch
 from helpers.models import make_opt, save_opt
 
 from struprune_plugin import StruPruneModifier, oneshot
-from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation import sampling
-from struprune_plugin.evaluation.sampling import sample_dataset, sample_windows, write_window
+from struprune_plugin.evaluation.sampling import sample_dataset, sample_windows
 from struprune_plugin.evaluation.text import DEMO_MODEL, load_tokenizer
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
@@ -72,12 +69,6 @@ def test_an_end_of_text_does_not_end_a_window(tokenizer):
     assert model.generation_config.eos_token_id == list(range(2048))
 
 
-def test_what_is_written_is_read_again(tokenizer):
-    text = "The captain went on board at once."
-    window = torch.tensor(tokenizer(text)["input_ids"])
-    assert tokenizer(write_window(tokenizer, window))["input_ids"] == window.tolist()
-
-
 @pytest.mark.parametrize("length", [2, 100_000])
 def test_too_short_and_too_long_windows_are_refused(tokenizer, length):
     with pytest.raises(ValueError, match=f"seq_length: must be above the 2 tokens .* positions, got {length}"):
@@ -93,22 +84,6 @@ def test_a_model_is_pruned_without_any_data(tmp_path):
     )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_the_command_writes_texts_and_replaces_none(tmp_path, capsys):
-    model, file = save_opt(tmp_path / "model"), tmp_path / "own.jsonl"
-    words = ["sample", str(model), "--output", str(file), "--tokens", "70", "--length", "16", "--json"]
-    assert cli.main(words) == 0
-    assert json.loads(capsys.readouterr().out)["texts"] == 5
-    texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
-    assert len(texts) == 5
-    assert all(texts)
-    assert cli.main(words) == 2
-    assert "exists. Choose another path, or pass --overwrite" in capsys.readouterr().err
-    out = tmp_path / "out"
-    assert cli.main(["prune", str(model), "--recipe", "struprune", "--data", "self", "--num-samples", "4",
-                    "--seq-length", "24", "--output", str(out)]) == 0  # fmt: skip
-    assert (out / "struprune.json").is_file()
 
 
 def test_the_model_s_own_settings_of_generation_change_nothing(tokenizer):

@@ -6,19 +6,15 @@ import struct
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
-import huggingface_hub
 import pytest
 from helpers.models import ROOT, run_oneshot
 from huggingface_hub import ModelCard
 
-from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
+from struprune_plugin import LoRARecoveryModifier, read_manifest
 from struprune_plugin.cli import eval_command
 from struprune_plugin.cli import main as cli
-from struprune_plugin.cli.prune_command import push_folder
-from struprune_plugin.reporting.compare import compare_outputs, format_comparison
 from struprune_plugin.reporting.html_report import Sample, make_page
 from struprune_plugin.reporting.model_card import find_hub_name, write_card
 from struprune_plugin.reporting.results import name_result
@@ -237,69 +233,7 @@ def test_a_browser_draws_the_report(made, tmp_path, width):
 # -- compare --------------------------------------------------------------------------------------------------------
 
 
-def test_compare_shows_where_outputs_differ(made, opt, tmp_path, capsys):
-    other = tmp_path / "uniform"
-    run_oneshot(str(opt), recipe=[StruPruneModifier(sparsity=0.4, allocation="uniform")], output_dir=str(other))
-    assert cli.main(["compare", str(made), str(other), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["same_dense_model"]
-    assert found["settings"]["allocation.rule"] == {str(made): "error_curve", str(other): "uniform"}
-    manifests = {str(path): read_manifest(path) for path in (made, other)}
-    for name, manifest in manifests.items():
-        assert found["outputs"][name]["parameters"] == manifest.model.parameters_after
-        for group in manifest.groups:
-            assert found["modules"][group.name]["kept"][name] == group.kept
-    first, second = ({g.name: set(g.keep) for g in m.groups} for m in manifests.values())
-    for module, told in found["modules"].items():
-        shared = len(first[module] & second[module]) / len(first[module] | second[module])
-        assert told["alike"][str(other)] == pytest.approx(shared)
-    assert cli.main(["compare", str(made), str(other)]) == 0
-    assert "kept units (overlap with the first: intersection over union)" in capsys.readouterr().out
-
-
-def test_compare_leaves_out_what_is_alike(made, out, capsys):
-    assert cli.main(["compare", str(made), str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "6 modules keep the same units in all outputs" in printed
-    assert "kept units" not in printed
-    assert cli.main(["compare", str(made)]) == cli.main(["compare", str(made), str(made)]) == 2
-
-
 # -- the hub --------------------------------------------------------------------------------------------------------
-
-
-def test_pushes_are_refused_before_any_work(opt, tmp_path, capsys, monkeypatch):
-    argv = ["prune", str(opt), "--recipe", "struprune_opt", "--output", str(tmp_path / "out"), "--push-to-hub"]
-    assert cli.main([*argv, "no-owner"]) == 2
-    assert "must be USER/NAME" in capsys.readouterr().err
-    assert cli.main([*argv, "me/model"]) == 2
-    assert "HF_HUB_OFFLINE" in capsys.readouterr().err
-    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert cli.main([*argv, "me/model"]) == 2
-    assert "no token" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_push_uploads_the_folder_and_never_shows_the_token(out, monkeypatch):
-    calls = []
-
-    class Hub:
-        def create_repo(self, name, **options):
-            calls.append(("create", name, options["private"]))
-
-        def upload_folder(self, repo_id, folder_path, **_):
-            calls.append(("upload", repo_id, folder_path))
-            if repo_id == "me/broken":
-                raise RuntimeError("403 for hf_secret")
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
-    assert push_folder(out, "me/model") == "https://huggingface.co/me/model"
-    assert calls == [("create", "me/model", True), ("upload", "me/model", out)]
-    with pytest.raises(OSError, match=r"the upload to .* failed") as raised:
-        push_folder(out, "me/broken")
-    assert "hf_secret" not in str(raised.value)
 
 
 def test_scores_are_shown_and_written_before_they_are_stored(out, tmp_path, capsys):
@@ -319,21 +253,6 @@ def test_figures_of_other_settings_stand_side_by_side(out, capsys):
     assert names == [f"{start}, {told}" for told in more]
     capsys.readouterr()
     assert cli.main(["inspect", str(out), "--json"]) == 0
-
-
-def test_outputs_without_units_in_a_module_and_of_other_models_can_be_compared(made, monkeypatch):
-    manifest = read_manifest(made)
-    group = manifest.groups[0]
-    gone = replace(group, keep=[], kept=0)
-    without = manifest.model_copy(update={"groups": [gone, *manifest.groups[1:]]})
-    other = without.model_copy(update={"model": replace(manifest.model, weights_sha256="0" * 64)})
-    held = {"a": without, "b": without, "c": other}
-    monkeypatch.setattr("struprune_plugin.reporting.compare.read_manifest", held.__getitem__)
-    found = compare_outputs([Path("a"), Path("b")])
-    assert found["modules"][group.name]["alike"] == {"a": 1.0, "b": 1.0}
-    told = compare_outputs([Path("a"), Path("c")])
-    assert told["modules"] == {}
-    assert "different dense models" in str(format_comparison(told)[-1])
 
 
 def test_experts_are_drawn_as_one_bar_and_named(made):

@@ -52,7 +52,7 @@ def main() -> int:
     if not args.python.is_file():
         parser.error(f"--python: must have llama.cpp, got {args.python}. Run make llama-test, which installs it.")
     turn, rows = Turn(args.seconds), []
-    ledger = Ledger(args.output / "rows.json", {"length": args.length, "rounds": args.rounds})
+    ledger = Ledger(args.output / "rows.json")
     for model, form, sparsity, kind in list_rows(args):
         key, how = f"{Path(model).name} | {form} {sparsity} | {kind}", describe_row(model, form, sparsity, kind, args)
         if turn.takes(ledger.find(key, how)):
@@ -96,7 +96,7 @@ def describe_row(model: str, form: str, sparsity: float, kind: str, args: argpar
     sources = (PACKAGE, EVAL / "llamacpp.py", EVAL / "llama_worker.py", EVAL / "serve.py")
     return {
         "model": model if model == TINY else identify_model(model),
-        "row": [form, sparsity, kind, args.new_tokens, MULTIPLE],
+        "row": [form, sparsity, kind, args.new_tokens, args.length, args.rounds, MULTIPLE],
         "sources": digest_text("".join(map(digest_sources, sources))),
         "versions": read_versions(args.python),
     }

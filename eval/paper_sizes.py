@@ -1,26 +1,20 @@
-"""Sizes of the architectures in the paper's tables, counted on models without weights, and the memory of pruning one."""
+"""Sizes of the architectures in the paper's tables, counted on models without weights; pruning of random weights."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
-from eval.account import count_memory
-from eval.ledger import describe_code, resolve_fields
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
-from struprune_plugin.model.footprint import read_sizes
-from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
-from struprune_plugin.runtime.offload_plan import Demands, find_least_budget
+from struprune_plugin.model.layers import find_layouts, find_linear
 from struprune_plugin.storage.manifest import Manifest
 
 # name -> (hidden size, layers, heads), the published configurations; FFN 4 d, vocabulary 50,272, 2048 positions
@@ -40,6 +34,12 @@ LLAMA2_SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "LLaMA-2-13B": (5120, 13824, 40, 40, 40),
     "LLaMA-2-70B": (8192, 28672, 80, 64, 8),
 }
+PAPER_MEMORY: dict[str, tuple[float, float, float]] = {  # method -> the paper's gigabytes on the three models
+    "FASP": (0.24, 0.69, 2.51),
+    "sliceGPT": (0.25, 0.71, 2.42),
+    "StruPrune (the paper's)": (0.02, 0.02, 0.10),
+}
+MEMORY_MODELS = ("OPT-125M", "OPT-350M", "OPT-1.3B")
 
 
 @dataclass(frozen=True)
@@ -158,74 +158,6 @@ def estimate_growth(sizes: list[ModelSize]) -> dict[str, float]:
     }
 
 
-MEMORY_LAYERS = 2  # decoder layers of the models that memory is measured on: the peak is one layer's
-
-
-MEMORY_SPARSITY, MEMORY_LENGTH = 0.2, 2048  # what is removed, and tokens of a sequence
-
-
-def describe_measurement(
-    name: str,
-    fields: Mapping[str, Any],
-    budget_layers: float | None = None,
-    num_layers: int = MEMORY_LAYERS,
-    sparsity: float = MEMORY_SPARSITY,
-    length: int = MEMORY_LENGTH,
-) -> dict[str, Any]:
-    """Return everything that :func:`measure_pruning_memory` of the same arguments depends on."""
-    return {
-        "code": describe_code(Path(__file__)),
-        "shape": make_opt_config(name).to_diff_dict(),
-        "fields": resolve_fields(fields, sparsity),
-        "budget_layers": budget_layers,
-        "num_layers": num_layers,
-        "length": length,
-    }
-
-
-def measure_pruning_memory(
-    name: str,
-    fields: Mapping[str, Any],
-    budget_layers: float | None = None,
-    num_layers: int = MEMORY_LAYERS,
-    sparsity: float = MEMORY_SPARSITY,
-    length: int = MEMORY_LENGTH,
-) -> dict[str, Any]:
-    """Prune random weights of an OPT's shape; return the bytes of one layer, the peak on the device, and what led to it.
-
-    The model has the published widths and vocabulary but few decoder layers, in bfloat16; calibration is as few sequences
-    as the widest solve needs, one at a time. What is counted: see ``eval.account``.
-
-    :param fields: of :class:`StruPruneModifier`
-    :param length: tokens of a sequence
-    :param budget_layers: ``memory_budget`` in bytes of one decoder layer; 0 for the least possible, none where None
-    :return: ``refused`` holds the reason where the budget cannot be kept
-    """
-    config = make_opt_config(name, num_hidden_layers=num_layers, dtype="bfloat16")
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
-    layer = sum(p.numel() * p.element_size() for p in find_decoder_layers(model)[0][1].parameters())
-    samples = config.ffn_dim // length + 1
-    budget = None if budget_layers is None else round(budget_layers * layer)
-    if budget == 0:
-        budget = count_least_budget(model, fields, length)
-    modifier = StruPruneModifier(sparsity=sparsity, memory_budget=budget, **fields)
-    shown = {"layer_bytes": layer, "tokens": samples * length, "budget_bytes": budget}
-    try:
-        with count_memory():
-            manifest = prune_random(model, modifier, samples, length)
-    except ValueError as error:
-        return {**shown, "refused": str(error)}
-    whole = next(stage for stage in manifest.stages if stage.name == "whole pass")
-    return {
-        **shown,
-        "peak_bytes": whole.peak_bytes,
-        "seconds": whole.seconds,
-        "stages": manifest.model_dump()["stages"],
-        "measure": manifest.memory_measure,
-    }
-
-
 def prune_random(
     model: PreTrainedModel, modifier: StruPruneModifier, samples: int, length: int, batch_size: int = 1
 ) -> Manifest:
@@ -246,20 +178,3 @@ def prune_random(
             shuffle_calibration_samples=False,
         )
         return read_manifest(Path(scratch) / "out")
-
-
-def count_least_budget(model: PreTrainedModel, fields: Mapping[str, Any], length: int) -> int:
-    """Return the least ``memory_budget`` that a run with sequences of so many tokens, one at a time, accepts."""
-    modifier = StruPruneModifier(sparsity=0.2, **fields)
-    demands = Demands(together=True, hold_out=True, sensitivity=modifier.sensitivity != "none")
-    return find_least_budget(read_sizes(model, modifier.find_groups(model), torch.Size([1, length])), demands)
-
-
-def has_room(name: str, free: int | None = None) -> bool:
-    """Return whether the host's memory holds a measurement: six float64 Gram matrices of the FFN and the weights.
-
-    :param free: bytes to use; what is available where None
-    """
-    width = 4 * OPT_SIZES[name][0]
-    needed = 6 * 8 * width**2 + 4 * 50272 * OPT_SIZES[name][0] * 2
-    return (psutil.virtual_memory().available if free is None else free) > needed

@@ -4,7 +4,7 @@
     python -m eval.paper_tables --model MODEL --data DATA --output results/opt-lab
 
 `params` and `figure` need no model; `memory` makes random weights of the published shapes. Every table is written as
-<table>.md and <table>.json (params: ratios too). Rows that prune are kept in rows.json, which `python -m eval.methods`
+<table>.md and <table>.json (params: ratios too). Rows that prune are kept in rows.json, which `python -m eval.quality`
 shares; what is finished is read back, not computed again.
 """
 
@@ -23,18 +23,17 @@ import torch
 from loguru import logger
 
 from eval.ledger import Ledger
-from eval.methods import ALGORITHMS, DEFAULT, OTHERS, PEERS
+from eval.memory import describe_measurement, has_room, measure_pruning_memory
+from eval.methods import ALGORITHMS, DEFAULT, OTHERS, OURS, PAPERS_PEERS
 from eval.paper_sizes import (
-    MEMORY_LAYERS,
+    MEMORY_MODELS,
     OPT_SIZES,
+    PAPER_MEMORY,
     count_all,
     count_sizes,
-    describe_measurement,
     draw_figure,
     estimate_growth,
-    has_room,
     make_opt_config,
-    measure_pruning_memory,
 )
 from eval.rows import Row, add_workload_arguments, list_refusals, read_workload, run_rows
 from struprune_plugin.reporting.tables import format_table
@@ -65,14 +64,8 @@ PAPER_LAYERS: dict[str, tuple[float, int, float, float]] = {
     "OPT-30B": (30, 48, 625.0, 1250.0),
     "OPT-66B": (66, 64, 1031.2, 2062.4),
 }
-PAPER_MEMORY: dict[str, tuple[float, float, float]] = {  # method -> gigabytes on the three models
-    "FASP": (0.24, 0.69, 2.51),
-    "sliceGPT": (0.25, 0.71, 2.42),
-    "StruPrune (the paper's)": (0.02, 0.02, 0.10),
-}
-MEMORY_MODELS = ("OPT-125M", "OPT-350M", "OPT-1.3B")
-MAIN: dict[str, Row] = {**PEERS, **ALGORITHMS, "StruPrune, default": DEFAULT}
-METHODS: dict[str, Row] = {**OTHERS, **ALGORITHMS, "StruPrune, default": DEFAULT}
+MAIN: dict[str, Row] = {**PAPERS_PEERS, **ALGORITHMS, OURS: DEFAULT}
+METHODS: dict[str, Row] = {**OTHERS, **ALGORITHMS, OURS: DEFAULT}
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,7 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
     """Prune and score every row at every sparsity; the paper's figures stand where it has one for that sparsity."""
     work = read_workload(args)
     sparsities = [float(part) for part in args.sparsity.split(",")]
-    finished = run_rows(Ledger(args.output / "rows.json", work.describe()), work, rows, sparsities)
-    here = [method for method, row in rows.items() if row.is_here]
+    finished = run_rows(Ledger(args.output / "rows.json"), work, rows, sparsities)
 
     def join(values: Sequence[str]) -> str:
         return " / ".join(values)
@@ -131,7 +123,7 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
             tell(method, lambda row: f"{row['removed']:.1%}"),
             tell(method, lambda row: f"{row['seconds']:.0f}"),
         ]
-        for method in here
+        for method in rows
     ]
     blank = join(["–" for _ in sparsities])
     lines.insert(0, ["dense", blank, blank, *(f"{dense[text]:.2f}" for text in work.texts), "", ""])
@@ -150,7 +142,6 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
         f"windows of {work.window} tokens (stride {work.stride or work.window}).",
         "removed: fraction of the parameters of the decoder layers' linears that is gone; for sliceGPT the asked number is the "
         "fraction of embedding channels to slice, and what its shortcuts add is counted against it.",
-        *(f"{m}: not run, {row.peer.split(':')[0]} is not here." for m, row in rows.items() if m not in here),
         *list_refusals(finished),
         *dict.fromkeys(f"{key.split(' | ')[1]}: {row['note']}." for key, row in finished.items() if row.get("note")),
     ]
@@ -201,7 +192,7 @@ def make_ratio_table() -> Table:
 
 def make_memory_table(args: argparse.Namespace) -> Table:
     """Set the paper's gigabytes beside one layer's bytes and the measured peak of pruning a model of that width."""
-    ledger = Ledger(args.output / "memory-rows.json", {"layers": MEMORY_LAYERS})
+    ledger = Ledger(args.output / "memory-rows.json")
     finished: dict[str, dict[str, Any]] = {}
     for name in args.memory_models.split(","):
         how = describe_measurement(name, DEFAULT.fields)

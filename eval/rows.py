@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,15 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.ledger import EVAL, Ledger, describe_code, identify_model, identify_text, resolve_fields, resolve_recovery
+from eval.ledger import EVAL, Ledger, describe_code, identify_model, identify_text
 from eval.zeroshot import TASKS, identify_tasks, score_tasks
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
+from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.layers import count_prunable_parameters
 from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
 
-_HERE = Path(__file__)
 _C4_TEXTS, _C4_WINDOWS = 1100, 256  # of the validation file, as SparseGPT's scripts (and all who follow them) score C4
 
 
@@ -33,31 +33,17 @@ class Row:
     """One way to make a model smaller: fields of our modifier, or a peer's function.
 
     :param fields: of :class:`StruPruneModifier`; empty for its defaults
-    :param recovery: of a :class:`LoRARecoveryModifier` in a second run, on the pruned folder; none where None
+    :param recovery: fields of a :class:`LoRARecoveryModifier` in a second run, on the pruned folder; no such run where None
     :param peer: ``module:function`` of type ``(folder, windows, sparsity) -> PeerResult``; then there are no fields
     :param text: calibration windows, as a multiple of the workload's
+    :param of_experts: the asked and the removed share are those of the routed experts' parameters
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     recovery: Mapping[str, Any] | None = None
     peer: str = ""
     text: int = 1
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the row can be run: a peer's module may be missing."""
-        return not self.peer or find_spec(self.peer.split(":")[0]) is not None
-
-    def describe(self, sparsity: float) -> dict[str, Any]:
-        """Return what is asked of the row, defaults too."""
-        if self.peer:
-            return {"peer": self.peer, "sparsity": sparsity}
-        told: dict[str, Any] = {"fields": resolve_fields(self.fields, sparsity)}
-        if self.text != 1:
-            told["text"] = self.text
-        if self.recovery is not None:
-            told["recovery"] = resolve_recovery(self.recovery)
-        return told
+    of_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,42 +70,23 @@ class Workload:
     tasks: Sequence[str] = ()
     divergence: bool = False
 
-    def describe(self) -> dict[str, Any]:
-        """Return the settings that all rows of a table share, as a person knows them; see :meth:`identify_row` for rows."""
-        return {
-            "model": Path(self.model).name,
-            "calibration": Path(self.calibration).name,
-            "texts": {name: Path(source).name for name, source in self.texts.items()},
-            "recovery": Path(self.recovery).name,
-            "num_samples": self.num_samples,
-            "recovery_samples": self.recovery_samples,
-            "window": self.window,
-            "stride": self.stride or self.window,
-            "max_tokens": self.max_tokens,
-        }
-
     def identify_row(self, row: Row | None = None, sparsity: float = 0.0) -> dict[str, Any]:
         """Return everything that the result of a row depends on, of the dense one where None."""
         told: dict[str, Any] = {
-            "code": describe_code_of(row),
+            "code": describe_code(Path(__file__), *([EVAL / "peers"] if row is not None and row.peer else [])),
             "model": identify_model(self.model),
             "texts": {name: identify_text(source) for name, source in self.texts.items()},
-            "window": self.window,
-            "stride": self.stride or self.window,
-            "max_tokens": self.max_tokens,
+            "scored": [self.window, self.stride or self.window, self.max_tokens, self.divergence],
             "tasks": identify_tasks(self.tasks),
-            **({"divergence": True} if self.divergence else {}),
         }
         if row is None:
             return told
-        told |= {**row.describe(sparsity), **self.identify_calibration()}
+        fields = {} if row.peer else StruPruneModifier(**{**row.fields, "sparsity": sparsity}).dump_fields()
+        told |= {"asked": [row.peer, sparsity, row.of_experts, fields]}
+        told |= {"calibration": identify_text(self.calibration), "num_samples": row.text * self.num_samples}
         if row.recovery is not None:
-            told |= {"recovery_text": identify_text(self.recovery), "recovery_samples": self.recovery_samples}
+            told["recovery"] = [dict(row.recovery), identify_text(self.recovery), self.recovery_samples]
         return told
-
-    def identify_calibration(self) -> dict[str, Any]:
-        """Return the part of it that all rows but the dense one depend on."""
-        return {"calibration": identify_text(self.calibration), "num_samples": self.num_samples}
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,23 +147,14 @@ def _find_calibration(data: Path, name: str) -> str:
     return str(data / name if (data / name).is_file() else name)
 
 
-def describe_code_of(row: Row | None) -> dict[str, Any]:
-    """Return what runs for a row, for the dense one where None: a peer's rows hang on all peers' sources, too."""
-    return describe_code(_HERE, *([EVAL / "peers"] if row is not None and row.peer else []))
-
-
 def run_rows(
     ledger: Ledger, work: Workload, rows: Mapping[str, Row], sparsities: Iterable[float]
 ) -> dict[str, dict[str, Any]]:
-    """Finish the dense row and every row that is here at every sparsity; return them by ``<sparsity> | <name>``."""
+    """Finish the dense row and every row at every sparsity; return them by ``<sparsity> | <name>``."""
     finished = {"dense": ledger.finish("dense", work.identify_row(), lambda: score_dense(work))}
     for sparsity in sparsities:
         for name, row in rows.items():
-            if not row.is_here:
-                print(f"{name}: left out, {row.peer} is not here")
-                continue
-            key = f"{sparsity:g} | {name}"
-            how = work.identify_row(row, sparsity)
+            key, how = f"{sparsity:g} | {name}", work.identify_row(row, sparsity)
             finished[key] = ledger.finish(key, how, lambda r=row, s=sparsity: _attempt(r, s, work))  # type: ignore[misc]
     return finished
 
@@ -215,46 +173,31 @@ def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
     dataset = make_calibration_dataset(work.calibration, tokenizer, row.text * work.num_samples, work.window)
     if row.peer:
         module, function = row.peer.split(":")
-        windows = torch.tensor(dataset["input_ids"])
-        result = getattr(import_module(module), function)(work.model, windows, sparsity)
-        return {
-            **score_all(result.model.float(), tokenizer, work),
-            "removed": result.removed,
-            "bytes": None,
-            "seconds": result.seconds,
-            "note": result.note,
-        }
+        result = getattr(import_module(module), function)(work.model, torch.tensor(dataset["input_ids"]), sparsity)
+        told = {"removed": result.removed, "bytes": None, "seconds": result.seconds, "note": result.note}
+        return {**score_all(result.model.float(), tokenizer, work), **told}
+    scale = measure_experts(work.model) if row.of_experts else 1.0
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "pruned"
-        modifier = StruPruneModifier(sparsity=sparsity, **row.fields)
-        seconds = {"pruning": _run_stage(work.model, modifier, dataset, out)}
+        seconds = _run_stage(work.model, StruPruneModifier(sparsity=scale * sparsity, **row.fields), dataset, out)
         manifest = read_manifest(out)
-        told: dict[str, Any] = {"removed": manifest.budget.met_sparsity}
-        told["method_seconds"] = next(s.seconds for s in manifest.stages if s.name == "whole pass")
-        plan = manifest.allocation
-        told["tried"] = plan.tried  # divergence in nats of each candidate plan
-        if plan.experts:  # whole ones may go
-            stay = len(manifest.experts[0].keep) if manifest.experts else None
-            told["experts"] = {"stay": stay, "errors": plan.experts}
-        objectives = {g.name: g.admm.objective for g in manifest.groups if g.admm}
-        if objectives:
-            told["admm_objective"] = objectives
+        told = {
+            "removed": manifest.budget.met_sparsity / scale,
+            "method_seconds": next(stage.seconds for stage in manifest.stages if stage.name == "whole pass"),
+        }
         if row.recovery is not None:
             dataset = make_calibration_dataset(work.recovery, tokenizer, work.recovery_samples, work.window)
-            loss = row.recovery["loss"]
-            loss = {**loss, "teacher": work.model} if "kl" in loss else loss
-            recovery = LoRARecoveryModifier(**{**row.recovery, "loss": loss})
             pruned, out = out, Path(scratch) / "recovered"
-            seconds["recovery"] = _run_stage(str(pruned), recovery, dataset, out)
-            record = recovery.record
-            told["recovery"] = {name: record[name] for name in ("steps", "tokens_seen", "samples", "holdout", "merged")}
-        return {
-            **score_all(load_checkpoint(str(out))[0], tokenizer, work),
-            **told,
-            "bytes": measure_weight_bytes(out),
-            "seconds": sum(seconds.values()),
-            "stage_seconds": seconds,
-        }
+            seconds += _run_stage(str(pruned), LoRARecoveryModifier(**row.recovery), dataset, out)
+        told |= {"bytes": measure_weight_bytes(out), "seconds": seconds}
+        return {**score_all(load_checkpoint(str(out))[0], tokenizer, work), **told}
+
+
+def measure_experts(model: str) -> float:
+    """Return the routed experts' share of the parameters that our sparsity counts."""
+    loaded, _ = load_checkpoint(model, "auto")
+    take_apart(loaded)
+    return 1 - count_prunable_parameters(loaded) / count_prunable_parameters(loaded, experts=True)
 
 
 def _run_stage(model: str, modifier: StruPruneModifier | LoRARecoveryModifier, dataset: Any, out: Path) -> float:

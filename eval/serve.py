@@ -159,7 +159,7 @@ def suits(form: str, model: str) -> bool:
 
 
 def open_ledger(args: argparse.Namespace) -> Ledger:
-    return Ledger(args.output / "rows.json", {"sparsity": args.sparsity, "requests": args.requests})
+    return Ledger(args.output / "rows.json")
 
 
 @cache
@@ -179,7 +179,7 @@ def describe_row(model: str, form: str, args: argparse.Namespace) -> dict[str, A
         "new_tokens": args.new_tokens,
         "sources": digest_text("".join(map(digest_sources, (PACKAGE, EVAL / "vllm_worker.py")))),
         "recipe": None if form == "dense" or form in CONVERTED else make_recipe(form, args.sparsity),
-        "asked": [PROMPTS, CALIBRATION, ROUNDS, DTYPES.get(form.removeprefix(DENSE))],
+        "asked": [PROMPTS, CALIBRATION, ROUNDS, args.sparsity, args.requests, DTYPES.get(form.removeprefix(DENSE))],
         "versions": read_versions(args.python),
     }
 

@@ -13,18 +13,16 @@ import pytest
 import torch
 from helpers.families import make_model
 from helpers.models import ROOT, make_dataset, save_model
-from llmcompressor.modifiers import Modifier
 from transformers import AutoTokenizer, OPTForCausalLM
 
 from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
 from eval.peers.fasp import prune_fasp
-from struprune_plugin import LoRARecoveryModifier, StruPruneModifier
+from struprune_plugin import StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import text as data
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
 from struprune_plugin.model.layers import count_prunable_parameters
-from struprune_plugin.recovery.recovery_config import RecoveryConfig
 
 LOCAL = {  # file of a data folder -> what stands in for it
     "books_calibration.jsonl": DEMO_CALIBRATION,
@@ -54,26 +52,6 @@ def work(opt, texts):
     return read_command("--model", opt, "--data", texts, *sizes)
 
 
-def test_every_row_spells_every_field():
-    free = {"sparsity", "budget", "targets", "ignore", "replay", "memory_budget"}
-    known = set(StruPruneModifier.model_fields) - set(Modifier.model_fields) - free
-    memory = {"memory", "memory_budget", "checkpoint_steps", "compute"}
-    lora = set(RecoveryConfig.model_fields) - {"weights", "data", "micro_batch_size"} - memory
-    for name, row in {name: row for chosen in methods.SETS.values() for name, row in chosen.items()}.items():
-        if row is not methods.DEFAULT and not row.peer:
-            assert set(row.fields) == known, name
-        if row.recovery is not None:
-            assert set(row.recovery) == lora, name
-            assert LoRARecoveryModifier(**row.recovery).adapters, name
-
-
-def test_a_name_means_one_row():
-    seen = {}
-    for chosen in (*methods.SETS.values(), paper_tables.MAIN, paper_tables.METHODS):
-        for name, row in chosen.items():
-            assert seen.setdefault(name, row) == row, name
-
-
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [
@@ -96,17 +74,10 @@ def test_the_papers_figures_have_rows():
 
 
 def test_ledger_makes_a_row_once_and_again_when_it_is_made_otherwise(tmp_path):
-    file, made = tmp_path / "rows.json", []
-
-    def make():
-        made.append(1)
-        return {"perplexity": {"a": 1.0}}
-
+    made = []
     for how, count in (({"x": 1}, 1), ({"x": 1}, 1), ({"x": 2}, 2)):
-        rows.Ledger(file, {"s": 1}).finish("row", how, make)
-        assert len(made) == count
-    with pytest.raises(SystemExit, match="Choose another --output"):
-        rows.Ledger(file, {"s": 2})
+        row = ledger.Ledger(tmp_path / "rows.json").finish("row", how, lambda: made.append(1) or {"value": len(made)})
+        assert row["value"] == len(made) == count
 
 
 def test_a_turn_begins_no_row_once_its_time_is_over(capsys):
@@ -127,32 +98,6 @@ def test_names_that_nobody_knows_are_refused(capsys):
     assert "--only: must be of a, b, got x. Correct it." in capsys.readouterr().err
 
 
-def test_ledger_keeps_rows_that_no_longer_hold_and_finds_them_again(tmp_path):
-    made = []
-
-    def make():
-        made.append(len(made))
-        return {"value": made[-1]}
-
-    book = ledger.Ledger(tmp_path / "rows.json", {})
-    beside = ledger.Ledger(tmp_path / "rows.json", {})  # another process, which writes meanwhile
-    assert [book.finish("row", {"code": code}, make)["value"] for code in (1, 2, 1)] == [0, 1, 0]
-    assert beside.finish("row", {"code": 3}, make)["value"] == 2
-    assert book.finish("row", {"code": 4}, make)["value"] == 3
-    again = ledger.Ledger(tmp_path / "rows.json", {})
-    assert [again.finish("row", {"code": code}, make)["value"] for code in (1, 2, 3, 4)] == [0, 1, 2, 3]
-    assert len(made) == 4
-
-
-@pytest.mark.parametrize("content", [{"settings": {"version": "0.1.0"}, "rows": {}}, {"OPT-125M": {"peak_bytes": 1}}])
-def test_ledger_refuses_files_of_another_form_and_leaves_them_alone(tmp_path, content):
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps(content))
-    with pytest.raises(SystemExit, match="Choose another --output"):
-        ledger.Ledger(file, {})
-    assert json.loads(file.read_text()) == content
-
-
 @pytest.fixture
 def counted(opt, texts, tmp_path, monkeypatch):
     """Rows of a model and texts that a test may change; a function that returns which of them are made anew."""
@@ -163,11 +108,11 @@ def counted(opt, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(
         rows, "run_row", lambda row, *_: made.append(row.peer or f"ours{len(row.recovery or {}) > 0:d}") or {}
     )
-    chosen = {"ours": methods.DEFAULT, "recovered": rows.Row({}, methods.DISTILL), "FASP": methods.FASP}
+    chosen = {"ours": methods.DEFAULT, "recovered": rows.Row({}, {"schedule": {"max_steps": 3}}), "FASP": methods.FASP}
 
     def run(changed=work):
         made.clear()
-        rows.run_rows(ledger.Ledger(tmp_path / "rows.json", {}), changed, chosen, [0.3])
+        rows.run_rows(ledger.Ledger(tmp_path / "rows.json"), changed, chosen, [0.3])
         return list(made)
 
     everything = ["dense", "ours0", "ours1", methods.FASP.peer]
@@ -188,13 +133,6 @@ def test_rows_of_peers_alone_are_made_again_when_a_peer_changes(counted, monkeyp
     assert counted.run() == [methods.FASP.peer]
 
 
-def test_rows_are_made_again_when_the_weights_change_under_the_same_name(counted):
-    model = OPTForCausalLM.from_pretrained(counted.model)
-    model.model.decoder.layers[0].fc1.weight.data[0, 0] += 1
-    model.save_pretrained(counted.model)
-    assert counted.run() == counted.all
-
-
 @pytest.mark.parametrize(
     ("name", "again"),
     [("books_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])],
@@ -207,54 +145,30 @@ def test_rows_are_made_again_when_a_text_of_theirs_changes_under_the_same_name(c
 
 @pytest.mark.parametrize(
     ("change", "again"),
-    [
-        ({"window": 16}, [0, 1, 2, 3]),
-        ({"max_tokens": 160}, [0, 1, 2, 3]),
-        ({"stride": 16}, [0, 1, 2, 3]),
-        ({"num_samples": 4}, [1, 2, 3]),
-        ({"recovery_samples": 5}, [2]),
-    ],
+    [({"window": 16}, [0, 1, 2, 3]), ({"num_samples": 4}, [1, 2, 3]), ({"recovery_samples": 5}, [2])],
 )
 def test_rows_are_made_again_when_a_size_of_the_work_changes(counted, change, again):
     assert counted.run(dataclasses.replace(counted.work, **change)) == [counted.all[index] for index in again]
 
 
-def test_rows_are_made_again_when_a_default_changes(counted, monkeypatch):
-    resolve = rows.resolve_fields
-    monkeypatch.setattr(rows, "resolve_fields", lambda *args: resolve(*args) | {"rotate_values": False})
-    assert counted.run() == counted.all[1:3]
-
-
-def test_digest_sources_sees_names_and_contents(tmp_path):
-    def digest(**files):
-        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}" / "package"
-        folder.mkdir(parents=True)
-        for name, text in files.items():
-            (folder / f"{name}.py").write_text(text)
-        return ledger.digest_sources(folder)
-
-    assert digest(a="1", b="2") == digest(a="1", b="2")
-    assert len({digest(a="1", b="2"), digest(a="1", b="3"), digest(a="1", c="2"), digest(a="1")}) == 4
-
-
-def test_identify_model_refuses_what_is_neither_folder_nor_hub_name(tmp_path):
-    with pytest.raises(ValueError, match="must be a model folder or a hub name"):
-        ledger.identify_model(str(tmp_path / "absent"))
-
-
 def test_run_row_prunes_and_scores_by_fields(work):
-    row = rows.run_row(methods.SETS["admm"]["FFN, obs, ADMM"], 0.3, work)
+    row = rows.run_row(methods.SETS["admm"]["FFN, wanda, ADMM"], 0.3, work)
     assert row["removed"] == pytest.approx(0.3, abs=0.005)
     assert row["perplexity"].keys() == {"WikiText-2", "books"}
-    assert all(len(steps) == 5 for steps in row["admm_objective"].values())
 
 
-def test_run_row_recovers_after_pruning_with_more_text(work):
-    row = methods.SETS["recovery"]["obs, vo, residual, LoRA with KL, 100 steps"]
-    told = rows.run_row(dataclasses.replace(row, recovery={**row.recovery, "schedule": {"max_steps": 3}}), 0.3, work)
-    assert told["recovery"]["steps"] == 3
-    assert told["recovery"]["samples"] == {"trained": 9, "held_out": 1}
-    assert told["stage_seconds"].keys() == {"pruning", "recovery"}
+def test_run_row_recovers_after_pruning(work):
+    told = rows.run_row(rows.Row({"allocation": "uniform"}, {"schedule": {"max_steps": 3}}), 0.3, work)
+    assert told["seconds"] > told["method_seconds"]
+
+
+def test_shares_of_experts_are_of_their_parameters(texts, tmp_path):
+    folder = save_model(make_model("qwen3_moe", moe_intermediate_size=64, num_hidden_layers=2), tmp_path / "moe")
+    sizes = ("--num-samples", 8, "--window", 32, "--max-tokens", 200)
+    mixture = read_command("--model", folder, "--data", texts, *sizes)
+    for name in ("REAP", "channels"):
+        told = rows.run_row(methods.SETS["experts"][name], 0.25, mixture)
+        assert told["removed"] == pytest.approx(0.25, abs=0.01), name
 
 
 def test_run_row_runs_a_peer(work):
@@ -265,16 +179,9 @@ def test_run_row_runs_a_peer(work):
 
 def test_a_row_that_is_refused_does_not_stop_the_others(work, tmp_path):
     chosen = {"too much": rows.Row(methods.spell(attention_unit="none")), "FASP": methods.FASP}
-    found = rows.run_rows(rows.Ledger(tmp_path / "rows.json", work.describe()), work, chosen, [0.6])
+    found = rows.run_rows(ledger.Ledger(tmp_path / "rows.json"), work, chosen, [0.6])
     assert "0.6 | too much: refused, sparsity=0.6: the chosen units must hold" in rows.format_rows(found)
     assert found["0.6 | FASP"]["removed"] == pytest.approx(0.6, abs=0.01)
-
-
-def test_a_peer_that_is_not_here_is_left_out(work, tmp_path):
-    absent = {"absent": rows.Row(peer="eval.peers.no_such:prune")}
-    assert not absent["absent"].is_here
-    ledger = rows.Ledger(tmp_path / "rows.json", work.describe())
-    assert list(rows.run_rows(ledger, work, absent, [0.3])) == ["dense"]
 
 
 def test_hub_texts_are_joined_and_cut_as_the_papers_do(opt, monkeypatch):
@@ -376,10 +283,11 @@ def test_perplexity_tables_stand_beside_the_papers_and_resume(opt, texts, tmp_pa
     monkeypatch.setattr(paper_tables, "METHODS", few)  # every table leaves the rows of the others alone
     for table in ("methods", "main"):
         run_tables(monkeypatch, *words, "--table", table, "--sparsity", "0.2,0.4", "--output", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["methods", *map(str, words), "--sparsity", "0.2", "--output", str(tmp_path)])
-    monkeypatch.setitem(methods.SETS, "ours", few)
-    methods.main()  # shares the finished rows
-    assert "0.2 | FASP" in (tmp_path / "methods-ours.md").read_text()
+    command = ["quality", *map(str, words), "--rows", "paper", "--sparsity", "0.2", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setitem(methods.SETS, "paper", few)
+    quality.main()  # shares the finished rows
+    assert "0.2 | FASP" in (tmp_path / "paper.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["OPT-125M", "OPT-350M", "OPT-66B"])
@@ -429,24 +337,17 @@ def few_words(monkeypatch):
 
 
 def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatch, few_words):
-    for module in (paper_sizes, paper_tables):
+    for module in (paper_sizes, paper_tables, memory):
         monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4)})
     monkeypatch.setattr(paper_tables, "MEMORY_MODELS", ("OPT-125M",))
     monkeypatch.setattr(paper_tables, "PAPER_MEMORY", {"FASP": (0.24,)})
-    run_tables(monkeypatch, "--table", "memory", "--memory-models", "OPT-125M", "--output", tmp_path)
+    words = ("--table", "memory", "--memory-models", "OPT-125M", "--output", tmp_path)
+    run_tables(monkeypatch, *words)
     row = json.loads((tmp_path / "memory.json").read_text())["data"]["OPT-125M"]
     assert row["layer_bytes"] == 2 * (12 * 32**2 + 13 * 32)
     assert row["peak_bytes"] > row["layer_bytes"] + 8 * 129**2
-    assert row["how"]["fields"] == ledger.resolve_fields({}, 0.2)
-    made = []
-    monkeypatch.setattr(paper_tables, "measure_pruning_memory", lambda *_: made.append(1) or row)
-    words = ("--table", "memory", "--memory-models", "OPT-125M", "--output", tmp_path)
+    monkeypatch.setattr(paper_tables, "measure_pruning_memory", lambda *_: pytest.fail("measured again"))
     run_tables(monkeypatch, *words)
-    assert not made
-    digest = ledger.digest_sources
-    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
-    run_tables(monkeypatch, *words)
-    assert made, "the package is another one"
 
 
 def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch, few_words):
@@ -454,20 +355,15 @@ def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch, f
         monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4), "OPT-350M": (48, 2, 4)})
     monkeypatch.setattr(memory, "MEMORY_MODELS", ("OPT-125M", "OPT-350M"))
     monkeypatch.setattr(memory, "PAPER_MEMORY", {"FASP": (0.24, 0.69)})
-    modes = ["--length", "32", "--modes", "no budget;1 layer;least"]
-    monkeypatch.setattr(sys, "argv", ["memory", *modes, "--output", str(tmp_path)])
+    command = ["memory", "--length", "32", "--modes", "default", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
     memory.main()
-    monkeypatch.setattr(
-        memory, "measure_pruning_memory", lambda *_, **__: pytest.fail("a finished row was measured again")
-    )
+    monkeypatch.setattr(memory, "measure_pruning_memory", lambda *_: pytest.fail("measured again"))
     memory.main()
     data = json.loads((tmp_path / "memory-growth.json").read_text())
-    rows = data["rows"]
-    assert "memory_budget: must be at least" in rows["OPT-125M | 1 layer"]["refused"]
-    least = rows["OPT-125M | least"]
-    assert least["peak_bytes"] <= least["budget_bytes"]
-    assert rows["OPT-125M | no budget"]["peak_bytes"] > least["peak_bytes"]
-    assert data["exponents"].keys() == {"no budget", "least"}
+    for row in data["rows"].values():
+        assert row["peak_bytes"] > row["layer_bytes"]
+    assert data["exponents"].keys() == {"default"}
     assert (tmp_path / "memory-growth.png").stat().st_size > 0
 
 
@@ -476,14 +372,12 @@ def test_fit_exponent_finds_it():
     assert memory.fit_exponent([1e6], [1e3]) is None
 
 
-def test_quality_ladder_spells_every_field_and_ends_at_the_default():
-    for name, row in {**quality.LADDER, **quality.ASIDE}.items():
-        assert set(row.fields) == set(methods.spell()), name
-    default = StruPruneModifier(sparsity=0.3).dump_fields()
-    best = quality.LADDER[quality.BEST].fields
-    assert StruPruneModifier(**{**best, "sparsity": 0.3}).dump_fields() == default
-    steps = [sum(a.fields[n] != b.fields[n] for n in a.fields) for a, b in itertools.pairwise(quality.LADDER.values())]
-    assert steps[1:] == [1, 1, 1, 1, 1, 1, 0], "each rung adds one thing; the last adds recovery"
+def test_the_ladder_adds_one_thing_per_rung_and_ends_at_the_default():
+    fields = [row.fields for row in methods.LADDER.values()]
+    best = StruPruneModifier(**{**methods.LADDER[methods.BEST].fields, "sparsity": 0.3}).dump_fields()
+    assert best == StruPruneModifier(sparsity=0.3).dump_fields()
+    steps = [sum(a[name] != b[name] for name in a) for a, b in itertools.pairwise(fields)]
+    assert steps[1:] == [1, 1, 1, 1, 1, 0], "the last adds recovery"
 
 
 def test_interpolate_delta_is_linear_between_rows_and_from_the_dense_model():
@@ -493,27 +387,20 @@ def test_interpolate_delta_is_linear_between_rows_and_from_the_dense_model():
     assert math.isnan(quality.interpolate_delta(made, dense, "t", 0.5))
 
 
-def test_format_quality_compares_with_fasp_and_at_equal_parameters():
-    def row(perplexity, removed, seconds):
-        return {"perplexity": {"t": perplexity}, "removed": removed, "seconds": seconds}
+def test_format_quality_compares_peers_at_equal_parameters():
+    def row(perplexity, removed):
+        return {"perplexity": {"t": perplexity}, "removed": removed, "seconds": 5.0}
 
-    rows = {
-        "dense": row(10.0, 0.0, 0.0),
-        "0.3 | FASP": row(20.0, 0.3, 2.0),
-        "0.3 | SliceGPT": row(14.0, 0.15, 1.0),
-        f"0.3 | {quality.BEST}": row(14.0, 0.3, 5.0),
+    made = {
+        "dense": row(10.0, 0.0),
+        "0.3 | FASP": row(20.0, 0.3),
+        "0.3 | SliceGPT": row(14.0, 0.15),
+        f"0.3 | {methods.BEST}": row(14.0, 0.3),
     }
-    lines = {line.split("  ")[0]: line for line in quality.format_quality(rows).splitlines()}
-    assert lines[f"0.3 | {quality.BEST}"].split()[-5:] == ["4.00", "0.40", "30.00%", "5.0", "2.5"]
+    lines = {line.split("  ")[0]: line for line in quality.format_quality(made).splitlines()}
+    assert lines[f"0.3 | {methods.BEST}"].split()[-4:] == ["14.00", "4.00", "30.00%", "5.0"]
     assert lines["0.3 | SliceGPT"].split()[-1] == "2.00", "4 where the default has 2 at 15 % removed"
     assert lines["0.3 | FASP"].split()[-1] == "2.50"
-
-
-def test_choose_rows_takes_names_and_refuses_others():
-    assert quality.choose_rows(quality.PEERS, None) == quality.PEERS
-    assert list(quality.choose_rows(quality.PEERS, "FLAP, FASP")) == ["FLAP", "FASP"]
-    with pytest.raises(SystemExit, match=r"--only: must name rows of FASP, .*, got OWL"):
-        quality.choose_rows(quality.PEERS, "FASP,OWL")
 
 
 def test_format_quality_shows_refused_rows_and_accuracies():
@@ -532,11 +419,22 @@ def test_format_quality_shows_refused_rows_and_accuracies():
 def test_quality_ladder_of_peers_runs_on_llama_with_grouped_queries(texts, tmp_path, monkeypatch, capsys):
     folder = save_model(make_model("llama", num_hidden_layers=3), tmp_path / "llama")
     sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.25"]
-    command = ["quality", "--model", str(folder), "--data", str(texts), *sizes, "--rows", "peers"]
+    command = [
+        "quality",
+        "--model",
+        str(folder),
+        "--data",
+        str(texts),
+        *sizes,
+        "--rows",
+        "peers",
+        "--only",
+        ",".join(methods.PEERS),
+    ]
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "out")])
     quality.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("0.25 | ") and "%" in line]
-    assert [line.split("  ")[0].removeprefix("0.25 | ") for line in lines] == list(quality.PEERS)
+    assert [line.split("  ")[0].removeprefix("0.25 | ") for line in lines] == list(methods.PEERS)
 
 
 # -- zero-shot ------------------------------------------------------------------------------------------------------
@@ -556,7 +454,7 @@ def items(tmp_path, monkeypatch):
 
 
 def test_zeroshot_columns_have_both_accuracies_and_their_standard_errors(opt, texts, items, monkeypatch, capsys):
-    monkeypatch.setattr(quality, "ROWS", {"ladder": {"FASP": methods.FASP}})
+    monkeypatch.setitem(methods.SETS, "ladder", {"FASP": methods.FASP})
     sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.3", "--zeroshot"]
     out = items / "out"
     command = ["quality", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(out)]
@@ -564,7 +462,7 @@ def test_zeroshot_columns_have_both_accuracies_and_their_standard_errors(opt, te
     quality.main()
     header = capsys.readouterr().out.splitlines()
     assert any("HellaSwag acc_norm" in line and "PIQA acc" in line for line in header)
-    (row,) = json.loads((out / "quality.json").read_text())["rows"]["0.3 | FASP"]
+    row = json.loads((out / "rows.json").read_text())["0.3 | FASP"]
     for scores in row["zeroshot"].values():
         for metric in zeroshot.METRICS:
             p = scores[metric]
@@ -594,22 +492,3 @@ def test_zeroshot_prefers_the_likelier_choice_by_length_for_acc_norm(opt, items)
         for metric, liked in (("acc", values), ("acc_norm", by_length)):
             right[metric] += liked.index(max(liked)) == item["gold"]
     assert {metric: scores[metric] for metric in right} == {metric: count / 6 for metric, count in right.items()}
-
-
-def test_quality_runs_both_studies_and_reads_finished_rows(opt, texts, tmp_path, monkeypatch, capsys):
-    shutil.copy(DEMO_TEST, texts / "wikitext2_valid.jsonl")
-    monkeypatch.setattr(quality, "ROWS", {"ladder": {quality.BEST: quality.LADDER[quality.BEST]}})
-    monkeypatch.setattr(quality, "STUDY_TOKENS", (256, 320))
-    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.3"]
-    command = ["quality", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", command)
-    quality.main()
-    assert f"0.3 | {quality.BEST}" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*command, "--study", "data"])
-    quality.main()
-    printed = capsys.readouterr().out
-    for corpus in ("books, 256", "books, 320", "WikiText-2, 256"):
-        assert f"0.3 | {corpus} tokens" in printed
-    monkeypatch.setattr(quality, "run_row", lambda *_, **__: pytest.fail("a finished row was made again"))
-    quality.main()
-    assert {"ladder.md", "data.md", "quality.json"} <= {file.name for file in tmp_path.iterdir()}

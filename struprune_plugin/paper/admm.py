@@ -1,4 +1,4 @@
-"""Algorithm 4 on the kept units of one module, and Algorithm 1's inner loop on all of them.
+"""``weight_update: admm``, Algorithm 4 on the kept units of one module; ``importance: closed_form``, Algorithm 1's inner loop.
 
 The variables of every token are on the host; each step updates those of one micro-batch or sequence on the device (R12).
 Weights are passed in lists: those of the producers, then the consumer's, bias last.
@@ -10,23 +10,51 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import compress
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
+from loguru import logger
+from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.linalg.budget import MAX_SPARSITY
 from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
 from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, with_bias_index
 from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.paper.admm_variables import ADMMSettings, Sample, Variables, make_ridge_moments, solve_ridge
-from struprune_plugin.pruning.weight_update import Refined
+from struprune_plugin.paper.admm_attention import (
+    AttentionSample,
+    AttentionWeights,
+    accumulate_attention_moments,
+    initialize_attention_variables,
+    measure_attention_objective,
+    solve_attention_weights,
+    update_attention_variables,
+)
+from struprune_plugin.paper.admm_ffn import (
+    ADMMSettings,
+    Sample,
+    Variables,
+    accumulate_ffn_moments,
+    initialize_ffn_variables,
+    make_ridge_moments,
+    measure_ffn_objective,
+    solve_ridge,
+    update_ffn_variables,
+)
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Ranking
+from struprune_plugin.pruning.importance.wanda import score_wanda
+from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, Refined, WeightUpdate
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import check_one_process
 
+_ON_ATTENTION = ("inner_steps", "learning_rate", "attention_method")
 _Sample = TypeVar("_Sample", bound=Sample)
 _Movable = TypeVar("_Movable", bound=Sample | Variables)
 Weights = Sequence[Tensor]
@@ -152,6 +180,166 @@ class ADMMRun(ABC, Generic[_Sample]):
         self, sample: _Sample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
     ) -> tuple[Variables, float]:
         """Update one sample's variables and add them to the moments; return them and the sample's part of the objective."""
+
+
+def make_run(module: ModuleView, settings: ADMMSettings, damping: float) -> FFNRun | AttentionRun:
+    """Return the ADMM run of an FFN or attention module; parameters as in :class:`ADMMRun`."""
+    return (FFNRun if module.group.unit.is_ffn else AttentionRun)(module, settings, damping)
+
+
+class FFNRun(ADMMRun[Sample]):
+    """ADMM on one FFN."""
+
+    def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float):
+        super().__init__(module, settings, damping, {n: len(parts) for n, parts in module.group.producers.items()})
+
+    def split(self, visit: Visit) -> Iterator[Sample]:
+        yield pick_tokens(visit, self.context)
+
+    def initialize(self, sample: Sample, weights: Weights) -> Variables:
+        return initialize_ffn_variables(sample.inputs, weights[:-1])
+
+    def visit(
+        self, sample: Sample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
+    ) -> tuple[Variables, float]:
+        if move:
+            variables = update_ffn_variables(variables, sample, weights, self.settings.alpha, self.settings.beta)
+        return variables, accumulate_ffn_moments(moments, variables, sample)
+
+    def measure(self, moments: list[SecondMoments], weights: Weights, total: float) -> float:
+        return measure_ffn_objective(moments, weights, total, self.settings.alpha, self.settings.beta)
+
+
+class AttentionRun(ADMMRun[AttentionSample]):
+    """ADMM on one attention module; its objective is measured before the weights are solved."""
+
+    def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float):
+        names = (*module.group.query_key, list(module.group.producers)[-1])
+        super().__init__(module, settings, damping, dict.fromkeys(names, 1))
+
+    def split(self, visit: Visit) -> Iterator[AttentionSample]:
+        batch, length = visit.call.batch_shape
+        source = self.context.to_host(visit.source.float()).view(batch, length, -1)
+        target = self.context.to_host(visit.target).view(batch, length, -1)
+        mask = visit.call.arguments.get("attention_mask")
+        valid = torch.ones(batch * length, dtype=torch.bool)
+        if visit.call.tokens is not None:
+            valid = torch.zeros_like(valid).index_fill(0, visit.call.tokens.cpu(), True)
+        causal = torch.full((length, length), float("-inf")).triu(1)
+        for row in range(batch):
+            own = causal if mask is None else mask[min(row, len(mask) - 1), 0, :length, :length].float()
+            yield AttentionSample(source[row], target[row], own, valid.view(batch, length)[row])
+
+    def initialize(self, sample: AttentionSample, weights: Weights) -> Variables:
+        return initialize_attention_variables(sample, self._join(weights), self.settings.attention_method)
+
+    def visit(
+        self, sample: AttentionSample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
+    ) -> tuple[Variables, float]:
+        joined, settings, maps = self._join(weights), self.settings, None
+        if move:
+            variables, maps = update_attention_variables(sample, variables, joined, settings)
+            accumulate_attention_moments(moments, sample, variables, maps, joined, max(self.damping, 1e-6))
+        terms = measure_attention_objective(sample, variables, joined, settings.alpha, settings.beta, maps)
+        return variables, sum(terms.values())
+
+    def list_regressed(self, weights: Weights) -> Weights:
+        return self._join(weights).list_regressed()
+
+    def solve(self, moments: list[SecondMoments], pull: Weights) -> Weights:
+        solved = solve_attention_weights(moments, self._join(pull), self.damping, self.module.has_bias, self.group.name)
+        return [solved.query, solved.key, solved.value, solved.output]
+
+    def _join(self, weights: Weights) -> AttentionWeights:
+        query, key, value, output = weights
+        num_units = (output.shape[1] - 1) // self.group.columns_per_unit
+        return AttentionWeights(query, key, value, output, self.group.unit.count_heads(self.group, num_units))
+
+
+@WEIGHT_UPDATES.register
+class ADMMUpdate(ADMMSettings, WeightUpdate):
+    """ADMM over producers and consumer (paper, Algorithm 4); least squares for rotary attention."""
+
+    refines: ClassVar[bool] = True
+    method: Literal["admm"] = "admm"
+
+    def can_refine(self, group: UnitGroup) -> bool:
+        return (group.unit.is_ffn and not group.experts) or bool(group.query_key)
+
+    def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
+        return make_run(module, self, dampening_frac).refine(keep, weight)
+
+    def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
+        _check_ffn(model, "weight_update: admm", prune_ffn)
+        if attention_unit == "none" or _has_plain_attention(model):
+            return
+        for name in _ON_ATTENTION:
+            if (value := getattr(self, name)) != ADMMSettings.model_fields[name].default:
+                raise ValueError(
+                    f"`weight_update.{name}={value!r}` has no effect with rotary positions, where attention is re-solved by least "
+                    "squares. Remove it."
+                )
+        logger.info("rotary attention is re-solved by least squares, the FFN by ADMM")
+
+
+@IMPORTANCES.register
+class ClosedForm(ADMMSettings, Importance):
+    """Score of Lemma 1 after ``steps`` steps of Algorithm 1.
+
+    :param max_sparsity: upper bound on a module's sparsity in the masks
+    :param as_printed: keep the first step, where all scores are 1 (R4): units are removed by index
+    """
+
+    keeps_budget: ClassVar[bool] = False
+    aims: ClassVar[bool] = True
+    takes_experts: ClassVar[bool] = False
+    method: Literal["closed_form"] = "closed_form"
+    max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
+    as_printed: bool = False
+
+    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
+        group = ranking.group
+        first = score_wanda(ranking.moments, dense[:, :-1], columns)
+        if self.as_printed:
+            logger.warning(
+                f"as_printed: {group.name} has no order at Algorithm 1's first step, where every score is 1 (R4); "
+                "units go by index. Set as_printed: false to rank them."
+            )
+            return torch.ones_like(first)
+        share = min(ranking.sparsity, self.max_sparsity)
+        num_keep = max(round(group.num_units * (1 - share) / group.num_blocks), 1) * group.num_blocks
+        return make_run(ranking.module, self, ranking.dampening_frac).score(first, num_keep)
+
+    def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
+        _check_ffn(model, "importance: closed_form", prune_ffn)
+        if attention_unit != "none" and not _has_plain_attention(model):
+            raise ValueError(
+                "importance: closed_form must have attention without rotary positions, got "
+                f"{model.config.model_type!r}. Set `attention_unit: none`, or `importance: obs`."
+            )
+
+
+def _check_ffn(model: PreTrainedModel, what: str, prune_ffn: bool) -> None:
+    """Raise for an FFN without derived sub-steps, and for several processes.
+
+    :param what: the setting that asks for ADMM
+    :raises ValueError: the FFN is neither ReLU nor SiLU-gated; several processes
+    """
+    check_one_process(what, "Its variables are per token. Set `weight_update: least_squares` and `importance: obs`.")
+    ffns = [ffn for kind in find_structure(model).kinds for ffn in kind.ffns] if prune_ffn else []
+    for ffn in ffns:
+        if ffn.activation != ("silu" if ffn.gated else "relu"):
+            raise ValueError(
+                "weight_update: admm and importance: closed_form must have a ReLU or a SiLU-gated FFN, got "
+                f"{'gated ' if ffn.gated else ''}{ffn.activation or 'another'!r}. Set `weight_update: least_squares` and "
+                "`importance: obs`."
+            )
+
+
+def _has_plain_attention(model: PreTrainedModel) -> bool:
+    """Return whether no layer encodes positions between queries and keys."""
+    kinds = find_structure(model).kinds
+    return all(kind.attention.is_plain for kind in kinds if kind.attention)
 
 
 def pick_tokens(visit: Visit, context: DeviceContext) -> Sample:

@@ -5,21 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from struprune_plugin.paper.admm_ffn import (
+    Sample,
+    Variables,
     accumulate_ffn_moments,
     activate,
     apply_linear,
     initialize_ffn_variables,
+    make_ridge_moments,
     measure_ffn_objective,
+    solve_ridge,
+    update_activations,
     update_ffn_variables,
     update_preactivations_gated,
     update_preactivations_relu,
-)
-from struprune_plugin.paper.admm_variables import (
-    Sample,
-    Variables,
-    make_ridge_moments,
-    solve_ridge,
-    update_activations,
 )
 
 pytestmark = pytest.mark.portability

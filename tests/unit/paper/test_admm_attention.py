@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from struprune_plugin.linalg.second_moments import SecondMoments, measure_error
 from struprune_plugin.linalg.solve import damp_moments
-from struprune_plugin.paper.admm_variables import ADMMSettings, Variables, make_ridge_moments
-from struprune_plugin.paper.attention_steps import (
+from struprune_plugin.paper.admm_attention import (
+    AttentionSample,
+    AttentionWeights,
     accumulate_attention_moments,
     initialize_attention_variables,
+    measure_attention_objective,
     solve_attention_weights,
     update_attention_variables,
 )
-from struprune_plugin.paper.attention_terms import AttentionSample, AttentionWeights, measure_attention_objective
+from struprune_plugin.paper.admm_ffn import ADMMSettings, Variables, make_ridge_moments
 
 F64 = torch.float64
 HEADS = 2
@@ -37,6 +39,10 @@ def make_mask(tokens):
     return torch.full((tokens, tokens), -torch.inf, dtype=F64).triu(1)
 
 
+def all_of(tokens):
+    return torch.ones(tokens, dtype=torch.bool)
+
+
 def make_weights(seed=0, d=5, dh=3, dv=2, d_out=4, has_bias=True):
     generator = torch.Generator().manual_seed(seed)
     shapes = ((HEADS * dh, d + 1), (HEADS * dh, d + 1), (HEADS * dv, d + 1), (d_out, HEADS * dv + 1))
@@ -50,7 +56,7 @@ def make_weights(seed=0, d=5, dh=3, dv=2, d_out=4, has_bias=True):
 def make_sample(seed=0, tokens=7, d=5, d_out=4):
     generator = torch.Generator().manual_seed(seed + 1)
     inputs, targets = (torch.randn(tokens, n, generator=generator, dtype=F64) for n in (d, d_out))
-    return AttentionSample(inputs, targets, make_mask(tokens))
+    return AttentionSample(inputs, targets, make_mask(tokens), all_of(tokens))
 
 
 def make_settings(ratio=(1.0, 1.0), learning_rate=0.05):
@@ -322,7 +328,8 @@ def pad(sample, variables, side, fill=3.0):
         wide[(slice(None),) * dims[0] + index] = tensor
         return wide
 
-    sample = AttentionSample(widen(sample.inputs, [0]), widen(sample.targets, [0]), mask, rows)
+    counts = torch.zeros(len(mask), dtype=torch.bool).index_fill(0, rows, True)
+    sample = AttentionSample(widen(sample.inputs, [0]), widen(sample.targets, [0]), mask, counts)
     preactivations = tuple(widen(z, [1, 2] if z.dim() == 3 else [0]) for z in variables.preactivations)
     return sample, Variables(widen(variables.activations, [0]), preactivations), rows
 
@@ -346,9 +353,9 @@ def test_padding_has_no_influence(method, side):
     assert initialize_attention_variables(padded, weights, method).activations.isfinite().all()
 
 
-def test_query_rows_left_out_still_count_as_keys_where_the_mask_shows_them():
+def test_queries_left_out_still_count_as_keys_where_the_mask_shows_them():
     sample, variables, weights = make_problem(2, 6, 5, 3, 2, 2)
-    sample = dataclasses.replace(sample, query_rows=torch.arange(1, 6))
+    sample = dataclasses.replace(sample, queries=torch.arange(6) >= 1)
     maps = soft_of(variables)
     measured = measure_attention_objective(sample, variables, weights, 1.0, 1.0, maps)
     query, key = variables.preactivations
@@ -374,7 +381,9 @@ def recover(sample, logits, weights, damping=1e-6):
 def test_accumulate_attention_moments_recovered_queries_and_keys_fit_the_logits_better(seed, damping):
     tokens = 7
     weights = make_weights(seed, d=tokens)
-    sample = AttentionSample(torch.eye(tokens, dtype=F64), torch.zeros(tokens, 4, dtype=F64), make_mask(tokens))
+    sample = AttentionSample(
+        torch.eye(tokens, dtype=F64), torch.zeros(tokens, 4, dtype=F64), make_mask(tokens), all_of(tokens)
+    )
     noise = torch.randn(HEADS, tokens, tokens, dtype=F64, generator=torch.Generator().manual_seed(seed))
     wanted = (initialize_attention_variables(sample, weights, 1).preactivations[0] + noise).tril()
 
@@ -392,7 +401,9 @@ def test_accumulate_attention_moments_recovers_exact_queries_where_nothing_is_hi
     """With every pair in sight and keys unchanged, Q* = z pinv(K)^T sqrt(dh) (damping -> 0), and K* = K."""
     tokens = 7
     weights = make_weights(d=tokens)
-    sample = AttentionSample(torch.eye(tokens, dtype=F64), torch.zeros(tokens, 4, dtype=F64), torch.zeros(7, 7))
+    sample = AttentionSample(
+        torch.eye(tokens, dtype=F64), torch.zeros(tokens, 4, dtype=F64), torch.zeros(7, 7), all_of(tokens)
+    )
     other = dataclasses.replace(weights, query=disturb(weights, 0).query)
     wanted = initialize_attention_variables(sample, other, 1).preactivations[0]
     query, key = recover(sample, wanted, weights, damping=1e-12)
@@ -445,6 +456,7 @@ def test_packed_sequences_give_the_moments_of_separate_ones():
         torch.cat([s.inputs for s in samples]),
         torch.cat([s.targets for s in samples]),
         -(1 - torch.block_diag(*[torch.ones_like(s.mask).tril() for s in samples])) * 1e30,
+        torch.cat([s.queries for s in samples]),
     )
     mixed, query, key = (torch.cat(parts) for parts in zip(*map(tensors_of, variables), strict=True))
     joined = Variables(mixed, (query, key))

@@ -39,7 +39,7 @@ from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.model_card import try_write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.runtime.distributed import join_processes
-from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed, read_headers
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed, read_tensor_shapes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.records import EvaluationRecord
@@ -225,12 +225,12 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
     model is loaded in half precision, and to a quarter if a modifier of llm-compressor follows.
     """
     folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
-    headers = read_headers(source, kwargs.get("model_revision", "main"))
-    shapes = [(name, shape) for header in headers.values() for name, shape in header.items()]
-    matrices = sum(prod(shape) for name, shape in shapes if len(shape) > 1 and re.search(r"\.\d+\.", name))
+    shapes = read_tensor_shapes(folder) if folder else {}
+    matrices = sum(prod(shape) for name, shape in shapes.items() if len(shape) > 1 and re.search(r"\.\d+\.", name))
     ours = [modifier for modifier in modifiers if isinstance(modifier, StructuredModifier)]
     removed = max((modifier.sparsity for modifier in ours if modifier.sparsity), default=1.0 if ours else 0.0)
-    left = 1 - removed * matrices / max(1, sum(prod(shape) for _, shape in shapes))
+    total = sum(prod(shape) for shape in shapes.values())
+    left = 1 - removed * (matrices / total if total else 1.0)
     if kwargs.get("precision") in ("bfloat16", "float16"):
         left /= 2
     if any(not isinstance(modifier, StageModifier) for modifier in modifiers):

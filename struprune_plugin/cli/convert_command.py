@@ -33,12 +33,9 @@ def convert(
     from struprune_plugin import registration  # noqa: F401
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.reporting.model_card import try_write_card
-    from struprune_plugin.storage.checkpoint import check_whole
     from struprune_plugin.storage.output_folder import write_folder
 
     screen.set_logging()
-    if (path / "config.json").is_file():
-        check_whole(str(path))
     with write_folder(output, overwrite, [path], measure_weight_bytes(path)) as partial:
         convert_folder(path, to, partial)
         base = read_manifest(path).model.base if (path / MANIFEST_NAME).is_file() else ""

@@ -12,12 +12,11 @@ import torch
 from compressed_tensors.utils import patch_attr
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.evaluation.text import load_tokenizer
 from struprune_plugin.model.structure.tiny import find_auto_class
-from struprune_plugin.storage.checkpoint import check_loading, read_headers
-from struprune_plugin.storage.files import shorten_error
+from struprune_plugin.storage.checkpoint import load_whole, read_config
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -69,17 +68,8 @@ def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel,
 
     :raises ValueError: nothing to load there; weight files that are broken, or that lack tensors of the configuration
     """
-    headers = read_headers(path)
-    try:
-        model, info = find_auto_class(AutoConfig.from_pretrained(path)).from_pretrained(
-            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except Exception as error:  # a broken file raises errors of many classes
-        raise ValueError(
-            f"model: {path!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
-        ) from None
+    model = load_whole(find_auto_class(read_config(path)), path, dtype=dtype)
     tokenizer = load_tokenizer(path)
-    check_loading(path, info, headers)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
 

@@ -34,7 +34,7 @@ from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.storage.files import shorten_error
+from struprune_plugin.storage.checkpoint import load_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 Form = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"]
@@ -45,12 +45,7 @@ def load_pruned(folder: Path) -> PreTrainedModel:
 
     :raises ValueError: the folder is not a pruned one in the per-layer form, or is quantised
     """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except Exception as error:  # a broken file may raise any error
-        raise ValueError(
-            f"{folder}: must be a pruned folder that can be loaded, got: {shorten_error(error)} Give the output of a pruning run."
-        ) from None
+    model = load_whole(AutoModelForCausalLM, str(folder), dtype="auto")
     if not is_pruned(type(model)):
         raise ValueError(
             f"{folder}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}. It "

@@ -18,7 +18,7 @@ from transformers.core_model_loading import PrefixChange
 
 from struprune_plugin.evaluation.calibration import check_dataset
 from struprune_plugin.model.structure.tiny import find_auto_class
-from struprune_plugin.storage.checkpoint import is_packed
+from struprune_plugin.storage.checkpoint import is_packed, load_whole
 from struprune_plugin.storage.files import check_place
 
 _PRECISIONS = {  # values that llm-compressor knows; it treats any other as auto
@@ -99,12 +99,20 @@ def load_model(
         )
         options["quantization_config"] = _UNPACKED[config.quantization_config["quant_method"]](dequantize=True)
     if folder is None:
-        model = auto.from_pretrained(path, **options)
+        model = load_whole(auto, path, **options)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         options |= {} if memory is None else {"max_memory": {"cpu": memory}}
-        with load_offloaded_model():
-            model = auto.from_pretrained(path, device_map="auto_offload", offload_folder=str(folder), **options)
+
+        class Whole:
+            """Class whose ``from_pretrained`` llm-compressor's loader replaces by one that offloads."""
+
+            @classmethod
+            def from_pretrained(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
+                return load_whole(auto, *args, **kwargs)
+
+        with load_offloaded_model(Whole):  # type: ignore[arg-type]
+            model = Whole.from_pretrained(path, device_map="auto_offload", offload_folder=str(folder), **options)
     if is_packed(config):
         _forget_packing(model)
     return model

@@ -38,7 +38,7 @@ from struprune_plugin.recovery.recovery_config import RecoveryConfig
 from struprune_plugin.recovery.training import Texts
 from struprune_plugin.runtime.device_context import find_free_bytes
 from struprune_plugin.runtime.distributed import count_ranks, gather
-from struprune_plugin.storage.checkpoint import check_whole, read_config
+from struprune_plugin.storage.checkpoint import read_config
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
 from struprune_plugin.storage.records import EvaluationRecord
 
@@ -183,11 +183,10 @@ class RecoveryModifier(StageModifier, RecoveryConfig):
         return True
 
     def _find_teacher(self, model: PreTrainedModel) -> str:
-        """Return the path of the dense model; raise if it is incomplete or has another vocabulary."""
+        """Return the path of the dense model; raise if it has another vocabulary."""
         name = self.loss.teacher or model.config._name_or_path
         try:
             config = read_config(name)
-            check_whole(name, config)
         except ValueError as error:
             raise ValueError(f"loss.teacher: {str(error).removeprefix('model: ')}") from None
         layers = len(find_decoder_layers(model)), config.get_text_config(decoder=True).num_hidden_layers

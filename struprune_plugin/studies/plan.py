@@ -25,7 +25,6 @@ from struprune_plugin.model.layers import (
     measure_layer,
     sum_outputs,
 )
-from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.structure.tiny import find_class
 from struprune_plugin.model.units.group import UnitGroup
@@ -48,7 +47,7 @@ from struprune_plugin.reporting.tables import (
     measure_weight_bytes,
     show_budget,
 )
-from struprune_plugin.storage.checkpoint import check_whole, find_checkpoint, is_packed, read_config
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.limit_record import LimitRecord
 from struprune_plugin.storage.records import RoundingRecord
@@ -82,21 +81,13 @@ class Shapes:
 
 
 def read_shapes(model: str, dtype: str = "auto") -> Shapes:
-    """Return a model's shapes from its configuration, after checking that its files, if on this machine, are complete.
+    """Return a model's shapes from its configuration.
 
-    :raises ValueError: no configuration, an unsupported architecture, quantised or broken weights
+    :raises ValueError: no configuration, an unsupported architecture, quantised weights
     """
-    config = read_config(model)
-    find_structure_of(config)
-    if getattr(config, "quantization_config", None) is not None and not is_packed(config):
-        raise ValueError(
-            f"model: {model!r} must not be quantised yet, its config has a quantization_config. "
-            "Plan for the full-precision checkpoint."
-        )
+    config = check_checkpoint(model)
     folder = find_checkpoint(model)
     held = measure_weight_bytes(folder) if folder else 0
-    if held:
-        check_whole(model, config)
     kind, part = find_class(config)
     with torch.device("meta"):
         shapes = kind._from_config(copy.deepcopy(part))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_MODEL
-from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, read_headers
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, read_tensor_shapes
 
 LAYER = "model.decoder.layers.1.fc2.weight"
 
@@ -37,9 +37,8 @@ def change_config(folder, **fields):
 
 
 def refuse(folder, message):
-    for check in (check_checkpoint, load_checkpoint):
-        with pytest.raises(ValueError, match=message):
-            check(str(folder))
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -56,8 +55,9 @@ def test_pruned_and_sharded_checkpoints_pass(opt, tmp_path):
     save_model(AutoModelForCausalLM.from_pretrained(opt), tmp_path / "sharded")
     (tmp_path / "sharded" / "model.safetensors").unlink()
     AutoModelForCausalLM.from_pretrained(opt).save_pretrained(tmp_path / "sharded", max_shard_size="50kB")
-    assert len(read_headers(str(tmp_path / "sharded"))) > 1
-    check_checkpoint(str(tmp_path / "sharded"))
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert read_tensor_shapes(tmp_path / "sharded") == read_tensor_shapes(opt)
+    load_checkpoint(str(tmp_path / "sharded"))
     assert model.num_parameters() > 0
 
 
@@ -66,9 +66,9 @@ def test_a_missing_shard_and_a_broken_index_are_named(opt, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     AutoModelForCausalLM.from_pretrained(opt).save_pretrained(tmp_path, max_shard_size="50kB")
     sorted(tmp_path.glob("model-*.safetensors"))[1].unlink()
-    refuse(tmp_path, r"model-00002-of-\d+\.safetensors: must be a whole safetensors file, got no file")
+    refuse(tmp_path, "must hold whole weights that fit its config.json")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ')
-    refuse(tmp_path, r"model\.safetensors\.index\.json must be an index with a weight_map")
+    refuse(tmp_path, "must hold whole weights that fit its config.json, got")
 
 
 @pytest.mark.parametrize("name", [LAYER, "model.decoder.embed_tokens.weight", "model.decoder.final_layer_norm.bias"])
@@ -76,26 +76,26 @@ def test_a_missing_tensor_is_named(broken, name):
     change_weights(broken, lambda tensors: tensors.pop(name))
     refuse(
         broken,
-        rf"model\.safetensors must hold every tensor that its config asks for, .*{name}|lm_head.weight and 1 more",
+        rf"must hold every tensor that its config.json asks for, got ({name}|lm_head.weight) missing",
     )
 
 
 def test_a_config_that_asks_for_more_layers_is_refused(broken):
     change_config(broken, num_hidden_layers=5)
-    refuse(broken, r"must hold every tensor .* model\.decoder\.layers\.3\.fc1\.bias and 31 more missing")
+    refuse(broken, r"must hold every tensor .* model\.decoder\.layers\.3\.fc1\.bias missing and 31 more")
 
 
 def test_a_tensor_of_another_shape_is_named(broken):
     change_weights(broken, lambda tensors: tensors.update({LAYER: torch.zeros(24, 39)}))
-    refuse(broken, rf"model\.safetensors: {LAYER} must have the shape \[24, 40\] .* got \[24, 39\]")
+    refuse(broken, rf"{LAYER} of shape \[24, 39\] in place of \[24, 40\]")
     change_config(broken, ffn_dim=39)
-    refuse(broken, r"fc1.bias must have the shape \[39\]")
+    refuse(broken, r"fc1.bias of shape \[40\] in place of \[39\]")
 
 
 def test_a_pruned_checkpoint_with_the_dense_config_is_refused(opt, tmp_path):
     run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
     shutil.copy(opt / "config.json", tmp_path / "out")
-    refuse(tmp_path / "out", "must have the shape")
+    refuse(tmp_path / "out", "in place of")
     assert cli.main(["convert", str(tmp_path / "out"), "--to", "masked", "--output", str(tmp_path / "x")]) == 2
 
 
@@ -103,8 +103,7 @@ def test_a_pruned_checkpoint_with_the_dense_config_is_refused(opt, tmp_path):
 def test_a_broken_file_is_named(broken, content):
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000] if content is None else content)
-    message = r"model\.safetensors: must be a whole safetensors file, got \d+ bytes"
-    refuse(broken, "must hold every tensor" if content and b"{" in content else message)
+    refuse(broken, "must hold every tensor" if content and b"{" in content else "must hold whole weights")
 
 
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
@@ -130,7 +129,6 @@ def test_what_is_not_on_this_machine_has_no_folder():
     assert find_checkpoint(str(DEMO_MODEL)) == DEMO_MODEL
     assert find_checkpoint("nobody/has-this-model") is None
     assert find_checkpoint("/no/such/folder") is None
-    assert read_headers("nobody/has-this-model") == {}
 
 
 # -- .bin files ---------------------------------------------------------------------------------------------------
@@ -146,21 +144,20 @@ def pickled(opt, tmp_path):
 
 
 def test_bin_files_that_are_whole_pass(pickled):
-    check_checkpoint(str(pickled))
     load_checkpoint(str(pickled))
     tensors = torch.load(pickled / "pytorch_model.bin", weights_only=True)
     torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=False)  # as of old torch
-    check_checkpoint(str(pickled))
+    load_checkpoint(str(pickled))
 
 
 def test_a_tensor_that_a_bin_file_lacks_or_has_in_another_shape_is_named(pickled):
     file = pickled / "pytorch_model.bin"
     tensors = torch.load(file, weights_only=True)
     torch.save({**tensors, LAYER: tensors[LAYER][:, :-1].clone()}, file)
-    refuse(pickled, r"pytorch_model\.bin: model\.decoder\.layers\.1\.fc2\.weight must have the shape \[24, 40\]")
+    refuse(pickled, rf"{LAYER} of shape \[24, 39\] in place of \[24, 40\]")
     del tensors[LAYER]
     torch.save(tensors, file)
-    refuse(pickled, r"pytorch_model\.bin must hold every tensor .*layers\.1\.fc2\.weight missing")
+    refuse(pickled, r"must hold every tensor .*layers\.1\.fc2\.weight missing")
 
 
 def test_bin_shards_are_all_there(pickled):
@@ -169,11 +166,11 @@ def test_bin_shards_are_all_there(pickled):
     for part, held in enumerate((names[::2], names[1::2])):
         torch.save({name: tensors[name] for name in held}, pickled / f"part{part}.bin")
     (pickled / "pytorch_model.bin").unlink()
-    index = {"weight_map": {name: f"part{place % 2}.bin" for place, name in enumerate(names)}}
+    index = {"metadata": {}, "weight_map": {name: f"part{place % 2}.bin" for place, name in enumerate(names)}}
     (pickled / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    check_checkpoint(str(pickled))
+    load_checkpoint(str(pickled))
     (pickled / "part1.bin").unlink()
-    refuse(pickled, r"part1\.bin must be a whole file of tensors and nothing else, got no file")
+    refuse(pickled, "must hold whole weights")
 
 
 class Trap:
@@ -189,11 +186,10 @@ def test_a_bin_file_that_is_broken_or_hostile_is_refused_unread(kind, pickled, t
         torch.save({"x": Trap()}, file)
     else:
         file.write_bytes(file.read_bytes()[:5000] if kind == "cut" else b"x" * 999)
-    refuse(pickled, r"pytorch_model\.bin must be a whole file of tensors and nothing else, got")
+    refuse(pickled, "must hold whole weights that fit its config.json, got")
     assert not (tmp_path / "trapped").exists()
 
 
 def test_a_folder_whose_weights_nobody_loads_holds_none(pickled):
     (pickled / "pytorch_model.bin").rename(pickled / "training_args.bin")
-    with pytest.raises(ValueError, match="must hold weights"):
-        check_checkpoint(str(pickled))
+    refuse(pickled, "must hold whole weights")

@@ -136,9 +136,6 @@ class CurveMeasurer:
         if basis is not None:
             alone, increases = config.importance.rank(ranking, group.num_units)
             unrotated = sum_increases(increases[alone])
-        for errors in (curve, unrotated):
-            if group.sublayer is not None and errors is not None:  # the bias is removed, too
-                errors[0] = weighed.target_energy
         subject = Subject(model, module.layer, group, scores, moments, dense, influence)
         parts = (curve, scores, order, basis, unrotated)
         weight, host = self._rule.weigh(subject), self._context.to_host

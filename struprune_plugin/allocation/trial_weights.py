@@ -72,8 +72,6 @@ class TrialSolver:
         damped = damp_moments(moments, dense, self.config.dampening_frac, linear.bias is not None)
         solves = self.config.weight_update.solves and gathered.determines
         solved = self._find_weights(group, damped if solves else None, dense, counts)
-        for weight in [weight for count, weight in solved.items() if not count]:
-            weight.zero_()  # the whole sublayer is removed, with its bias
         parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}
         dtype = linear.weight.dtype
         return {count: (host(weight.to(dtype)), host(bias.to(dtype))) for count, (weight, bias) in parts.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.structure.locate import ABSENT, find_stock, is_pruned
+from struprune_plugin.model.structure.locate import find_stock, is_pruned
 from struprune_plugin.model.surgery import read_weight, set_weight
 
 Shapes = dict[str, tuple[int, ...]]
@@ -122,8 +121,6 @@ def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
     if any(hasattr(module, "nf") and isinstance(module, nn.Linear) for module in model.modules()):
         layout["conv1d"] = True
         modeling.replace_conv1d(dense)
-    layout |= describe_absent(model, layers)
-    modeling.skip_sublayers(dense, SimpleNamespace(layout=layout))
     pairs = zip(*(m.get_submodule(layout["layers"]).children() for m in (model, dense)), strict=True)
     for layer, before in pairs:
         linears, known = {}, dict(before.named_modules())
@@ -143,21 +140,6 @@ def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
     if problems:
         raise ValueError(f"{problems[0]}. Only linears of decoder layers may be cut.")
     return layout
-
-
-def describe_absent(model: nn.Module, layers: str) -> dict[str, Any]:
-    """Return the layout's entries on modules removed from the decoder layers: their stand-ins, and their names by layer.
-
-    :param layers: name of the list of decoder layers
-    """
-    gone = [list_absent(layer) for layer in model.get_submodule(layers).children()]
-    absent = {name: parts for layer in gone for name, parts in layer.items()}
-    return {"absent": absent, "skip": [list(layer) for layer in gone]} if absent else {}
-
-
-def list_absent(layer: nn.Module) -> dict[str, int]:
-    """Return the stand-ins of the modules removed from a decoder layer, by name."""
-    return {n: module.parts for n, module in layer.named_modules() if type(module).__name__ == ABSENT}  # type: ignore[misc]
 
 
 def describe_parameters(model: nn.Module, dense: nn.Module, layers: str) -> dict[str, Any]:

@@ -17,13 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import (
     build_dense,
-    describe_absent,
     describe_form,
     describe_linears,
     describe_parameters,
     grow_padded,
     keep_offload,
-    list_absent,
     list_padded,
     make_dense_config,
     mark_padded,
@@ -68,9 +66,7 @@ def can_narrow(model: PreTrainedModel) -> bool:
     if config.get_text_config(decoder=True) is not config or describe_form(config) == "linears":
         return False
     modules = {
-        layout.attention and find_stock(type(_find_attention(layer, layout)))
-        for layer, layout in find_layouts(model)
-        if not list_absent(layer)
+        layout.attention and find_stock(type(_find_attention(layer, layout))) for layer, layout in find_layouts(model)
     }
     one_each = all(len(kind.ffns) <= 1 for kind in structure.kinds)
     known = all(module and module.__name__ in modeling.NARROWING for module in modules)
@@ -140,8 +136,6 @@ def adopt_config(model: PreTrainedModel) -> None:
     if narrows and structure.has_experts:
         dense = build_dense(find_stock(type(model)), make_dense_config(old))
         layout |= describe_parameters(model, dense, structure.layers)
-    if narrows:
-        layout |= describe_absent(model, structure.layers)
     if is_custom(model):
         config_class, model_class, auto_map = derive_beside(model)
     else:
@@ -165,9 +159,8 @@ def _set_sizes(config: Any, model: PreTrainedModel) -> None:
     config.per_layer_config = None  # with that of an earlier run, single values cannot be read
     has_groups = hasattr(config, "num_key_value_heads")
     per_layer: dict[int, dict[str, Any]] = {}
-    skipped = config.layout.pop("skip", None) or [[]] * len(sizes)
     for index, (layout, size) in enumerate(sizes):
-        per_layer[index] = {"skip": skipped[index]}  # removed modules keep the dense model's sizes
+        per_layer[index] = {}
         if layout.attention:
             per_layer[index] |= {"num_attention_heads": size.num_heads, "value_head_dim": size.value_head_dim}
             if has_groups:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from struprune_plugin.export.convert import adopt_config, adopt_stock
-from struprune_plugin.export.layer_list import drop_layers
 from struprune_plugin.export.stock_config import make_uniform_config
 
 
@@ -14,7 +13,6 @@ def finish_model(model: PreTrainedModel, uniform: bool) -> None:
 
     :raises ValueError: as :func:`~struprune_plugin.export.convert.adopt_config`
     """
-    drop_layers(model)
     if uniform:
         adopt_stock(model, make_uniform_config(model))
     else:

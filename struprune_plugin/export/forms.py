@@ -26,7 +26,6 @@ from struprune_plugin.export.stock_config import (
     find_stock_config,
     list_sizes,
 )
-from struprune_plugin.export.sublayers import restore_sublayers
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
@@ -68,8 +67,6 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
     - ``static``: per-layer sizes, linears that read the same input joined; the fewest steps in transformers
     - ``gguf``: one file for llama.cpp with per-layer FFN widths and heads, values padded to the width of keys
 
-    Removed sublayers stay removed except in ``uniform-padded``, where they are zeros; in ``gguf`` a removed FFN is a few zeros.
-
     :param output: an empty folder
     :raises ValueError: the class or the folder cannot be converted to that form
     """
@@ -85,8 +82,6 @@ def convert_folder(source: Path, form: Form, output: Path) -> None:
         _pad_values(model)
         write_gguf(model, config, source, output / FILE_NAME)
         return
-    if form in ("masked", "uniform-padded"):
-        restore_sublayers(model)
     if form == "masked":
         _restore_units(model, read_manifest(source / MANIFEST_NAME))
     elif form == "uniform-padded":
@@ -128,10 +123,6 @@ def _restore_units(model: PreTrainedModel, manifest: Manifest) -> None:
     config = make_dense_config(model.config)
     twin = build_stock(model, {})[0]
     dense = list_sizes(twin)
-    if any(not record.keep for record in manifest.groups):
-        raise ValueError(
-            "masked: must start from a model that has all its sublayers, got one from which some are gone. Use uniform-padded."
-        )
     largest = max(max(size.width, size.num_key_value_heads * size.head_dim) for size in dense)
     largest = max([largest, *(group.num_units for group in _list_ffns(twin))])
     for record in manifest.groups:

@@ -8,9 +8,7 @@ without the prefix. Their configuration is the dense model's, with additions of 
 - ``layout`` alone, for any class: the linears that differ from the dense model's, by layer and name, with their shapes. A
   linear whose attention module reshapes to a fixed width pads its output with zeros (``spread``) or reads some columns (``gather``)
 
-In both, ``parameters`` of ``layout`` holds the shapes of tensors outside linears: packed experts of a mixture. Removed
-sublayers, attention or an FFN with its norms, are in ``skip`` of ``per_layer_config``, or of ``layout``; a layer that has lost
-both is not in the model.
+In both, ``parameters`` of ``layout`` holds the shapes of tensors outside linears: packed experts of a mixture.
 """
 
 from __future__ import annotations
@@ -83,14 +81,12 @@ def _derive_model(stock: Any, config_class: Any, module: str) -> Any:
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
         if "linears" in config.layout:
             super(made, self).__init__(config)
-            skip_sublayers(self, config)
             fit_linears(self, config.layout)
             fit_parameters(self, config.layout)
             return
         dense = make_dense_config(config)
         super(made, self).__init__(dense)
         copy_settings(dense, config)
-        skip_sublayers(self, config)
         fit_layers(self, dense, config)
         fit_parameters(self, config.layout)
         if "fused" in config.layout:
@@ -134,46 +130,6 @@ def list_layers(model: Any, layout: dict[str, Any]) -> Any:
     if not hasattr(model, path.split(".")[0]):
         path = path.removeprefix(f"{model.base_model_prefix}.")
     return model.get_submodule(path)
-
-
-def skip_sublayers(model: Any, config: Any) -> None:
-    """Remove the modules that the configuration skips, whole sublayers by name, from a dense model's layers.
-
-    :param config: ``absent`` of its ``layout`` holds the stand-in for each of them, as in :func:`remove_module`
-    """
-    layout = config.layout
-    if "absent" in layout:
-        skipped = layout.get("skip") or [getattr(sizes, "skip", ()) for sizes in config.per_layer_config]
-        for layer, names in zip(list_layers(model, layout), skipped, strict=True):
-            for name in names:
-                remove_module(layer, name, layout["absent"][name])
-
-
-def remove_module(layer: Any, name: str, parts: int) -> None:
-    """Remove a module from a decoder layer, with all its weights.
-
-    :param parts: number of parts of its output, which becomes zeros: 0 where it is a tensor; -1 where the input passes through
-    """
-    owner, _, own = name.rpartition(".")
-    setattr(layer.get_submodule(owner), own, StruPruneAbsent(parts))
-
-
-class StruPruneAbsent(nn.Module):
-    """Placeholder without weights for a removed module: attention that touches no cache, an FFN, their norms.
-
-    :param parts: as in :func:`remove_module`
-    """
-
-    def __init__(self, parts: int):
-        super().__init__()
-        self.parts = parts
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        states = args[0] if args else kwargs["hidden_states"]
-        if self.parts < 0:
-            return states
-        zeros = torch.zeros_like(states)
-        return (zeros, *[None] * (self.parts - 1)) if self.parts else zeros
 
 
 def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
@@ -317,11 +273,9 @@ def fit_layers(model: Any, dense: Any, config: Any) -> None:
     """Set the sizes of the configuration in every layer of a dense model, fresh or on the meta device."""
     layout = config.layout
     for layer, sizes in zip(list_layers(model, layout), config.per_layer_config, strict=True):
-        rows = {"ffn": getattr(sizes, layout["width_key"])}
-        columns = dict(rows)
-        if layout["attention"] not in getattr(sizes, "skip", ()):
-            rows |= _fit_attention(layer, sizes, layout)
-            columns["attention"] = sizes.num_attention_heads * sizes.value_head_dim
+        columns = {"ffn": getattr(sizes, layout["width_key"])}
+        rows = columns | _fit_attention(layer, sizes, layout)
+        columns["attention"] = sizes.num_attention_heads * sizes.value_head_dim
         linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
         for name, parts in layout["rows"].items():
             if name in linears:

@@ -16,8 +16,6 @@ from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.export.any_class import make_dense_config, replace_conv1d
 from struprune_plugin.export.convert import adopt_attention, adopt_config
-from struprune_plugin.export.layer_list import drop_layers
-from struprune_plugin.export.sublayers import allow_sublayers, remove_sublayer
 from struprune_plugin.layerwise.ends import leave_layers
 from struprune_plugin.layerwise.head import Head
 from struprune_plugin.layerwise.passes import stream_layers
@@ -27,7 +25,7 @@ from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
-from struprune_plugin.model.surgery import mask_group, read_consumer, set_consumer, slice_group
+from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
 from struprune_plugin.model.units import AttentionUnit, find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -42,7 +40,6 @@ def rehearse(
     attention_unit: AttentionUnit,
     prune_ffn: bool,
     prune_experts: bool = False,
-    sublayers: str = "none",
 ) -> None:
     """Prune, save and load a tiny instance of a model's class, once per class, configuration and kinds of units.
 
@@ -54,7 +51,7 @@ def rehearse(
     """
     config = make_dense_config(model.config)
     kind = find_stock(type(model))
-    choice = attention_unit, prune_ffn, prune_experts, sublayers
+    choice = attention_unit, prune_ffn, prune_experts
     passed = (kind, config.to_json_string(), *choice)
     if passed in _PASSED:
         return
@@ -62,9 +59,7 @@ def rehearse(
     _PASSED.add(passed)
 
 
-def _rehearse(
-    kind: Any, config: Any, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool, sublayers: str
-) -> None:
+def _rehearse(kind: Any, config: Any, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool) -> None:
     tiny = build_tiny(config, kind=kind)
     replace_conv1d(tiny)
     tokens = draw_tokens(tiny.config, 2, 12, seed=3)
@@ -73,7 +68,7 @@ def _rehearse(
         if prune_experts and find_structure(tiny).has_experts:
             take_apart(tiny)
         groups = find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts)
-        _check_pruning(tiny, tokens, allow_sublayers(tiny, groups, sublayers))
+        _check_pruning(tiny, tokens, groups)
     except Exception as error:  # any error of a class that relies on its sizes
         told = str(error).rstrip(".")
         raise ValueError(
@@ -82,19 +77,17 @@ def _rehearse(
         ) from error
 
 
-def rehearse_with_experts(
-    model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool, sublayers: str = "none"
-) -> bool:
+def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> bool:
     """Return whether the rehearsal also succeeds with pruning of experts; where it does not, the log reports that they stay whole.
 
     Parameters and errors as in :func:`rehearse`.
     """
     try:
-        rehearse(model, attention_unit, prune_ffn, True, sublayers)
+        rehearse(model, attention_unit, prune_ffn, True)
     except ValueError as error:
         if not find_structure(model).has_experts:
             raise
-        rehearse(model, attention_unit, prune_ffn, sublayers=sublayers)
+        rehearse(model, attention_unit, prune_ffn)
         logger.warning(f"the experts of the mixture are not pruned: {error}")
         return False
     return True
@@ -111,7 +104,6 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     _remove(tiny, groups, kept, slice_group)
     wanted = run(tiny)
     _check_equal(wanted, run(masked), "with units removed as with zeros in their place")
-    drop_layers(tiny)
     adopt_config(tiny)
     with tempfile.TemporaryDirectory() as folder, _hide_bars():
         tiny.save_pretrained(folder)
@@ -133,10 +125,7 @@ def _hide_bars() -> Iterator[None]:
 
 
 def _pick_two_thirds(group: UnitGroup) -> Tensor:
-    """Return the kept units of a group, shape [kept], int64: two thirds, the same number per block; none in every second layer
-    where the whole sublayer may be removed."""
-    if group.sublayer is not None and group.layer_index % 2:
-        return torch.arange(0)
+    """Return the kept units of a group, shape [kept], int64: two thirds, the same number per block."""
     per_block = group.num_units // group.num_blocks
     units = torch.arange(group.num_units)
     return units[(units % per_block % 3 != 1) | (per_block == 1)]
@@ -148,9 +137,6 @@ def _remove(
     for group, keep in zip(groups, kept, strict=True):
         layer = model.get_submodule(group.layer_name)
         weight = read_consumer(layer, group)
-        if not len(keep):
-            remove_sublayer(layer, group) if remove is slice_group else set_consumer(layer, group, 0 * weight)
-            continue
         columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
         remove(layer, group, keep, weight[:, columns])
 

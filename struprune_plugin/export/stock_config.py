@@ -13,7 +13,6 @@ from struprune_plugin.export.any_class import (
     Shapes,
     build_dense,
     describe_form,
-    list_absent,
     list_differences,
     list_shapes,
     list_stock_shapes,
@@ -22,7 +21,6 @@ from struprune_plugin.export.any_class import (
 from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.layers import (
     LayerSizes,
-    find_decoder_layers,
     find_layouts,
     has_uniform_layers,
     measure_layer,
@@ -43,11 +41,6 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
 
     :raises ValueError: the stock class cannot have these sizes
     """
-    if any(list_absent(layer) for _, layer in find_decoder_layers(model)):
-        raise ValueError(
-            f"`output: uniform` cannot be used with removed layers of {type(model).__name__}, whose other layers depend on their "
-            "numbers. Set `output: per_layer`."
-        )
     heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
     return find_stock_config(
         model, change_heads(model, heads.pop()) if len(heads) == 1 else None

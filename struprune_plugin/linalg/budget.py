@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,9 +66,7 @@ def allocate_error_curves(
 
     Steps along the lower convex hulls are taken in the order of error saved per parameter, which is optimal wherever they end
     exactly on the budget. Where the next step does not fit, the remaining budget is spent on the best steps that fit, on the
-    hull or not. Every group keeps at least one step, and no group loses more than ``max_sparsity``, to within one step. Where
-    :attr:`~struprune_plugin.linalg.rounding.GroupSize.rest` allows it, a group may instead lose all of its units, together with
-    those parameters.
+    hull or not. Every group keeps at least one step, and no group loses more than ``max_sparsity``, to within one step.
     Source: method.md section 5, ``error_curve``.
 
     :param curves: error with k = 0 ... num_units units kept, comparable between groups, one per group, shape [num_units + 1]
@@ -78,35 +75,9 @@ def allocate_error_curves(
     """
     if budget >= sum(group.num_parameters for group in groups):
         return [group.num_units for group in groups]
-    best = tried = _allocate(groups, curves, budget, max_sparsity)
-    groups = list(groups)
-    # The first step from zero units is large. Where it did not fit, the other groups may do better to make room for it.
-    while gone := [g for g, kept in enumerate(tried.kept) if not kept]:
-        last = max(gone, key=lambda g: tried.savings[g])
-        groups[last] = replace(groups[last], rest=None)
-        tried = _allocate(groups, curves, budget, max_sparsity)
-        best = min(best, tried, key=lambda choice: choice.error)
-    return best.kept
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Kept counts of all groups, one per group, and their error.
-
-    :param savings: error saved per parameter by each group's first step along its hull
-    :param error: sum over all groups; infinite where the counts exceed the budget
-    """
-
-    kept: list[int]
-    savings: list[float]
-    error: float
-
-
-def _allocate(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float, max_sparsity: float) -> _Choice:
-    """Return the choice reached by steps along the hulls."""
     counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
-    costs = [[group.find_cost(k) for k in ks] for group, ks in zip(groups, counts, strict=True)]
+    costs = [[group.unit_cost * k for k in ks] for group, ks in zip(groups, counts, strict=True)]
     at = [0] * len(groups)  # index of each group's choice among its counts
     left = budget - sum(cost[0] for cost in costs)
     steps = [  # the error saved per parameter falls along each hull, so that a global sort keeps the order in each group
@@ -121,20 +92,15 @@ def _allocate(groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: flo
     left = _fill_budget(costs, errors, at, left)
     if left > max(group.step * group.unit_cost for group in groups):
         _fill_evenly(costs, at, left)
-    savings = [0.0] * len(groups)
-    for saving, g, _, _ in reversed(steps):
-        savings[g] = saving
-    error = sum(errors[g][i] for g, i in enumerate(at)) if left >= 0 else math.inf
-    return _Choice([ks[i] for ks, i in zip(counts, at, strict=True)], savings, error)
+    return [ks[i] for ks, i in zip(counts, at, strict=True)]
 
 
 def list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
     """Return the allowed kept counts of a group, ascending; the least is rounded down, so that the least of all groups fit."""
     step = min(group.step, group.num_units)
     fewest = max(math.floor((1 - max_sparsity) * group.num_units / step + 1e-9), 1) * step
-    none = [] if group.rest is None else [0]
     # num_units itself is not allowed where it is no multiple of the step: that width would be unusable.
-    return [*none, *range(fewest, group.num_units + 1, step)]
+    return [*range(fewest, group.num_units + 1, step)]
 
 
 def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:

@@ -20,7 +20,6 @@ class GroupSize:
     :param step: kept counts are multiples of this number of units
     :param members: names of the tied groups that this one represents, each with the number of its units per unit here; costs
         are summed; empty for a single group
-    :param rest: parameters removed with the last unit, besides that unit; None where one step stays
     :param layer: position of the decoder layer; -1 for tied groups of several layers
     """
 
@@ -30,16 +29,11 @@ class GroupSize:
     unit_cost: int
     step: int
     members: tuple[tuple[str, int], ...] = ()
-    rest: int | None = None
     layer: int = -1
 
     @property
     def num_parameters(self) -> int:
         return self.num_units * self.unit_cost
-
-    def find_cost(self, kept: int) -> int:
-        """Return the parameters of kept units; for 0 units, minus the parameters that are removed with the last one."""
-        return kept * self.unit_cost if kept else -(self.rest or 0)
 
     @property
     def max_removable(self) -> int:
@@ -185,7 +179,7 @@ def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float,
     :raises ValueError: the counts miss it, because of bounds or a coarse multiple; the message states both figures
     """
     total = sum(group.num_parameters for group in groups)
-    removed = total - sum(group.find_cost(count) for group, count in zip(groups, kept, strict=True))
+    removed = total - sum(group.unit_cost * count for group, count in zip(groups, kept, strict=True))
     allowed = max(group.step * group.unit_cost for group in groups) if slack is None else slack
     if abs(removed - share * total) > allowed:
         raise ValueError(

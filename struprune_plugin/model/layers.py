@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
-from struprune_plugin.model.structure.locate import ABSENT, locate_layers
+from struprune_plugin.model.structure.locate import locate_layers
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
 SOFT_CAP = "attn_logit_softcapping"  # too large for a random instance's logits to reach, so no measurement shows it
@@ -31,24 +31,7 @@ def find_decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def find_layouts(model: nn.Module) -> list[tuple[nn.Module, LayerLayout]]:
     """Return (layer, layout of its prunable units) of every decoder layer, first to last."""
     structure, named = find_structure(model), find_decoder_layers(model)
-    return [(layer, list_present(layer, structure[index])) for index, (_, layer) in enumerate(named)]
-
-
-def list_present(layer: nn.Module, layout: LayerLayout) -> LayerLayout:
-    """Return a layer's layout without its removed attention and FFNs."""
-    there = [
-        module.output for module in (layout.attention, *layout.ffns) if module and has_linear(layer, module.output)
-    ]
-    attention, ffns = layout.attention, []
-    for ffn in layout.ffns:
-        gone = ffn.join.parallel and not has_linear(layer, ffn.join.parallel)
-        ffns += [replace(ffn, join=replace(ffn.join, parallel="")) if gone else ffn] if ffn.output in there else []
-    return replace(layout, attention=attention if attention and attention.output in there else None, ffns=tuple(ffns))
-
-
-def has_linear(layer: nn.Module, name: str) -> bool:
-    """Return whether a layer still has a linear; removing a whole sublayer removes its linears."""
-    return any("weight" in module._parameters for own, module in layer.named_modules() if own == name)
+    return [(layer, structure[index]) for index, (_, layer) in enumerate(named)]
 
 
 def find_linear(layer: nn.Module, name: str) -> nn.Linear:
@@ -181,8 +164,6 @@ def has_uniform_layers(model: nn.Module) -> bool:
 
     Layers where the dense class has no FFN or no attention are ignored for that size.
     """
-    if any(type(module).__name__ == ABSENT for module in model.modules()):
-        return False
     sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
     widths = {size.width for size in sizes if size.width}
     heads = {replace(size, width=0) for size in sizes if size.num_heads}

@@ -19,7 +19,9 @@ from loguru import logger
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.model.layers import QUANTISER_PARAMETERS
+from struprune_plugin.export.any_class import build_dense, make_dense_config
+from struprune_plugin.model.layers import QUANTISER_PARAMETERS, find_decoder_layers
+from struprune_plugin.model.structure.locate import find_stock
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.distributed import count_ranks, gather
 
@@ -152,6 +154,23 @@ def check_weights(model: nn.Module) -> None:
                 raise ValueError(
                     f"{module_name}.{name}: must be finite, got NaN or Inf. Repair or reload the checkpoint."
                 )
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise if a model does not have as many decoder layers as its configuration says.
+
+    :raises ValueError: in that case; its saved output would not load
+    """
+    text = model.config.get_text_config(decoder=True)
+    told, found = getattr(text, "num_hidden_layers", None), len(find_decoder_layers(model))
+    if told is None or told == found:
+        return
+    dense = build_dense(find_stock(type(model)), make_dense_config(model.config))
+    if len(find_decoder_layers(dense)) != found:  # some classes count other layers, too
+        raise ValueError(
+            f"model: it must have the {told} decoder layers that its configuration says, got {found}. Set "
+            f"config.num_hidden_layers = {found}, and shorten lists with one entry per layer such as config.layer_types."
+        )
 
 
 def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_needed: int, where: str) -> tuple[int, int]:

@@ -23,7 +23,6 @@ from struprune_plugin.allocation.measurements import Asked
 from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_heads
-from struprune_plugin.export.sublayers import SUBLAYERS, allow_sublayers
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.knapsack import Limit
 from struprune_plugin.linalg.solve import DAMPING
@@ -41,7 +40,7 @@ from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
 from struprune_plugin.storage.registry import Config
 
-GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "sublayers", "width_multiple")
+GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "width_multiple")
 PLAN_FIELDS = ("allocation", "sensitivity")  # decided by an allocator stage, if there is one
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
@@ -134,9 +133,6 @@ class StructuredModifier(StageModifier):
     :param prune_ffn: prune FFN channels
     :param experts: pruning of a mixture's experts: ``channels``, ``whole``, ``both``, ``none``, or a mapping with
         ``units`` and the fields below; ``channels`` has no effect in models without such experts
-    :param sublayers: sublayers that may lose all units, and with them their norms, queries, keys and cache:
-        ``attention``, ``ffn``, ``both``; a layer that loses both goes too. For rules that can empty a module
-        (``error_curve``, ``whole_layers``)
     :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and
         sparsity modifiers need. ``auto``: 8 (or 4 or 2) if it divides the width before pruning, from 512 channels on
     :param importance: ranking of units: a name, or a mapping with ``method`` and the method's fields
@@ -166,7 +162,6 @@ class StructuredModifier(StageModifier):
     ] = "value_channels"
     prune_ffn: bool = True
     experts: Annotated[Experts | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Experts)
-    sublayers: Literal[tuple(SUBLAYERS)] = "none"  # type: ignore[valid-type]
     width_multiple: int | Literal["auto"] = "auto"
     importance: ImportanceField = Field(default="obs", validate_default=True)  # type: ignore[arg-type]
     weight_update: WeightUpdateField = Field(default="least_squares", validate_default=True)  # type: ignore[arg-type]
@@ -234,16 +229,6 @@ class StructuredModifier(StageModifier):
                 f"`importance: {self.importance.method}` and `allocation: {self.allocation.rule}`. Remove it, or set "
                 "`importance: obs`."
             )
-        if self.sublayers != "none" and not self.allocation.empties:
-            raise ValueError(
-                f"`sublayers: {self.sublayers}` has no effect with `allocation: {self.allocation.rule}`, which leaves units in "
-                "every module. Remove it, or set `allocation: error_curve`."
-            )
-        if self.allocation.takes_layers and self.sublayers != "both":
-            raise ValueError(
-                f"`allocation: {self.allocation.rule}` requires `sublayers: both`, got `sublayers: {self.sublayers}`. Set "
-                "`sublayers: both`."
-            )
         return self
 
     def set_cache(self, cache: MeasurementCache) -> None:
@@ -260,7 +245,6 @@ class StructuredModifier(StageModifier):
         groups = find_groups(
             model, self.attention_unit, self.prune_ffn, self.targets, self.ignore, self.experts is not None
         )
-        groups = allow_sublayers(model, groups, self.sublayers)
         return groups if self.experts is None else [self.experts.place(group) for group in groups]
 
     def make_config(self, reconstruct: str = "local", ffn_tuning: FFNTuning | None = None) -> PruningConfig:

@@ -57,7 +57,7 @@ def plan_early(
     if (rule.measures and rule.sequences is None) or setup.mixture is not None:
         return None
     if rule.measures or allowed is not None:
-        plan = allocate_uniformly(setup.sizes, setup.share, None if rule.takes_layers else allowed, setup.limits)
+        plan = allocate_uniformly(setup.sizes, setup.share, allowed, setup.limits)
     else:
         plan = rule.decide(setup.sizes, {}, recipe.make_budget(setup.num_prunable, setup.share, setup.limits))
     check_widths(setup.groups, plan.kept, setup.roundings)  # if uniform counts do not fit, no others do

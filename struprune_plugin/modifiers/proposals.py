@@ -45,9 +45,9 @@ class Proposer:
         if measure is None:
             return own
         if blocks := self._list_blocks():
-            last = list(own.values())[-1]  # keeps all sublayers
-            found = self._probe(last, blocks, measure)
-            others["probed"] = bend_curves(self.tied, self.setup.sizes, self._count(last), found)
+            plan = next(iter(own.values()))
+            found = self._probe(plan, blocks, measure)
+            others["probed"] = bend_curves(self.tied, self.setup.sizes, self._count(plan), found)
         if unrotated := take_unrotated(self.tied):
             others["unrotated"] = unrotated
         return self._spread({**own, **self._decide(others)}, others.get("probed", self.tied))
@@ -55,7 +55,7 @@ class Proposer:
     def search(self, start: UnitAllocation, measure: Measure) -> UnitAllocation | None:
         """Return the plan of least divergence around one; None where no other is better, or blocks cannot be shifted."""
         rule, counts, blocks = self.recipe.allocation, self._count(start), self._list_blocks()
-        if rule.takes_layers or not blocks or not all(counts):
+        if not blocks:
             return None
 
         def make(shifts: Shifts) -> UnitAllocation | None:
@@ -67,20 +67,13 @@ class Proposer:
         return None if found is start else found
 
     def _decide(self, curves: Curves) -> dict[str, UnitAllocation]:
-        """Return the rule's plans and, where they remove whole sublayers, its plans that keep all sublayers, by name.
+        """Return the rule's plans by name.
 
         :param curves: statistics by name
         :raises ValueError: the budget cannot be met
         """
-        rule, sizes, budget = self.recipe.allocation, self.setup.sizes, self.budget
-        plans = {}
-        for name, statistics in curves.items():
-            plans[name] = own = rule.decide(sizes, statistics, budget)
-            if not all(own.kept.values()):
-                with suppress(ValueError):  # the budget can only be met with fewer sublayers
-                    whole = [replace(size, rest=None) for size in sizes]
-                    plans[f"{name}, all sublayers"] = rule.decide(whole, statistics, budget)
-        return plans
+        rule, sizes = self.recipe.allocation, self.setup.sizes
+        return {name: rule.decide(sizes, statistics, self.budget) for name, statistics in curves.items()}
 
     def _probe(self, own: UnitAllocation, blocks: Sequence[Block], measure: Measure) -> dict[Block, float]:
         """Return the divergence of every block of modules pruned alone."""
@@ -137,7 +130,7 @@ class Proposer:
             shares = [1 - count / size.num_units for count, size in zip(counts, sizes, strict=True)]
             counts = fit_shares(sizes, shares, limits, rule.most or 1.0)
         else:
-            check_budget(sizes, counts, setup.share, rule.measure_slack(sizes))
+            check_budget(sizes, counts, setup.share)
         kept = expand_counts(sizes, counts)
         check_widths(setup.groups, kept, setup.roundings)
         return kept

@@ -26,6 +26,7 @@ from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
     check_calibration,
     check_effects,
+    check_layers,
     check_order,
     check_targets,
     check_weights,
@@ -82,12 +83,13 @@ class RunSetup:
 def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None:
     """Rehearse the pruning of a recipe's units; if that of experts fails, ``modifier.experts`` is set to None.
 
-    :raises ValueError: as :func:`~struprune_plugin.export.rehearsal.rehearse`
+    :raises ValueError: as :func:`check_layers` and :func:`~struprune_plugin.export.rehearsal.rehearse`
     """
+    check_layers(model)
     units = modifier.attention_unit, modifier.prune_ffn
     if modifier.experts is None or modifier.experts.drops:
-        rehearse(model, *units, prune_experts=modifier.experts is not None, sublayers=modifier.sublayers)
-    elif not rehearse_with_experts(model, *units, modifier.sublayers):
+        rehearse(model, *units, prune_experts=modifier.experts is not None)
+    elif not rehearse_with_experts(model, *units):
         modifier.experts = None
 
 

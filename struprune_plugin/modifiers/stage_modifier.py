@@ -7,6 +7,7 @@ from typing import Any
 from llmcompressor.modifiers import Modifier
 from pydantic import PrivateAttr, model_validator
 
+from struprune_plugin.storage.registry import refuse_gone
 from struprune_plugin.storage.resume_store import ResumeStore
 
 
@@ -16,6 +17,12 @@ class StageModifier(Modifier):
     requires_calibration_data: bool = False  # the plugin's loops pass the data through the layers
 
     _store: ResumeStore | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_gone(cls, values: Any) -> Any:
+        refuse_gone(values if isinstance(values, dict) else ())
+        return values
 
     @model_validator(mode="after")
     def _check_span(self) -> StageModifier:

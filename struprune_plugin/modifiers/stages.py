@@ -66,9 +66,9 @@ def check_rounds(modifiers: Sequence[Modifier]) -> None:
             f"recipe: must have no SparsityAllocatorModifier beside several StruPruneModifiers. {_TWO_RUNS}"
         )
     for stage in stages if len(stages) > 1 else ():
-        if stage.budget or stage.sublayers != "none" or (stage.experts is not None and stage.experts.drops):
+        if stage.budget or (stage.experts is not None and stage.experts.drops):
             raise ValueError(
-                "recipe: several StruPruneModifiers must have `sparsity` and no `budget`, no `sublayers` and no whole experts. "
+                "recipe: several StruPruneModifiers must have `sparsity` and no `budget` and no whole experts. "
                 f"{_TWO_RUNS}"
             )
         if getattr(stage, "replay", None):

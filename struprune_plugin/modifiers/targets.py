@@ -87,9 +87,7 @@ def find_targets(
     targets = []
     if modifier.sparsity is not None:
         prunable = count_prunable_parameters(model, modifier.experts is not None)
-        costs = [
-            torch.tensor([float(s.find_cost(k)) for k in range(s.num_units + 1)], dtype=torch.float64) for s in sizes
-        ]
+        costs = [s.unit_cost * torch.arange(s.num_units + 1, dtype=torch.float64) for s in sizes]
         targets.append(_place("parameters", modifier.sparsity, prunable, (1 - modifier.sparsity) * prunable, costs))
     for part in modifier.budget:
         if part.bytes is not None:

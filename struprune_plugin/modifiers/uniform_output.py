@@ -23,10 +23,10 @@ def check_uniform(
     :param has_allocator: whether an allocator stage comes before
     :raises ValueError: in that case
     """
-    problem, layers = "", recipe.allocation.takes_layers
-    if (recipe.allocation.measures and not layers) or has_allocator:
+    problem = ""
+    if recipe.allocation.measures or has_allocator:
         problem = "needs a uniform allocation, got one that gives layers different sizes. Set `allocation: uniform`"
-    elif recipe.attention_unit == "value_channels" and not layers:
+    elif recipe.attention_unit == "value_channels":
         problem = (
             "needs values as wide as queries and keys, as stock classes do, got `attention_unit: value_channels`. Set "
             "`attention_unit: head` or `attention_unit: none`"
@@ -41,10 +41,8 @@ def check_uniform(
             "needs a dense model, or one whose layers are all the same, got layers of different sizes or values narrower than "
             "queries. Convert the model first (struprune convert --to uniform-padded)"
         )
-    elif (
-        not layers
-        and recipe.attention_unit == "head"
-        and not any(can_hold_heads(model, count) for count in range(1, groups[0].num_units))
+    elif recipe.attention_unit == "head" and not any(
+        can_hold_heads(model, count) for count in range(1, groups[0].num_units)
     ):
         problem = (
             f"needs all heads of {model.config.model_type}, whose stock class computes the head size as hidden_size / heads, got "

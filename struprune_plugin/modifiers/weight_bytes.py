@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.export.convert import can_narrow
 from struprune_plugin.model.layers import (
-    QUANTISER_PARAMETERS,
     find_layouts,
     find_linear,
     list_parameters,
@@ -65,30 +64,7 @@ def measure_group_bytes(model: PreTrainedModel, group: UnitGroup, item: int, lat
         total += _count_bytes(f"{full}.weight", rows, columns, item, scheme)
         if linear.bias is not None and name != group.consumer:
             total += rows * item
-    if group.sublayer is not None:  # the last unit takes more with it than the units
-        total[0] = total[-1] - _count_module_bytes(model, [*_list_gone(group)], item, later)
     return total.double()
-
-
-def _list_gone(group: UnitGroup) -> Iterator[str]:
-    """Yield the full names of the modules that are removed with a group's last unit."""
-    for name in () if group.sublayer is None else group.sublayer.absent:
-        yield f"{group.layer_name}.{name}"
-
-
-def _count_module_bytes(model: PreTrainedModel, names: Sequence[str], item: int, later: Sequence[Modifier]) -> int:
-    """Return the bytes of all weights of modules, given by their full names."""
-    total = 0
-    for outer in names:
-        for inner, module in model.get_submodule(outer).named_modules():
-            name = f"{outer}.{inner}" if inner else outer
-            for key, parameter in module.named_parameters(recurse=False):
-                if key not in QUANTISER_PARAMETERS:
-                    is_matrix = key == "weight" and isinstance(module, nn.Linear)
-                    scheme = find_weight_scheme(name, module, later) if is_matrix else None  # type: ignore[arg-type]
-                    rows, columns = parameter.shape[0], parameter.shape[1:].numel()
-                    total += int(_count_bytes(f"{name}.{key}", rows, columns, item, scheme))
-    return total
 
 
 def find_weight_scheme(name: str, linear: nn.Linear, later: Sequence[Modifier]) -> QuantizationArgs | None:
@@ -145,10 +121,6 @@ def measure_group_cache(model: PreTrainedModel, group: UnitGroup, item: int, lat
     elif group.unit is VALUE:
         channels = int(can_narrow(model))
     cached = torch.arange(group.num_units + 1, dtype=torch.float64) * channels
-    if group.sublayer is not None and group.attention:
-        cached[0] = cached[-1] - group.unit.count_heads(group, group.num_units) * (
-            group.part_rows["key"] + group.part_rows["value"]
-        )
     return cached * _count_cache_bits(item, later) / 8
 
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.export.sublayers import remove_sublayer
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.layers import list_present
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import copy_layer, restore_layer
 from struprune_plugin.model.units.group import UnitGroup, select_groups
@@ -59,16 +57,13 @@ def prune_layers(
             outcome = pruner.prune(step.layer, own, statistics, changed, step.progress)
             if log is not None:
                 with context.stage("checkpoint"):
-                    layout = list_present(step.layer, structure[step.index])
-                    copy = copy_layer(step.layer, layout) if outcome.changed else None
+                    copy = copy_layer(step.layer, structure[step.index]) if outcome.changed else None
                     log.keep(step.index, outcome, copy)
         else:
             outcome = done.outcome
             if done.copy is not None:
-                left = pruner.drop_experts(step.layer, own)
-                for group in (group for group, record in zip(left, outcome.groups, strict=True) if not record.kept):
-                    remove_sublayer(step.layer, group)
-                restore_layer(step.layer, list_present(step.layer, structure[step.index]), done.copy)
+                pruner.drop_experts(step.layer, own)
+                restore_layer(step.layer, structure[step.index], done.copy)
                 context.release(step.layer)
         changed = outcome.changed
         pruned.records += outcome.groups

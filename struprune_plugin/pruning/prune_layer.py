@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from struprune_plugin.export.sublayers import remove_sublayer
 from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
 from struprune_plugin.model.surgery import rotate_group, rotate_producer, slice_group
@@ -86,14 +85,12 @@ class LayerPruner:
         :param changed: whether anything was removed from a layer before this one
         :param progress: position of the run, for progress bars
         """
-        records, tuning, gone = [], None, ""
+        records, tuning = [], None
         left = self.drop_experts(layer, groups)
         if len(left) < len(groups):
             statistics.keep_groups(left)
             changed = True
         for group in left:
-            if gone and group.join.parallel == gone:
-                group = replace(group, join=replace(group.join, parallel=""))
             module = ModuleView(layer, group, statistics)
             with self.context.stage("statistics"):
                 moments = module.collect_moments(f"{progress}{group.consumer.split('.')[-1]} statistics")
@@ -107,7 +104,6 @@ class LayerPruner:
                 with self.context.stage("tuning"):
                     tuning, record = self._tune(module.resize(record.kept), tune, record)
             records.append(record)
-            gone = "" if record.kept else group.consumer
         return LayerOutcome(records, tuning, changed)
 
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -151,9 +147,6 @@ class LayerPruner:
     def _slice(self, module: ModuleView, result: SelectionResult) -> GroupRecord:
         """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
         layer, group, record = module.layer, module.group, result.record
-        if not record.kept:
-            remove_sublayer(layer, group)
-            return record
         if not self.config.weight_update.can_refine(group):
             with self.context.stage("surgery"):
                 producers = {} if result.rows is None else {next(iter(group.producers)): result.rows}
@@ -168,7 +161,7 @@ class LayerPruner:
 
     def _prepare_tuning(self, module: ModuleView, record: GroupRecord) -> Callable[[ModuleView], TuningRecord] | None:
         tuning, group = self.config.ffn_tuning, module.group
-        if tuning is None or not group.activation or record.kept in (0, group.num_units):
+        if tuning is None or not group.activation or record.kept == group.num_units:
             return None
         with self.context.stage("tuning"):
             return prepare_tuning(module, self.sensitivity.fisher_sqrt.get(group.output_name), tuning)

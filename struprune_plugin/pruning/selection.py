@@ -80,7 +80,6 @@ def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve:
         sparsity=1 - len(keep) / group.num_units,
         scores=summarize_scores(scores, keep),
         keep=keep.tolist(),
-        rest=0 if len(keep) else group.rest,
         **vars(solve),
     )
 

@@ -88,33 +88,17 @@ def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, in
         whole = {(g.layer, g.kind): g.num_units // g.num_blocks for g in manifest.groups if g.kind in kinds}
         stay = {group.layer: group.kept for group in manifest.groups if group.kind == "head"}
         dense = pruned = 0
-        for group in (g for g in manifest.groups if g.kind in ("head", "value_channels") and not g.kept):
-            heads_there = group.num_units if group.kind == "head" else group.num_blocks
-            dense += heads_there * (width + whole.get((group.layer, "value_channels"), width))
-        for layer, before in enumerate(_list_layers(manifest, config["num_hidden_layers"])):
+        for layer in range(config["num_hidden_layers"]):
             sizes = own.get(layer, {})
-            skipped = sizes.get("skip") or (layout["skip"][layer] if "skip" in layout else ())
-            if any(layout["absent"][name] > 0 for name in skipped):  # attention
-                continue
-            left = stay.get(before, heads) if padded else heads
+            left = stay.get(layer, heads) if padded else heads
             count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", left))
             values = sizes.get("value_head_dim", width)
             pruned += count * (width + values)
-            dense += whole.get((before, "head"), count) * (width + whole.get((before, "value_channels"), values))
+            dense += whole.get((layer, "head"), count) * (width + whole.get((layer, "value_channels"), values))
         item = _ITEM_BYTES[config["dtype"]]
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return None
     return dense * item, pruned * item
-
-
-def _list_layers(manifest: Manifest, left: int) -> list[int]:
-    """Return the positions that the remaining layers had before empty layers were removed."""
-    kept: dict[int, int] = {}
-    for group in manifest.groups:
-        kept[group.layer] = kept.get(group.layer, 0) + group.kept
-    count = max(0, max(kept, default=-1) + 1 - left)
-    gone = [layer for layer, units in kept.items() if not units][:count]
-    return [layer for layer in range(left + len(gone)) if layer not in gone]
 
 
 def describe_units(group: GroupRecord) -> tuple[str, str]:

@@ -178,7 +178,7 @@ class UnitsRecord:
 
     :param kind: kind of its units
     :param scores: extremes of the scores of kept and of removed units; None if nothing had to be ranked
-    :param keep: kept units, sorted, as indices into the units before this run; empty if the whole sublayer was removed
+    :param keep: kept units, sorted, as indices into the units before this run
     """
 
     name: str
@@ -202,12 +202,11 @@ class UnitsRecord:
         keep, units, blocks = self.keep, self.num_units, self.num_blocks
         if not 1 <= blocks <= units or units % blocks:
             raise ValueError(f"num_units must be a multiple of num_blocks, both at least 1, got {units} and {blocks}")
-        ordered = all(first < second for first, second in pairwise(keep)) and (not keep or keep[-1] < units)
-        held = blocks if len(keep) >= blocks else int(not keep)
-        per_block, size = [0] * held, units // blocks  # no longer than ``keep``
-        for unit in keep if ordered and per_block else ():
+        ordered = all(first < second for first, second in pairwise(keep)) and bool(keep) and keep[-1] < units
+        per_block, size = [0] * min(blocks, len(keep)), units // blocks
+        for unit in keep if ordered and len(keep) >= blocks else ():
             per_block[unit // size] += 1
-        if not ordered or len(set(per_block)) != 1 or self.kept != len(keep):
+        if not ordered or 0 in per_block or len(set(per_block)) != 1 or self.kept != len(keep):
             raise ValueError(
                 f"keep must be sorted, unique units from 0 to {units - 1}, the same number in each of {blocks} blocks and as "
                 f"many as kept says, got {shorten_value(keep)} and kept {self.kept}"
@@ -217,16 +216,7 @@ class UnitsRecord:
 
 @dataclass(frozen=True, config=CLOSED)
 class GroupRecord(SolveRecord, UnitsRecord):
-    """Record of the kept units of one group and the solve of their weights.
-
-    :param rest: parameters removed beside the units, with the last of them: e.g. queries, keys and norms
-    """
-
-    rest: Count = 0
-
-    @property
-    def removed_parameters(self) -> int:
-        return super().removed_parameters + self.rest
+    """Record of the kept units of one group and the solve of their weights."""
 
 
 @dataclass(frozen=True, config=CLOSED)

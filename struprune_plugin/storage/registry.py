@@ -7,15 +7,37 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from struprune_plugin.storage.files import shorten_value
+
+GONE = {  # fields and methods that recipes no longer have, each with what to use instead
+    "sublayers": "Remove layers in transformers (docs/models.md), then prune widths.",
+    "whole_layers": "Remove layers in transformers (docs/models.md), then prune widths.",
+}
+
+
+def refuse_gone(names: Iterable[object]) -> None:
+    """Raise for the first name that recipes no longer have.
+
+    :param names: fields that a recipe sets, or the name of a method
+    :raises ValueError: one of them is in :data:`GONE`
+    """
+    for name in names:
+        if isinstance(name, str) and name in GONE:
+            raise ValueError(f"`{name}` is gone. {GONE[name]}")
 
 
 class Config(BaseModel):
     """Frozen settings of one method; unknown fields raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_gone(cls, values: Any) -> Any:
+        refuse_gone(values if isinstance(values, dict) else ())
+        return values
 
 
 C = TypeVar("C", bound=Config)
@@ -66,6 +88,7 @@ class Registry(dict[str, type[C]]):
                 f"must be a name or a mapping with {self.key!r}, got {shorten_value(value)}. {self._list()}"
             )
         name = given[self.key]
+        refuse_gone([name, *given])
         if name not in self:
             raise ValueError(f"must be a known {self.key}, got {name!r}. {suggest(name, self) or self._list()}")
         method = self[name]

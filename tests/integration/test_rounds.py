@@ -96,7 +96,6 @@ def test_every_round_has_its_recovery(opt, tmp_path):
             "attention_unit must be 'value_channels' as in",
         ),
         ([{"sparsity": 0.2}, {"budget": {"bytes": 100_000}}], {}, "and no `budget`"),
-        ([{"sparsity": 0.2, "sublayers": "both"}, {"sparsity": 0.3, "sublayers": "both"}], {}, "no `sublayers`"),
         ([{"sparsity": 0.2}, {"sparsity": 0.3}], {"checkpoint_dir": "parts"}, "checkpoint_dir: must be left out"),
     ],
 )

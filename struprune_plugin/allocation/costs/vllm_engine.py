@@ -14,12 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from struprune_plugin.allocation.costs.engine_process import EngineProcess
 from struprune_plugin.allocation.costs.few_layers import adopt_all, cut_alike, shorten_class
 from struprune_plugin.allocation.costs.measure_costs import Change, Engine, Run
-from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import adopt_config
-from struprune_plugin.export.sublayers import find_sublayers
-from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.model.structure.layout import Sublayer
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.stopwatch import compare_rounds
@@ -54,10 +50,7 @@ class VLLMEngine(Engine):
             changed = self._build(self._dense, self.num_whole)
         adopt_all(changed)
         for change in changes or ():
-            if change.units:
-                cut_alike(changed, change)
-            else:
-                self._remove(changed, change.group)
+            cut_alike(changed, change)
         write_pruned(changed, folder / "changed")
         times, self.machine = time_folders(
             [folder / "dense", folder / "changed"], self._dense.config, self._dtype, self._run
@@ -65,10 +58,7 @@ class VLLMEngine(Engine):
         return times
 
     def can_remove(self, group: UnitGroup) -> bool:
-        return group.unit.is_ffn and not self._find_sublayer(group).flaw  # vLLM refuses a layer without attention
-
-    def _find_sublayer(self, group: UnitGroup) -> Sublayer:
-        return find_sublayers(self._dense)[-1].get(group.consumer, Sublayer(flaw="unknown"))
+        return False
 
     def _build(self, model: PreTrainedModel, num_layers: int) -> Any:
         """Return a model with fewer decoder layers, without weights."""
@@ -77,12 +67,6 @@ class VLLMEngine(Engine):
             shorter = kind._from_config(part, dtype=self._dtype)
         replace_conv1d(shorter)
         return shorter
-
-    def _remove(self, model: PreTrainedModel, group: UnitGroup) -> None:
-        """Remove the modules of one kind from every layer but the first."""
-        for _, layer in find_decoder_layers(model)[self.num_whole :]:
-            for name, parts in self._find_sublayer(group).absent.items():
-                modeling.remove_module(layer, name, parts)
 
 
 def write_stock(model: PreTrainedModel, folder: Path) -> None:

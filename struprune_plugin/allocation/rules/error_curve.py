@@ -38,11 +38,10 @@ class ErrorCurve(AllocationRule):
     :param trial_samples: calibration sequences, the last ones, on which allocations are compared by the KL divergence of the
         model's own output; the best one is used. As many before them are for blocks of modules. Both are at most a quarter of
         all; 0 uses the allocation of the curves alone
-    :param max_sparsity: the maximum sparsity of a module, to within one step; removed sublayers are exempt
+    :param max_sparsity: the maximum sparsity of a module, to within one step
     """
 
     weighs_errors: ClassVar[bool] = True
-    empties: ClassVar[bool] = True
     keeps_limits: ClassVar[bool] = True
     rule: Literal["error_curve"] = "error_curve"
     samples: int = Field(default=16, ge=1)
@@ -65,7 +64,7 @@ class ErrorCurve(AllocationRule):
     ) -> Sequence[int] | None:
         curves, found = [statistics[size.name].curve for size in sizes], None
         all_units, least = sum(size.num_parameters for size in sizes), find_least(sizes, self.max_sparsity)
-        low, high = sum(size.find_cost(count) for size, count in zip(sizes, least, strict=True)) / all_units, 1.0
+        low, high = sum(size.unit_cost * count for size, count in zip(sizes, least, strict=True)) / all_units, 1.0
         for _ in range(_HALVINGS if budget.limits else 0):
             middle = (low + high) / 2
             kept = allocate_error_curves(sizes, curves, middle * all_units, self.max_sparsity)

@@ -84,16 +84,12 @@ class AllocationRule(Config):
     :cvar measures: whether it needs an allocation pass over the dense model
     :cvar weighs_errors: whether it compares errors of different modules, so that a sensitivity is needed
     :cvar compares_layers: whether it needs :attr:`Subject.influence`
-    :cvar empties: whether it may remove all units of a module
-    :cvar takes_layers: whether it removes whole layers and leaves all others alike
     :cvar keeps_limits: whether it accepts budgets other than parameters (:attr:`Budget.limits`)
     """
 
     measures: ClassVar[bool] = True
     weighs_errors: ClassVar[bool] = False
     compares_layers: ClassVar[bool] = False
-    empties: ClassVar[bool] = False
-    takes_layers: ClassVar[bool] = False
     keeps_limits: ClassVar[bool] = False
     rule: str
 
@@ -130,10 +126,6 @@ class AllocationRule(Config):
     def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> Mapping[str, Sequence[int]]:
         """Return kept units of allocations to try beside the rule's own, by name; none if the rule's own is used untried."""
         return {}
-
-    def measure_slack(self, sizes: Sizes) -> int | None:
-        """Return the parameters by which a plan may miss the budget; None for one step of the largest kind."""
-        return None
 
     def check(self, importance: str) -> None:
         """Raise if the rule is not defined for an importance.

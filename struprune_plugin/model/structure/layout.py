@@ -106,21 +106,6 @@ class ExpertsLayout:
 
 
 @dataclass(frozen=True)
-class Sublayer:
-    """Modules, such as norms, that are removed from a decoder layer together with the last unit of a module.
-
-    :param absent: removed modules, by name in the layer, with their stand-ins, as
-        :func:`~struprune_plugin.export.modeling_struprune.remove_module` expects them
-    :param shared: modules that are also removed where all other sublayers of the layer have been removed
-    :param flaw: why the module has to keep units; empty where it need not
-    """
-
-    absent: Mapping[str, int] = field(default_factory=dict)
-    shared: Sequence[str] = ()
-    flaw: str = ""
-
-
-@dataclass(frozen=True)
 class LayerLayout:
     """Units of one kind of decoder layer.
 

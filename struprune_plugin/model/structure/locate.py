@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 PREFIX = "StruPrune"  # of the names of pruned classes
-ABSENT = f"{PREFIX}Absent"  # class of the stand-in for a removed module
 
 
 def is_pruned(kind: type) -> bool:
@@ -56,6 +55,4 @@ def _list_stacks(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def _holds_linear(layer: nn.Module) -> bool:
-    """Return whether a layer has a linear, or had one before whole sublayers were removed from it."""
-    kinds = (nn.Linear, Conv1D)
-    return any(isinstance(each, kinds) or type(each).__name__ == ABSENT for each in layer.modules())
+    return any(isinstance(each, (nn.Linear, Conv1D)) for each in layer.modules())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.structure.layout import Join, LayerLayout, Part, Producers, Rows, Sublayer
+from struprune_plugin.model.structure.layout import Join, LayerLayout, Part, Producers, Rows
 
 
 class UnitKind(ABC):
@@ -76,8 +76,6 @@ class UnitGroup:
     :param experts: name of the list of experts that contains the module; empty elsewhere
     :param all_tokens: whether the statistics of an expert count the tokens of all experts of its list
     :param tie: groups with the same tie keep the same number of units; empty where a group's number is independent
-    :param sublayer: modules removed with the last unit; None where at least one unit stays
-    :param rest: number of parameters removed with ``sublayer`` besides the units
     :param query_key: linears that produce queries and keys, where no position encoding lies in between; else empty
     """
 
@@ -103,8 +101,6 @@ class UnitGroup:
     all_tokens: bool = False
     tie: str = ""
     query_key: tuple[str, ...] = ()
-    sublayer: Sublayer | None = None
-    rest: int = 0
 
     @property
     def kind(self) -> str:

@@ -101,7 +101,7 @@ def asked(monkeypatch):
 def test_the_dense_folder_is_stock_and_the_changed_one_is_as_pruning_saves_it(llama, asked):
     engine = VLLMEngine(llama, torch.float32, RUN, 4)
     ffn, values, heads = list_kinds(llama, ["ffn", "value_channels", "head"])
-    ones = [Change(ffn, 128), Change(values, 8), Change(heads, 1), Change(ffn, 0)]
+    ones = [Change(ffn, 128), Change(values, 8), Change(heads, 1)]
     changes = [[], *([one] for one in ones), [Change(ffn, 128), Change(heads, 1)], None]
     assert engine.compare(changes[0]) == {"prompt": (1.0, 0.5), "token": (1.0, 0.5)}
     for some in changes[1:]:
@@ -110,13 +110,12 @@ def test_the_dense_folder_is_stock_and_the_changed_one_is_as_pruning_saves_it(ll
     assert all(job["configs"][0]["num_hidden_layers"] == engine.num_layers == 4 for job in asked)
     assert all(job["configs"][1]["architectures"] == ["StruPruneLlamaForCausalLM"] for job in asked)
     assert all(job["prompts"] == asked[0]["prompts"] and len(job["prompts"]) == 2 for job in asked)
-    whole, narrow, few_values, few_heads, no_ffn, both, nothing = (job["configs"][1] for job in asked)
+    whole, narrow, few_values, few_heads, both, nothing = (job["configs"][1] for job in asked)
     layers = [f"{index}" for index in range(4)]
     assert not any(whole.get("per_layer_config") or {}.values())
     assert [narrow["per_layer_config"][name]["intermediate_size"] for name in layers] == [128] * 4
     assert [few_values["per_layer_config"][name]["value_head_dim"] for name in layers] == [4] * 4
     assert [few_heads["per_layer_config"][name]["num_key_value_heads"] for name in layers] == [1] * 4
-    assert [bool(no_ffn["per_layer_config"].get(name, {}).get("skip")) for name in layers] == [False, True, True, True]
     assert [both["per_layer_config"][name]["intermediate_size"] for name in layers] == [128] * 4
     assert [both["per_layer_config"][name]["num_key_value_heads"] for name in layers] == [1] * 4
     assert nothing["num_hidden_layers"] == engine.num_whole == 1
@@ -136,7 +135,7 @@ def test_every_kind_of_units_has_a_line(model, asked):
 def test_a_layer_keeps_its_attention(llama):
     ffn, values, heads = list_kinds(llama, ["ffn", "value_channels", "head"])
     engine = VLLMEngine(llama, torch.float32, RUN, 4)
-    assert [engine.can_remove(group) for group in (ffn, values, heads)] == [True, False, False]
+    assert [engine.can_remove(group) for group in (ffn, values, heads)] == [False, False, False]
 
 
 def time_dense_twice(model, folder, run):

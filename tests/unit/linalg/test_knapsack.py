@@ -159,23 +159,3 @@ def test_a_budget_below_the_fewest_units_is_refused_by_name():
         ValueError, match=r"^budget: cache must leave the modules at least .*, got .*\. Relax the budget"
     ):
         allocate_under_limits(GROUPS, make_curves(0), [limit])
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_budget_below_zero_is_met_and_near_all_combinations(share):
-    """The fixed cost may exceed what the budget leaves, where whole modules give back more than their units cost."""
-    groups = [GroupSize(f"g{i}", "attention", 4, 1, 1, rest=8) for i in range(4)]
-    costs = [torch.tensor([-8.0, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64) + i for i in range(4)]
-    curves = [curve + torch.tensor([5.0, 0.0, 0.0, 0.0, 0.0]) for curve in make_curves(1, groups)]
-    least, most = (sum(float(cost[end]) for cost in costs) for end in (0, -1))
-    limit = Limit("cache", costs, min(least + share * (most - least), -0.5))
-    kept = allocate_under_limits(groups, curves, [limit])
-    assert limit.add_up(kept) <= limit.most
-    every = [
-        sum(float(curve[n]) for curve, n in zip(curves, counts, strict=True))
-        for counts in itertools.product(range(5), repeat=4)
-        if limit.add_up(counts) <= limit.most
-    ]
-    found = sum(float(curve[n]) for curve, n in zip(curves, kept, strict=True))
-    assert found <= 1.05 * min(every)
-    assert limit.add_up(fit_shares(groups, [0.0] * 4, [limit])) <= limit.most

@@ -556,6 +556,24 @@ def test_quantising_in_the_same_recipe_saves_and_reloads(opt, tmp_path):
     assert (tmp_path / "out/tokenizer.json").exists()
 
 
+def test_a_model_with_fewer_layers_than_its_configuration_says_is_refused(opt):
+    model = AutoModelForCausalLM.from_pretrained(opt)
+    model.model.decoder.layers = model.model.decoder.layers[:1]
+    message = "the 3 decoder layers that its configuration says, got 1. Set config.num_hidden_layers = 1"
+    with pytest.raises(ValueError, match=message):
+        run_oneshot(model, sparsity=0.3)
+    model.config.num_hidden_layers = 1
+    assert len(run_oneshot(model, sparsity=0.3).model.decoder.layers) == 1
+
+
+@pytest.mark.parametrize("fields", [{"sublayers": "none"}, {"allocation": "whole_layers"}])
+def test_a_field_or_method_that_is_gone_names_its_remedy(fields):
+    with pytest.raises(
+        ValueError, match=r"is gone\. Remove layers in transformers \(docs/models\.md\), then prune widths"
+    ):
+        StruPruneModifier(sparsity=0.3, **fields)
+
+
 def test_an_in_memory_model_can_be_pruned(opt):
     model = OPTForCausalLM.from_pretrained(opt)
     before = model.num_parameters()

@@ -44,28 +44,21 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dic
     :raises ValueError: as :func:`~struprune_plugin.evaluation.text.make_calibration_dataset`; fewer samples than processes; with
         several processes, a data set name that llm-compressor resolves
     """
-    return _split_dataset(_make_windows(model, kwargs))
-
-
-def _make_windows(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
     source = kwargs.get("dataset")
     if not isinstance(source, (str, os.PathLike)) or _is_from_host(source):
-        return kwargs
-    tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
-        tokenizer = load_tokenizer(where)
+        return _split_dataset(kwargs)
     if str(source) == SELF and kwargs.get("model_revision", "main") != "main":
         raise ValueError(
             "dataset: `self` must be left out with model_revision, whose model would not write the text. Pass a "
             "folder of that revision as model."
         )
+    tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = load_tokenizer(tokenizer or (model if isinstance(model, str) else model.config._name_or_path))
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
     samples = kwargs.get("num_calibration_samples") or 512
-    return {
-        **kwargs,
-        "dataset": make_dataset(model, tokenizer, source, samples, length, kwargs.get("text_column") or "text"),
-    }
+    dataset = make_dataset(model, tokenizer, source, samples, length, kwargs.get("text_column") or "text")
+    return _split_dataset({**kwargs, "dataset": dataset})
 
 
 def make_dataset(

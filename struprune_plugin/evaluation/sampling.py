@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 from compressed_tensors.utils import patch_attr
 from datasets import Dataset
@@ -44,18 +46,16 @@ def sample_windows(
     own = num_windows // 2 if 0 < len(turn) < length else 0  # windows that begin as a user's turn
     starts = [_draw_starts(tokenizer, before, num_windows - own, seed), torch.tensor([turn]).expand(own, -1)]
     config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, max_length=length)
-    bar = tqdm(total=num_windows, desc="sampling text")
     devices = [] if model.device.type in ("cpu", "mps") else [model.device]
-    kinds = []
-    with torch.random.fork_rng(devices), patch_attr(model, "generation_config", config), bar:
+    written: list[Tensor] = []
+    with torch.random.fork_rng(devices), patch_attr(model, "generation_config", config):
         torch.manual_seed(seed)
-        for begin in (part for kind in starts if len(kind) for part in kind.to(model.device).split(batch_size)):
-            written = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=config)
-            kinds += [*written.cpu()]
-            bar.update(len(begin))
-    return torch.stack(
-        [window for _, window in sorted(enumerate(kinds), key=lambda pair: pair[0] % (num_windows - own))]
-    )
+        batches = [part for kind in starts if len(kind) for part in kind.to(model.device).split(batch_size)]
+        for begin in tqdm(batches, desc="sampling text"):
+            options = {"attention_mask": torch.ones_like(begin), "generation_config": config}
+            written += [*model.generate(begin, **options).cpu()]
+    plain, turns = written[: num_windows - own], written[num_windows - own :]
+    return torch.stack([window for pair in zip_longest(plain, turns) for window in pair if window is not None])
 
 
 def sample_dataset(

@@ -39,9 +39,7 @@ def load_tokenizer(where: str | os.PathLike, revision: str = "main") -> PreTrain
     """
     try:
         return AutoTokenizer.from_pretrained(where, revision=revision)
-    except (
-        Exception
-    ) as error:  # the compiled library has its own error classes, and broken files raise errors of many classes
+    except Exception as error:  # broken files raise errors of many classes
         raise ValueError(
             f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)} Copy it again, "
             "with its model."
@@ -51,40 +49,27 @@ def load_tokenizer(where: str | os.PathLike, revision: str = "main") -> PreTrain
 def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
     """Read the texts of a JSON-lines file.
 
-    :raises ValueError: no such file, no JSON lines, or a line without the column
+    :raises ValueError: no such file, or a line that is not UTF-8, not a JSON object, or without a text in the column
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"text: must be an existing JSON-lines file, got {str(path)!r}. Correct the path.")
-    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # texts may hold other line breaks
-    numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
-    texts = [_read_text(line, text_column, where) for where, line in numbered]
+    texts = []
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line.decode("utf-8"))[text_column]
+            text.encode("utf-8")  # fails for what is no text, and for half a character (a lone surrogate)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
+                f"{error!r:.200}. Correct the line, or name the column of the text (--text-column)."
+            ) from None
+        texts.append(text)
     if not texts:
         raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another file.")
     return texts
-
-
-def _read_text(line: bytes, text_column: str, where: str) -> str:
-    """Return the text of one line; raise on invalid UTF-8 or JSON, a missing column, or a text that cannot be encoded."""
-    try:
-        text = json.loads(line.decode("utf-8"))[text_column]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: must be a text in UTF-8, got {error}. Save the file as UTF-8.") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{where}: must be a JSON object with the column {text_column!r}, got {error!r:.300}. "
-            "Correct the line, or name the column of the text (--text-column)."
-        ) from None
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {text_column!r} must be a text, got {type(text).__name__}. Correct the line.")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: {text_column!r} must be whole characters, got half of one (a lone surrogate) at {error.start}. "
-            "Correct the line."
-        ) from None
-    return text
 
 
 def stream_texts(source: str | os.PathLike, text_column: str = "text", split: str = "train") -> Iterable[str]:

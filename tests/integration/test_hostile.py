@@ -44,11 +44,11 @@ FILES = {
     "deep": ("config.json", b"[" * 9999, "can be loaded, got: RecursionError"),
 }
 TEXTS = {
-    "latin": (b'{"text": "good"}\n{"text": "caf\xe9"}\n', "line 2: must be a text in UTF-8"),
-    "surrogate": (b'{"text": "\\ud800"}\n', "line 1: 'text' must be whole characters"),
+    "latin": (b'{"text": "good"}\n{"text": "caf\xe9"}\n', "line 2: must be a JSON object in UTF-8"),
+    "surrogate": (b'{"text": "\\ud800"}\n', "line 1: must be a JSON object in UTF-8 .*surrogates not allowed"),
     "deep": (
         b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
-        "line 1: (must be a JSON object|'text' must be a text)",
+        "line 1: must be a JSON object",
     ),
     "list": (b"[1]\n", "line 1: must be a JSON object"),
     "number": (b"5\n", "line 1: must be a JSON object"),

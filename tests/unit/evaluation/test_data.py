@@ -56,9 +56,9 @@ def test_read_texts_keeps_unusual_line_breaks_inside_a_text(tmp_path):
     ("content", "message"),
     [
         ("", "must hold at least one text"),
-        ("not json\n", "line 1: must be a JSON object with the column 'text'"),
+        ("not json\n", "line 1: must be a JSON object in UTF-8 with a text in the column 'text'"),
         ('{"text": "fine"}\n{"other": 1}\n', "line 2: .* KeyError"),
-        ('{"text": 5}\n', "'text' must be a text, got int"),
+        ('{"text": 5}\n', "line 1: must be a JSON object .* AttributeError"),
         ('["list"]\n', "line 1: must be a JSON object"),
     ],
 )

@@ -12,17 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.families import make_model
-from helpers.models import ROOT, make_dataset, save_model
-from transformers import AutoTokenizer, OPTForCausalLM
+from helpers.models import ROOT, save_model
+from transformers import AutoTokenizer
 
 from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
-from eval.peers.fasp import prune_fasp
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import text as data
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
-from struprune_plugin.model.layers import count_prunable_parameters
 
 LOCAL = {  # file of a data folder -> what stands in for it
     "books_calibration.jsonl": DEMO_CALIBRATION,
@@ -195,61 +193,6 @@ def test_hub_texts_are_joined_and_cut_as_the_papers_do(opt, monkeypatch):
     assert (work.num_samples, work.window, work.texts) == (128, 2048, {"WikiText-2": "wikitext2", "C4": "c4"})
     for source, text in (("wikitext2", "\n\n = A =  test\n\nb c test"), ("c4", "one validation two validation")):
         assert rows.read_tokens(source, tokenizer, work).tolist() == tokenizer(text)["input_ids"]
-
-
-# -- FASP ---------------------------------------------------------------------------------------------------------
-
-
-def test_fasp_at_zero_sparsity_is_the_identity(opt_folder):
-    windows = torch.tensor(make_dataset()["input_ids"])
-    result = prune_fasp(str(opt_folder), windows, 0.0)
-    dense = OPTForCausalLM.from_pretrained(opt_folder).eval()
-    assert result.removed == 0
-    torch.testing.assert_close(result.model(windows).logits, dense(windows).logits, rtol=0, atol=2e-3)
-
-
-def test_fasp_removes_what_it_says_and_masked_channels_are_zero(opt_folder):
-    dense = OPTForCausalLM.from_pretrained(opt_folder)
-    result = prune_fasp(str(opt_folder), torch.tensor(make_dataset()["input_ids"]), 0.3)
-    gone = widths = 0
-    for layer, before in zip(result.model.model.decoder.layers, dense.model.decoder.layers, strict=True):
-        bias = before.fc1.bias is not None
-        output, value = layer.self_attn.out_proj.weight, layer.self_attn.v_proj
-        zero = (output == 0).all(0)
-        assert torch.equal(zero, (value.weight == 0).all(1))
-        assert not bias or (value.bias[zero] == 0).all()
-        assert layer.fc2.in_features == layer.fc1.out_features < 40
-        gone += int(zero.sum()) * (2 * 24 + bias) + (40 - layer.fc2.in_features) * (2 * 24 + bias)
-        widths += int(zero.sum())
-        assert torch.equal(layer.self_attn.q_proj.weight, before.self_attn.q_proj.weight)
-    assert widths > 0
-    assert result.removed == pytest.approx(gone / count_prunable_parameters(dense))
-    assert result.removed == pytest.approx(0.3, abs=0.01)
-
-
-def test_fasp_keeps_the_columns_of_highest_score_and_restores_by_ridge(opt):
-    """The first module it visits, against FASP's formulas on whole-model activations."""
-    windows = torch.tensor(make_dataset()["input_ids"])
-    dense = OPTForCausalLM.from_pretrained(opt).eval()
-    seen = {}
-    module = dense.model.decoder.layers[0].self_attn.out_proj
-    module.register_forward_hook(lambda _, args, out: seen.update(x=args[0], y=out))
-    with torch.no_grad():
-        dense(windows)
-    x, y = (seen[name].flatten(0, -2).double() for name in "xy")
-    weight = module.weight.detach().double()
-    scores = weight.abs().sum(0) * x.norm(dim=0)
-    found = prune_fasp(str(opt), windows, 0.3, damping=0.05).model.model.decoder.layers[0].self_attn.out_proj
-    keep = (found.weight != 0).any(0).nonzero().flatten()
-    assert 0 < len(keep) < 24
-    assert keep.tolist() == sorted(scores.topk(len(keep)).indices.tolist())
-    strength = 0.05 * x.square().sum(0).mean()
-    p = torch.cat([x[:, keep], torch.ones(len(x), 1)], 1)
-    ridge = torch.diag(torch.tensor([strength] * len(keep) + [0.0]))
-    right = y.T @ p + torch.cat([strength * weight[:, keep], torch.zeros(24, 1)], 1)
-    naive = right @ torch.linalg.inv(p.T @ p + ridge)
-    torch.testing.assert_close(found.weight[:, keep].double(), naive[:, :-1], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(found.bias.double(), naive[:, -1], rtol=1e-3, atol=1e-4)
 
 
 # -- the paper's tables -------------------------------------------------------------------------------------------

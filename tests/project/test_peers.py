@@ -13,11 +13,11 @@ from eval.peers import flap, llm_pruner, slicegpt
 from eval.peers.fasp import prune_fasp
 from eval.peers.flap import prune_flap
 from eval.peers.llm_pruner import prune_llm_pruner
-from eval.peers.osscar import plan_counts, prune_osscar, search_swaps, subtract_bias
+from eval.peers.osscar import prune_osscar, search_swaps, subtract_bias
 from eval.peers.slicegpt import count_kept_channels, find_principal_basis, prune_slicegpt
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import DEMO_MODEL
-from struprune_plugin.linalg.elimination import keep_last, unit_columns
+from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, measure_error
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
@@ -291,27 +291,7 @@ def test_llm_pruner_keeps_the_units_of_highest_importance(dense_folder):
         assert keep.tolist() == sorted(scores.topk(len(keep)).indices.tolist())
 
 
-def test_llm_pruner_loses_less_than_by_removing_the_most_important(dense_folder, monkeypatch):
-    dense, _ = load_checkpoint(dense_folder)
-    reference, rank = compute_logits(dense, make_windows()), llm_pruner.score_units
-    ours = prune_llm_pruner(dense_folder, make_windows(), 0.15)
-    monkeypatch.setattr(llm_pruner, "score_units", lambda *args: -rank(*args))
-    worst = prune_llm_pruner(dense_folder, make_windows(), 0.15)
-    assert ours.removed == worst.removed
-    assert measure_difference(ours.model, reference) < measure_difference(worst.model, reference)
-
-
 # -- SliceGPT ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes", [{}, {"enable_bias": False}, {"layer_norm_elementwise_affine": False}])
-def test_prune_slicegpt_of_nothing_is_the_identity(tmp_path, changes):
-    folder = save_opt(tmp_path, **changes)
-    tokens = make_windows(seed=6)
-    dense, _ = load_checkpoint(str(folder))
-    result = prune_slicegpt(str(folder), make_windows(), 0.0)
-    reference = compute_logits(dense, tokens)
-    assert (compute_logits(result.model, tokens) - reference).abs().max() < 1e-4 * reference.abs().max()
 
 
 def test_prune_slicegpt_counts_the_parameters_that_are_there(opt):
@@ -387,38 +367,6 @@ def test_slicegpt_is_the_dense_model_projected_at_every_cut(model_type, tmp_path
     assert (compute_logits(result.model, tokens) - reference).abs().max() < 1e-4 * reference.abs().max()
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
-def test_prune_slicegpt_of_nothing_is_the_identity_in_other_types(model_type, tmp_path):
-    folder = str(save_model(make_model(model_type, num_hidden_layers=3), tmp_path))
-    dense, _ = load_checkpoint(folder)
-    reference = compute_logits(dense, make_windows())
-    result = prune_slicegpt(folder, make_windows(), 0.0)
-    assert (compute_logits(result.model, make_windows()) - reference).abs().max() < 1e-4 * reference.abs().max()
-
-
-def test_prune_slicegpt_counts_the_parameters_of_a_llama(llama):
-    result = prune_slicegpt(llama, make_windows(), 0.25)  # 32 channels -> 24
-    d, k, kv, ffn, layers = 32, 24, 16, 44, 3
-    inner = k * (d + 2 * kv) + d * k + 3 * k * ffn + 2 * k * k
-    base = layers * (2 * d * d + 2 * d * kv + 3 * d * ffn)
-    assert result.removed == pytest.approx(1 - (layers * inner + (ffn + k) * (d - k)) / base, abs=1e-12)
-    assert result.model.lm_head.weight.shape[1] == d
-
-
-def test_slicegpt_is_closer_to_the_dense_model_than_plain_deletion_of_channels(dense_folder, monkeypatch):
-    dense, _ = load_checkpoint(dense_folder)
-    reference = compute_logits(dense, make_windows())
-    ours = prune_slicegpt(dense_folder, make_windows(), 0.25)
-
-    def delete(signals, width):
-        size = next(iter(signals)).shape[-1]
-        return torch.eye(size, dtype=torch.float64)[:, :width]
-
-    monkeypatch.setattr(slicegpt, "find_principal_basis", delete)
-    plain = prune_slicegpt(dense_folder, make_windows(), 0.25)
-    assert measure_difference(ours.model, reference) < measure_difference(plain.model, reference)
-
-
 def test_count_kept_channels_rounds_down_and_refuses(opt):
     model = make_opt()
     assert count_kept_channels(model, 0.3, 8) == 16
@@ -468,11 +416,6 @@ def test_search_swaps_leaves_no_improving_swap(width, seed):
         assert _naive_error(damped, other, width) >= error * (1 - 1e-8)
 
 
-def test_search_swaps_improves_some_start():
-    swaps = [search_swaps(make_problem(seed=seed)[0], torch.tensor([0, 1, 2, 3]), 1)[1] for seed in range(4)]
-    assert sum(swaps) > 0
-
-
 def test_subtract_bias_is_the_moments_of_the_rest():
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(20, 5, generator=generator, dtype=torch.float64)
@@ -485,47 +428,3 @@ def test_subtract_bias_is_the_moments_of_the_rest():
     torch.testing.assert_close(ours.cross, rest.cross)
     torch.testing.assert_close(ours.gram, rest.gram)
     torch.testing.assert_close(ours.target_energy, rest.target_energy)
-
-
-def test_prune_osscar_of_nothing_is_the_identity(opt):
-    dense, _ = load_checkpoint(str(opt))
-    result = prune_osscar(str(opt), make_windows(), 0.0)
-    assert result.removed == 0
-    assert torch.equal(compute_logits(result.model, make_windows()), compute_logits(dense, make_windows()))
-
-
-def test_prune_osscar_removes_what_is_asked(opt):
-    dense, _ = load_checkpoint(str(opt))
-    groups, base = find_groups(dense, "head"), count_prunable_parameters(dense)
-    for sparsity in (0.1, 0.3, 0.5):
-        counts = plan_counts(groups, base, sparsity)
-        heads = {counts[group.name] for group in groups if group.kind == "head"}
-        assert heads == {round(4 * (1 - sparsity))}
-        result = prune_osscar(str(opt), make_windows(), sparsity)
-        assert result.removed == pytest.approx(sparsity, abs=max(group.unit_cost for group in groups) / base)
-        left = sum(p.numel() for layer in result.model.model.decoder.layers for p in layer.parameters())
-        norms = 3 * 4 * 24
-        assert result.removed == pytest.approx(1 - (left - norms) / base, abs=1e-12)
-        assert measure_perplexity(result.model, make_windows().flatten(), 32) > 0
-    with pytest.raises(ValueError, match="sparsity"):
-        prune_osscar(str(opt), make_windows(), 1.0)
-
-
-def test_prune_osscar_keeps_the_biases_and_beats_deletion(opt):
-    dense, _ = load_checkpoint(str(opt))
-    result = prune_osscar(str(opt), make_windows(), 0.3)
-    tokens, reference = make_windows(), compute_logits(dense, make_windows())
-    for ours, theirs in zip(result.model.model.decoder.layers, dense.model.decoder.layers, strict=True):
-        assert torch.equal(ours.fc2.bias, theirs.fc2.bias)
-        assert torch.equal(ours.self_attn.out_proj.bias, theirs.self_attn.out_proj.bias)
-    kept = plan_counts(find_groups(dense, "head"), count_prunable_parameters(dense), 0.3)
-    ours = (compute_logits(result.model, tokens) - reference).square().mean()
-    with torch.no_grad():  # the same numbers of units, the last ones, without a solve
-        for group in find_groups(dense, "head"):
-            layer = dense.get_submodule(group.layer_name)
-            keep = keep_last(torch.arange(group.num_units).flip(0), group.num_units, kept[group.name])
-            consumer = layer.get_submodule(group.consumer)
-            gone = torch.ones(group.num_columns)
-            gone[unit_columns(keep, group.columns_per_unit)] = 0
-            consumer.weight.mul_(1 - gone)
-    assert ours < (compute_logits(dense, tokens) - reference).square().mean()

@@ -227,18 +227,6 @@ def test_update_attention_variables_every_sub_step_makes_progress(method):
     assert all(now < 0.999 * previous for previous, now in itertools.pairwise(totals))
 
 
-@pytest.mark.parametrize("method", [1, 2])
-def test_update_attention_variables_learning_rate_is_only_a_first_guess(method):
-    sample, before, weights = make_problem(3, 8, 5, 3, 2, method)
-    reached = []
-    for learning_rate in (1e-3, 0.1, 100.0):
-        settings_ = ADMMSettings(inner_steps=30, learning_rate=learning_rate)
-        after, maps = update_attention_variables(sample, before, weights, settings_)
-        reached.append(_naive_total(sample, after, weights, 1.0, 1.0, maps))
-    start = _naive_total(sample, before, weights, 1.0, 1.0, soft_of(before))
-    assert max(reached) - min(reached) < 0.1 * (start - min(reached))
-
-
 @examples(20)
 @given(**problems, ratio=ratios)
 def test_update_attention_variables_maps_equal_least_squares_per_row(seed, tokens, d, dh, dv, ratio):
@@ -434,40 +422,6 @@ def make_pass(method, count=3, ratio=(1.0, 1.0), seed=0):
     settings_ = make_settings(ratio)
     updated = [update_attention_variables(s, v, weights, settings_) for s, v in zip(samples, starts, strict=True)]
     return samples, [v for v, _ in updated], [a for _, a in updated], weights
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_accumulate_attention_moments_order_and_grouping_of_samples_change_nothing(method):
-    samples, variables, maps, weights = make_pass(method)
-    whole = gather(samples, variables, maps, weights)
-    backwards = gather(samples[::-1], variables[::-1], maps[::-1], weights)
-    assert_same_moments(whole, backwards, rtol=1e-12, atol=1e-12)
-    first, rest = gather(samples[:1], variables[:1], maps[:1], weights), None
-    rest = gather(samples[1:], variables[1:], maps[1:], weights)
-    for total, a, b in zip(whole, first, rest, strict=True):
-        torch.testing.assert_close(total.gram, a.gram + b.gram, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(total.cross, a.cross + b.cross, rtol=1e-12, atol=1e-12)
-
-
-def test_packed_sequences_give_the_moments_of_separate_ones():
-    """Two sequences in one row with a block-diagonal mask; method 2, whose variables need no T x T numbers."""
-    samples, variables, maps, weights = make_pass(2)
-    packed = AttentionSample(
-        torch.cat([s.inputs for s in samples]),
-        torch.cat([s.targets for s in samples]),
-        -(1 - torch.block_diag(*[torch.ones_like(s.mask).tril() for s in samples])) * 1e30,
-        torch.cat([s.queries for s in samples]),
-    )
-    mixed, query, key = (torch.cat(parts) for parts in zip(*map(tensors_of, variables), strict=True))
-    joined = Variables(mixed, (query, key))
-    joined_maps = torch.stack([torch.block_diag(*[a[h] for a in maps]) for h in range(HEADS)])
-    assert_same_moments(gather(samples, variables, maps, weights), gather([packed], [joined], [joined_maps], weights))
-    parts = [
-        measure_attention_objective(s, v, weights, 1.0, 2.0, a)
-        for s, v, a in zip(samples, variables, maps, strict=True)
-    ]
-    whole = measure_attention_objective(packed, joined, weights, 1.0, 2.0, joined_maps)
-    assert {name: sum(part[name] for part in parts) for name in whole} == pytest.approx(whole)
 
 
 @examples(20)

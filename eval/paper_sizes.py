@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
+from eval.measure import fit_exponent
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.model.layers import find_layouts, find_linear
@@ -147,15 +148,11 @@ def draw_figure(sizes: list[ModelSize], file: Path) -> None:
     pyplot.close(figure)
 
 
-def estimate_growth(sizes: list[ModelSize]) -> dict[str, float]:
-    """Return the exponents e of ``depth ~ N^e`` and ``width ~ N^e``, by least squares on logarithms."""
-    totals = torch.tensor([float(size.total) for size in sizes], dtype=torch.float64).log()
-    centred = totals - totals.mean()
-    parts = {"depth": [size.num_layers for size in sizes], "width": [size.layer for size in sizes]}
-    return {
-        name: float((centred * torch.tensor(values, dtype=torch.float64).log()).sum() / centred.square().sum())
-        for name, values in parts.items()
-    }
+def estimate_growth(sizes: list[ModelSize]) -> dict[str, float | None]:
+    """Return the exponents e of ``depth ~ N^e`` and ``width ~ N^e``."""
+    totals = [float(size.total) for size in sizes]
+    parts = {"depth": [float(size.num_layers) for size in sizes], "width": [float(size.layer) for size in sizes]}
+    return {name: fit_exponent(totals, values) for name, values in parts.items()}
 
 
 def prune_random(

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import runpy
 import shlex
 
 import pytest
@@ -13,7 +14,6 @@ from helpers.models import ROOT
 from llmcompressor import oneshot as host_oneshot
 
 import struprune_plugin
-from eval import docs_site
 from struprune_plugin import oneshot
 from struprune_plugin.cli import main as cli
 from struprune_plugin.recipes.load import load_recipe
@@ -171,12 +171,13 @@ def test_stops_are_defined_in_the_files_that_they_link_to(name, file):
 
 
 def test_every_page_is_in_the_site_and_links_follow_it():
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} | {*docs_site.PAGES.values()}
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} | {*hooks["PAGES"].values()}
     assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == pages
-    moved = docs_site.move_links(
+    moved = hooks["move_links"](
         "[a](docs/cost.md#memory) [b](CONTRIBUTING.md) [c](https://x.y) ![d](docs/quality.svg)", ""
     )
     assert moved == "[a](cost.md#memory) [b](contributing.md) [c](https://x.y) ![d](quality.svg)"
-    moved = docs_site.move_links("[`x`](../eval/demo.py) [y](../README.md#install) [z](models.md) [here](#a)", "docs")
+    moved = hooks["move_links"]("[`x`](../eval/demo.py) [y](../README.md#install) [z](models.md) [here](#a)", "docs")
     assert moved == "`x` [y](index.md#install) [z](models.md) [here](#a)"

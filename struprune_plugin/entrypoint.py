@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from math import prod
@@ -24,7 +24,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from struprune_plugin.evaluation.calibration import prepare_dataset
 from struprune_plugin.evaluation.text import load_tokenizer
 from struprune_plugin.export.any_class import describe_form
-from struprune_plugin.export.saved_recipe import tidy_recipe
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
@@ -35,7 +34,7 @@ from struprune_plugin.modifiers.host_arguments import check_arguments, check_off
 from struprune_plugin.modifiers.host_log import log_output, quieten_host
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.modifiers.stages import list_rounds
-from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.model_card import try_write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.runtime.distributed import join_processes
@@ -48,7 +47,7 @@ from struprune_plugin.storage.resume_store import ResumeStore
 
 def oneshot(
     model: str | os.PathLike | PreTrainedModel,
-    recipe: str | os.PathLike | Modifier | list[Modifier] | Recipe,
+    recipe: str | os.PathLike | Mapping[str, Any] | Modifier | list[Modifier] | Recipe,
     output_dir: str | os.PathLike | None = None,
     overwrite: bool = False,
     offload_folder: str | os.PathLike | None = None,
@@ -66,7 +65,7 @@ def oneshot(
     ``LLM_COMPRESSOR_LOG_LEVEL`` is set. If the run of a loaded model fails half-way, the model is left half pruned: load it again.
 
     :param model: a folder, a hub name or a loaded model
-    :param recipe: a shipped recipe's name, a YAML file, a YAML text, or modifiers
+    :param recipe: a shipped recipe's name, a YAML file, a YAML text, its content as a mapping, or modifiers
     :param output_dir: folder to write. None saves nothing
     :param overwrite: let ``output_dir`` replace an earlier output of StruPrune
     :param offload_folder: folder for weights that the host's memory does not hold, for a model given by name; the returned
@@ -109,7 +108,7 @@ def oneshot(
         with _adapt_host(config, model, loaded.modifiers), quieten_host(output_dir is not None):
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
-            tidy_recipe(folder)
+            write_recipe(loaded, folder, find_checkpoint(source) if source else None)
             _carry_manifest(source, folder)
             try_write_card(folder, source)
     if store is not None:

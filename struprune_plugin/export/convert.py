@@ -29,7 +29,6 @@ from struprune_plugin.export.any_class import (
 )
 from struprune_plugin.export.classes import name_auto_classes, register_type
 from struprune_plugin.export.custom_code import derive_beside, is_custom
-from struprune_plugin.export.saved_recipe import tidy_recipe
 from struprune_plugin.model.experts import pack_experts
 from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.finder import find_structure
@@ -227,7 +226,6 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
             logger.enable(_HOST_SAVING)
             model.config._name_or_path = name
         if is_source_process():  # one of several processes writes, as in llm-compressor's own save
-            tidy_recipe(save_directory)
             copy_processor(name, Path(save_directory))
             after(str(save_directory))
 

@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from helpers.models import ROOT
 
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
-from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.recipes.shipped import describe_recipe, list_recipes
 
 GOOD = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}}}
@@ -34,10 +35,19 @@ def modifier(**fields):
         ("no/such.yaml", "'no/such.yaml' is neither an existing file nor"),
         ("a: [\n", "recipe: is not valid YAML"),
         ("[]\n", "must be a mapping of the form .* got list"),
-        ("prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n", "'prune_modifiers' must be a stage of the form"),
+        (
+            "prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n",
+            "prune_modifiers must be a mapping whose name ends",
+        ),
         ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "whose name ends in '_modifiers'"),
-        ("prune_stage:\n  prune_modifiers: [StruPruneModifier]\n", "must be a mapping of modifiers .* got list"),
-        ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "must be a mapping of fields, got None"),
+        (
+            "prune_stage:\n  prune_modifiers: [StruPruneModifier]\n",
+            "prune_modifiers must be a mapping whose name",
+        ),
+        (
+            "prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n",
+            "must be a mapping of fields, {} for none, got None",
+        ),
         ("args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n", "'args' has no effect"),
         (
             "x_stage:\n  x_modifiers:\n    StruPruneModifier: {sparsity: 0.3}\n    StruPruneModifier: {sparsity: 0.2}\n",
@@ -114,23 +124,17 @@ def test_load_recipe_sets_a_method_s_own_field():
     allocator, pruning, _ = load_full(changes)
     assert (allocator.allocation.rule, allocator.allocation.temperature) == ("softmax", [1.0, 2.0])
     assert (pruning.weight_update.method, pruning.weight_update.steps) == ("admm", 2)
-    other = {"allocation.temperature": 2.0, "allocation.rule": "softmax_inverse"}  # in any order
+    other = {"allocation.rule": "softmax_inverse", "allocation.temperature": 2.0}
     (alone,) = load_recipe("struprune_opt", other).modifiers
     assert (alone.allocation.rule, alone.allocation.temperature) == ("softmax_inverse", 2.0)
     (alone,) = load_recipe("struprune_opt", {"allocation.samples": 3, "ffn_tuning.epochs": 2}).modifiers
     assert (alone.allocation.samples, alone.ffn_tuning.epochs, alone.ffn_tuning.learning_rate) == (3, 2, 0.01)
 
 
-@pytest.mark.parametrize("field", ["dampening_frac", "rotate_values"])
-def test_load_recipe_refuses_a_field_that_several_modifiers_have(field):
-    with pytest.raises(ValueError, match=rf"Set SparsityAllocatorModifier\.{field} or StructPruneModifier\.{field}"):
-        load_full({field: 1})
-
-
-def test_load_recipe_sets_what_two_stages_must_agree_on_in_both():
-    changes = {"sparsity": 0.1, "memory_budget": 10**9, "attention_unit": "head", "StruPruneModifier.sparsity": 0.1}
+def test_load_recipe_sets_a_bare_field_in_every_modifier_that_has_it():
+    changes = {"sparsity": 0.1, "attention_unit": "head", "StruPruneModifier.sparsity": 0.1}
     allocator, pruning, _ = load_full(changes)
-    for name in ("sparsity", "memory_budget", "attention_unit"):
+    for name in ("sparsity", "attention_unit"):
         assert getattr(allocator, name) == getattr(pruning, name) == changes[name]
 
 
@@ -142,7 +146,7 @@ def test_the_more_precise_change_has_the_last_word():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("LoRARecoveryModifier.sparsity", "LoRARecoveryModifier has no field 'sparsity'. Its fields are adapters, "),
+        ("LoRARecoveryModifier.sparsity", "LoRARecoveryModifier has no field 'sparsity'. The fields are adapters, "),
         ("LoraRecoveryModifier.alpha", "the recipe has no modifier 'LoraRecoveryModifier'. It has Sparsity"),
         ("QuantizationModifier.scheme", "the recipe has no modifier 'QuantizationModifier'"),
     ],
@@ -222,3 +226,26 @@ def test_a_wheel_holds_the_package_and_its_recipes(tmp_path):
     assert set(json.loads(done.stdout)) == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
     (recipe,) = target.rglob("struprune.yaml")
     assert type(load_recipe(recipe).modifiers[0]).__name__ == "StruPruneModifier"
+
+
+def test_a_mapping_is_taken_and_stays_as_it_was():
+    given = copy.deepcopy(FULL)
+    assert [type(m).__name__ for m in load_recipe(given, {"sparsity": 0.1}).modifiers][1] == "StruPruneModifier"
+    assert given == FULL
+    with pytest.raises(ValueError, match="recipe: prune must be a mapping whose name ends in '_stage'"):
+        load_recipe({"prune": {}})
+
+
+def test_a_written_recipe_loads_again_as_plain_yaml(tmp_path):
+    quantiser = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "actorder": "static"}}}}
+    both = {**GOOD, "q_stage": {"q_modifiers": {"GPTQModifier": {**quantiser, "ignore": ["lm_head"]}}}}
+    first, source = load_recipe(both), tmp_path / "source"
+    source.mkdir()
+    write_recipe(first, source)
+    assert yaml.safe_load((source / "recipe.yaml").read_text())["prune_stage"]["prune_modifiers"]
+    again = load_recipe(source / "recipe.yaml")
+    assert [m.model_dump() for m in again.modifiers] == [m.model_dump() for m in first.modifiers]
+    later = {"q_stage": {"q_modifiers": {"QuantizationModifier": {"scheme": "W8A8", "targets": ["Linear"]}}}}
+    write_recipe(load_recipe(later), tmp_path, source)  # what came before goes first
+    names = [type(m).__name__ for m in load_recipe(tmp_path / "recipe.yaml").modifiers]
+    assert names == ["StruPruneModifier", "GPTQModifier", "QuantizationModifier"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import psutil
@@ -63,13 +63,9 @@ class CurveMeasurer:
         model: PreTrainedModel,
         batches: Sequence[dict[str, Tensor]],
         groups: Sequence[UnitGroup],
-        known: Mapping[str, GroupStatistics] | None = None,
     ) -> dict[str, GroupStatistics]:
-        """Return the statistics of every group, by name.
-
-        :param known: statistics of an earlier run, which are returned; only moments are measured then
-        """
-        measured = dict(known or {})
+        """Return the statistics of every group, by name."""
+        measured = dict[str, GroupStatistics]()
         for step in stream_layers(model, batches, self._context, "error curves"):
             own, influence = select_groups(groups, step.name), torch.zeros(2, dtype=torch.float64)  # sum and tokens
             for call, output in step.observe(self._statistics, own):
@@ -79,10 +75,7 @@ class CurveMeasurer:
             total, tokens = sum_over_ranks(influence).tolist()
             for group in own:
                 module = ModuleView(step.layer, group, self._statistics)
-                if group.name in measured:
-                    self._gather(module)
-                else:
-                    measured[group.name] = self._measure_group(model, module, total / max(tokens, 1))
+                measured[group.name] = self._measure_group(model, module, total / max(tokens, 1))
             self._statistics.finish_layer()
         return measured
 

@@ -12,7 +12,6 @@ import typer
 from struprune_plugin import __version__
 from struprune_plugin.cli.console import show_error
 from struprune_plugin.cli.convert_command import convert
-from struprune_plugin.cli.costs_command import costs
 from struprune_plugin.cli.eval_command import score
 from struprune_plugin.cli.inspect_command import inspect
 from struprune_plugin.cli.options import make_callback
@@ -26,7 +25,6 @@ from struprune_plugin.cli.sweep_command import sweep
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "prune": prune,
     "plan": plan,
-    "costs": costs,
     "eval": score,
     "convert": convert,
     "inspect": inspect,

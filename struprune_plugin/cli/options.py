@@ -187,7 +187,7 @@ class Changes(Settings):
     ] = None
     budget: Annotated[
         str | None,
-        option("limit for the pruned model, e.g. '{bytes: 400MB}' or '{speedup: 1.3, phase: prompt}'", "YAML"),
+        option("limit for the pruned model, e.g. '{bytes: 400MB}' or '{speedup: 1.3, costs: FILE}'", "YAML"),
     ] = None
     effort: Annotated[
         Literal["fast", "default", "best"] | None,

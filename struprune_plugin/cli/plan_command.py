@@ -31,7 +31,7 @@ class Question:
 def plan(model: Model, question: Question, amount: Amount, changes: Changes, screen: Screen) -> None:
     """Predict the sizes of a pruning run's result and the memory of the run, without pruning.
 
-    Parameters, bytes and key-value cache of the result, the engines that load it, and the bytes that the run holds on the device
+    Parameters and bytes of the result, the engines that load it, and the bytes that the run holds on the device
     and on the host. The plan needs the model's configuration alone; it loads no weights.
     """
     changed = changes.read()

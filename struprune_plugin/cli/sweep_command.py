@@ -38,7 +38,7 @@ class Points:
         str, option("sparsities: a range, or a list such as 0.2,0.4", "A:B:STEP", name="--sparsity")
     ] = "0.1:0.6:0.1"
     budget: Annotated[
-        list[str] | None, option("budget, in place of sparsities, e.g. '{speedup: 1.3}'; may be repeated", "YAML")
+        list[str] | None, option("budget, in place of sparsities, e.g. '{bytes: 400MB}'; may be repeated", "YAML")
     ] = None
     methods: Annotated[str, option("methods: default, allocation rules (uniform, …) or names of recipes", "a,b")] = (
         "default"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,51 @@ from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.linalg.ties import round_off
 
 MAX_SPARSITY = 0.95  # paper, Algorithms 2 and 3: the clip of a module's sparsity
+_HALVINGS = 30  # bisections of a share
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Upper bound on the total cost of all groups, such as seconds.
+
+    :param costs: cost of every group with k = 0 ... num_units units kept, never falling, one per group, shape [num_units + 1],
+        float64
+    :param most: maximum total cost
+    """
+
+    costs: Sequence[Tensor]
+    most: float
+
+    def add_up(self, kept: Sequence[int]) -> float:
+        """Return the total cost of kept counts, given in the order of the groups."""
+        return sum(float(cost[count]) for cost, count in zip(self.costs, kept, strict=True))
+
+    def fits(self, kept: Sequence[int]) -> bool:
+        """Return whether kept counts cost at most the maximum, to within rounding."""
+        return self.add_up(kept) <= self.most * (1 + 1e-9)
+
+
+def find_least_share(choose: Callable[[float], list[int]], limit: Limit, low: float, high: float) -> list[int]:
+    """Return the kept counts of the least share between two that are within a limit.
+
+    :param choose: function that returns kept counts for a share; more units go as it grows
+    :raises ValueError: those of the largest share exceed the limit
+    """
+    kept = choose(high)
+    if not limit.fits(kept):
+        raise ValueError(
+            f"budget: the fewest units that may stay must cost at most {limit.most:.4g}, got {limit.add_up(kept):.4g}. Relax the "
+            "budget, or prune more kinds of units."
+        )
+    if limit.fits(all_kept := choose(low)):
+        return all_kept
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if limit.fits(found := choose(middle)):
+            high, kept = middle, found
+        else:
+            low = middle
+    return kept
 
 
 def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsity: float = MAX_SPARSITY) -> Tensor:
@@ -60,37 +106,47 @@ def spread_by_kind(
 
 
 def allocate_error_curves(
-    groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float, max_sparsity: float = MAX_SPARSITY
+    groups: Sequence[GroupSize],
+    curves: Sequence[Tensor],
+    budget: float | Limit,
+    max_sparsity: float = MAX_SPARSITY,
 ) -> list[int]:
-    """Return kept counts that minimise ``sum_g E_g(k_g)`` under ``sum_g k_g c_g <= budget``, c_g the cost of a unit.
+    """Return kept counts that minimise ``sum_g E_g(k_g)`` under ``sum_g C_g(k_g) <= budget``.
 
-    Steps along the lower convex hulls are taken in the order of error saved per parameter, which is optimal wherever they end
+    Steps along the lower convex hulls are taken in the order of error saved per cost, which is optimal wherever they end
     exactly on the budget. Where the next step does not fit, the remaining budget is spent on the best steps that fit, on the
     hull or not. Every group keeps at least one step, and no group loses more than ``max_sparsity``, to within one step.
     Source: method.md section 5, ``error_curve``.
 
     :param curves: error with k = 0 ... num_units units kept, comparable between groups, one per group, shape [num_units + 1]
-    :param budget: maximum number of parameters to keep
+    :param budget: maximum number of parameters to keep, or a limit on other costs
     :return: kept units of each group, a multiple of its step
     """
-    if budget >= sum(group.num_parameters for group in groups):
-        return [group.num_units for group in groups]
+    everything = [group.num_units for group in groups]
     counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
-    costs = [[group.unit_cost * k for k in ks] for group, ks in zip(groups, counts, strict=True)]
-    at = [0] * len(groups)  # index of each group's choice among its counts
-    left = budget - sum(cost[0] for cost in costs)
-    steps = [  # the error saved per parameter falls along each hull, so that a global sort keeps the order in each group
+    if isinstance(budget, Limit):
+        is_whole, most = budget.fits(everything), budget.most
+        costs = [cost[ks].tolist() for cost, ks in zip(budget.costs, counts, strict=True)]
+    else:
+        is_whole, most = budget >= sum(group.num_parameters for group in groups), budget
+        costs = [[group.unit_cost * k for k in ks] for group, ks in zip(groups, counts, strict=True)]
+    if is_whole:
+        return everything
+    hulls = [_find_hull(*pair) for pair in zip(costs, errors, strict=True)]
+    at = [hull[0] for hull in hulls]  # index of each group's choice among its counts
+    left = most - sum(costs[g][i] for g, i in enumerate(at))
+    steps = [  # the error saved per cost falls along each hull, so that a global sort keeps the order in each group
         (round_off((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i])), g, i, j)
-        for g in range(len(groups))
-        for i, j in itertools.pairwise(_find_hull(costs[g], errors[g]))
+        for g, hull in enumerate(hulls)
+        for i, j in itertools.pairwise(hull)
     ]
     for _, g, i, j in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
         if at[g] == i and costs[g][j] - costs[g][i] <= left:
             at[g] = j
             left -= costs[g][j] - costs[g][i]
     left = _fill_budget(costs, errors, at, left)
-    if left > max(group.step * group.unit_cost for group in groups):
+    if left > max((b - a for cost in costs for a, b in itertools.pairwise(cost)), default=0):
         _fill_evenly(costs, at, left)
     return [ks[i] for ks, i in zip(counts, at, strict=True)]
 
@@ -113,6 +169,8 @@ def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
     for i in range(len(costs)):
         if hull and errors[i] >= errors[hull[-1]]:
             continue
+        if hull and costs[i] <= costs[hull[-1]]:  # as cheap, and better
+            hull.pop()
         while len(hull) > 1 and saving(hull[-2], hull[-1]) <= saving(hull[-1], i):
             hull.pop()
         hull.append(i)
@@ -120,7 +178,7 @@ def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
 
 
 def _fill_budget(
-    costs: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], at: list[int], left: float
+    costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], at: list[int], left: float
 ) -> float:
     """Spend the remaining budget, in place, each time on the growth of one group that fits and saves most; return the rest."""
     while True:
@@ -137,7 +195,7 @@ def _fill_budget(
         at[g] = j
 
 
-def _fill_evenly(costs: Sequence[Sequence[int]], at: list[int], left: float) -> None:
+def _fill_evenly(costs: Sequence[Sequence[float]], at: list[int], left: float) -> None:
     """Spend the budget that saves no error, in place: the group that has lost the largest share gets the next step that fits.
 
     Where other units replace the last ones to within rounding, a curve ends flat at zero: keeping these units saves no error,

@@ -19,6 +19,7 @@ from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
 from struprune_plugin.model.structure.locate import locate_layers
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
+_ENTRY = 75  # bytes of a tensor in a file's header, beside its name
 SOFT_CAP = "attn_logit_softcapping"  # too large for a random instance's logits to reach, so no measurement shows it
 
 
@@ -75,6 +76,12 @@ def list_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def count_parameters(model: nn.Module) -> int:
     """Return the number of the parameters that :func:`list_parameters` returns."""
     return sum(parameter.numel() for _, parameter in list_parameters(model))
+
+
+def count_weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's saved weights: those of :func:`list_parameters`, and an estimate of the file's header."""
+    named = list_parameters(model)
+    return sum(parameter.nbytes + len(name) + _ENTRY for name, parameter in named)
 
 
 def describe_weights(model: nn.Module) -> str:

@@ -103,7 +103,7 @@ class SparsityAllocatorModifier(StructuredModifier):
             with calibrating(model):
                 measured = measurer.measure(model, batches, setup.groups)
         tied = tie_statistics(setup.sizes, measured)
-        budget = self.make_budget(setup.num_prunable, setup.share, setup.limits)
+        budget = setup.make_budget(self)
         plan = self.allocation.decide(setup.sizes, tied, budget)
         self._allocated = Allocated(plan, sensitivity, context.stages["allocate"])
         if self._store is not None:

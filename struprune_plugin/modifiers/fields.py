@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
-    PrivateAttr,
     SerializeAsAny,
     ValidationInfo,
     field_validator,
@@ -18,19 +16,17 @@ from pydantic import (
 )
 from torch import nn
 
-from struprune_plugin.allocation.cache import MeasurementCache
 from struprune_plugin.allocation.measurements import Asked
-from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget
+from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_heads
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.linalg.knapsack import Limit
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.budget_fields import BudgetConfig, read_budgets, split_parameters
+from struprune_plugin.modifiers.budget_fields import BudgetConfig, split_parameters
 from struprune_plugin.modifiers.effort import EFFORTS, complete
 from struprune_plugin.modifiers.patterns import check_patterns
 from struprune_plugin.modifiers.stage_modifier import StageModifier
@@ -123,8 +119,7 @@ class StructuredModifier(StageModifier):
 
     :param sparsity: share of the parameters to remove, counted over all linears of the modules that hold units, in [0,
         1)
-    :param budget: limits for the pruned model, in place of ``sparsity`` or in addition: a mapping of the fields below,
-        or a list of such mappings; all are met
+    :param budget: limit for the pruned model, in place of ``sparsity``: a mapping of one of the fields below
     :param targets: modules to prune, named by their consuming linears (``fc2``, ``out_proj``, ``down_proj``,
         ``o_proj``): exact names or ``re:<pattern>``
     :param ignore: modules to leave alone, named in the same way
@@ -154,7 +149,7 @@ class StructuredModifier(StageModifier):
     only_plans: ClassVar[bool] = False  # True for an allocator stage, which prunes nothing itself
 
     sparsity: float | None = None
-    budget: Annotated[list[BudgetConfig], BeforeValidator(read_budgets)] = Field(default_factory=list)
+    budget: BudgetConfig | None = None
     targets: list[str] = Field(default_factory=lambda: ["re:.*"], min_length=1)
     ignore: list[str] = Field(default_factory=list)
     attention_unit: Annotated[
@@ -171,8 +166,6 @@ class StructuredModifier(StageModifier):
     rotate_values: bool = True
     effort: Literal[tuple(EFFORTS)] = "default"  # type: ignore[valid-type]
     memory_budget: int | None = Field(default=None, ge=1)
-
-    _cache: MeasurementCache | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -231,10 +224,6 @@ class StructuredModifier(StageModifier):
             )
         return self
 
-    def set_cache(self, cache: MeasurementCache) -> None:
-        """Set the cache of dense-model measurements that is shared by runs at other sparsities."""
-        self._cache = cache
-
     def find_groups(self, model: nn.Module) -> list[UnitGroup]:
         """Return the groups that the recipe selects; linears with transposed weights (GPT-2) are converted first."""
         replace_conv1d(model)
@@ -260,11 +249,6 @@ class StructuredModifier(StageModifier):
             ffn_tuning=ffn_tuning,
             sparsity=self.sparsity or 0.0,
         )
-
-    def make_budget(self, num_prunable: int, share: float, limits: Sequence[Limit] = ()) -> Budget:
-        """Return the budget that an allocation must meet."""
-        weighed = "none" if self.sensitivity is None else "fisher"
-        return Budget(self.sparsity or 0.0, num_prunable, share, weighed, limits)
 
     @property
     def asked(self) -> Asked:

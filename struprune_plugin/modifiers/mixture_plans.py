@@ -98,7 +98,7 @@ class MixturePlanner:
         splits = list_splits(
             self.mixture,
             lambda left: measure_others(recipe, setup.groups, setup.roundings, left),
-            (recipe.sparsity or 0.0) * setup.num_prunable,
+            setup.target.sparsity * setup.num_prunable,
         )
         if not recipe.allocation.weighs_errors:
             splits = [pick_even(self.mixture, splits, setup.share)]
@@ -123,7 +123,7 @@ class MixturePlanner:
         plan = UnitAllocation({}, AllocationRecord(recipe.allocation.rule))
         if sizes:
             statistics = tie_statistics(sizes, self._scale(experts)) if self.measured else {}
-            plan = recipe.allocation.decide(sizes, statistics, recipe.make_budget(setup.num_prunable, split.share))
+            plan = recipe.allocation.decide(sizes, statistics, replace(setup.make_budget(recipe), share=split.share))
         return _Candidate(split, self._complete(plan, experts), sizes, error + (plan.record.error or 0.0))
 
     def _complete(self, plan: UnitAllocation, experts: KeptExperts) -> UnitAllocation:

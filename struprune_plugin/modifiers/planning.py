@@ -10,7 +10,6 @@ from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.cache import MeasurementCache
 from struprune_plugin.allocation.candidates import Trial, describe_trials, take_best
 from struprune_plugin.allocation.curves import (
     CurveMeasurer,
@@ -57,9 +56,9 @@ def plan_early(
     if (rule.measures and rule.sequences is None) or setup.mixture is not None:
         return None
     if rule.measures or allowed is not None:
-        plan = allocate_uniformly(setup.sizes, setup.share, allowed, setup.limits)
+        plan = allocate_uniformly(setup.sizes, setup.share, allowed, setup.target.limit)
     else:
-        plan = rule.decide(setup.sizes, {}, recipe.make_budget(setup.num_prunable, setup.share, setup.limits))
+        plan = rule.decide(setup.sizes, {}, setup.make_budget(recipe))
     check_widths(setup.groups, plan.kept, setup.roundings)  # if uniform counts do not fit, no others do
     return None if rule.measures else plan
 
@@ -70,7 +69,6 @@ class Planner:
 
     :param recipe: fields of the pruning stage
     :param batches: calibration batches
-    :param cache: measurements shared with runs at other sparsities, which are not repeated
     """
 
     recipe: StructuredModifier
@@ -78,7 +76,6 @@ class Planner:
     model: PreTrainedModel
     batches: list[dict[str, Tensor]]
     context: DeviceContext
-    cache: MeasurementCache | None = None
 
     def decide(
         self, early: UnitAllocation | None, allocated: Allocated | None, store: ResumeStore | None
@@ -101,19 +98,9 @@ class Planner:
         return plan, sensitivity
 
     def _measure_sensitivity(self, allocated: Allocated | None) -> Sensitivity:
-        """Measure what the methods need of the dense model, unless an allocator stage or another run has done so."""
-        measure = partial(
-            measure_sensitivity,
-            self.model,
-            self.batches,
-            self.setup.groups,
-            self.context,
-            self.recipe.asked,
-            allocated.sensitivity if allocated is not None else None,
-        )
-        if self.cache is None:
-            return measure()
-        return self.cache.share_signals({**self.recipe.dump_fields(), "samples": self.recipe.asked.samples}, measure)
+        """Measure what the methods need of the dense model, unless an allocator stage has done so."""
+        known = allocated.sensitivity if allocated is not None else None
+        return measure_sensitivity(self.model, self.batches, self.setup.groups, self.context, self.recipe.asked, known)
 
     def _plan(self, allocated: Allocated | None, sensitivity: Sensitivity) -> UnitAllocation:
         """Return the plan of an allocator stage or, without one, that of this stage's own allocation pass."""
@@ -140,13 +127,8 @@ class Planner:
         keeps = bool(held) and setup.mixture is None and all(gather(can_keep_moments(groups, hidden_size)))
         config = recipe.make_config()
         measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
-        cache = None if recipe.importance.aims else self.cache  # the same at other sparsities otherwise
-        measured = known = None if cache is None else cache.take_curves(recipe.dump_fields())
-        if measured is None or keeps:
-            with calibrating(model):
-                measured = measurer.measure(model, fit, groups, known) if groups else {}
-            if cache is not None and known is None:
-                cache.keep_curves(recipe.dump_fields(), measured)
+        with calibrating(model):
+            measured = measurer.measure(model, fit, groups) if groups else {}
         found = Fit(measured, len(fit), measurer.moments)
 
         def measure_plans(plans: Sequence[UnitAllocation], batches: list[dict[str, Tensor]]) -> list[float]:
@@ -162,7 +144,7 @@ class Planner:
             return settle_experts(take_best(plans, values), setup.mixture, setup.groups)
         probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
         probe, judge = (partial(measure_plans, batches=part) for part in (probes, judges))
-        budget = recipe.make_budget(setup.num_prunable, setup.share, setup.limits)
+        budget = setup.make_budget(recipe)
         proposer = Proposer(recipe, setup, budget, tie_statistics(setup.sizes, measured))
         plans = proposer.propose(probe if held else None)
         values = judge(list(plans.values())) if len(plans) > 1 and held else []

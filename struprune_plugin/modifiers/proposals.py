@@ -12,8 +12,8 @@ from struprune_plugin.allocation.probes import Block, bend_curves, list_blocks, 
 from struprune_plugin.allocation.rules import Budget, GroupStatistics
 from struprune_plugin.allocation.rules.rule import take_unrotated
 from struprune_plugin.allocation.search import Shifts, search_blocks, shift_blocks
-from struprune_plugin.linalg.knapsack import fit_shares
-from struprune_plugin.linalg.rounding import check_budget, expand_counts
+from struprune_plugin.linalg.budget import find_least_share
+from struprune_plugin.linalg.rounding import check_budget, expand_counts, round_kept_counts
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.modifiers.widths import check_widths
@@ -50,7 +50,7 @@ class Proposer:
             others["probed"] = bend_curves(self.tied, self.setup.sizes, self._count(plan), found)
         if unrotated := take_unrotated(self.tied):
             others["unrotated"] = unrotated
-        return self._spread({**own, **self._decide(others)}, others.get("probed", self.tied))
+        return self._spread({**own, **self._decide(others)})
 
     def search(self, start: UnitAllocation, measure: Measure) -> UnitAllocation | None:
         """Return the plan of least divergence around one; None where no other is better, or blocks cannot be shifted."""
@@ -93,13 +93,8 @@ class Proposer:
         members = [(size.members or ((size.name, 1),))[0] for size in self.setup.sizes]
         return [plan.kept[name] // factor for name, factor in members]
 
-    def _spread(
-        self, proposed: Mapping[str, UnitAllocation], told: Mapping[str, GroupStatistics]
-    ) -> dict[str, UnitAllocation]:
-        """Return plans and the rule's variants of them that meet the budget and the required widths, by name.
-
-        :param told: most accurate statistics known, by size
-        """
+    def _spread(self, proposed: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
+        """Return plans and the rule's variants of them that meet the budget and the required widths, by name."""
         setup, found, first = self.setup, dict[str, UnitAllocation](), next(iter(proposed.values()))
 
         def add(name: str, kept: Mapping[str, int]) -> None:
@@ -114,23 +109,27 @@ class Proposer:
             add(label, own.kept)
             for name, counts in self.recipe.allocation.propose(setup.sizes, own, setup.share).items():
                 add_fitting(name if label == self.recipe.allocation.rule else f"{label}, {name}", counts)
-        if (others := self.recipe.allocation.decide_by_parameters(setup.sizes, told, self.budget)) is not None:
-            add_fitting("by parameters", others)
         return found
 
     def _fit(self, counts: Sequence[int]) -> dict[str, int]:
-        """Return kept units by group, from counts moved until they meet every budget; if parameters alone are budgeted, they are
-        only checked.
+        """Return kept units by group, from counts moved until they meet a limit of seconds; under one of parameters, they are only
+        checked.
 
         :raises ValueError: they do not meet the budget or the required widths
         """
-        setup, rule = self.setup, self.recipe.allocation
-        sizes, limits = setup.sizes, setup.limits
-        if limits:
-            shares = [1 - count / size.num_units for count, size in zip(counts, sizes, strict=True)]
-            counts = fit_shares(sizes, shares, limits, rule.most or 1.0)
-        else:
+        setup, sizes = self.setup, self.setup.sizes
+        most = self.recipe.allocation.most or 1.0
+        taken = [1 - count / size.num_units for count, size in zip(counts, sizes, strict=True)]
+
+        def move(shift: float) -> list[int]:
+            """Return counts nearer to all units (-1) or to none (1)."""
+            moved = [share + shift * (1 - share if shift > 0 else share) for share in taken]
+            return round_kept_counts(sizes, [min(share, most) for share in moved])
+
+        if self.budget.limit is None:
             check_budget(sizes, counts, setup.share)
+        else:
+            counts = find_least_share(move, self.budget.limit, -1.0, 1.0)
         kept = expand_counts(sizes, counts)
         check_widths(setup.groups, kept, setup.roundings)
         return kept

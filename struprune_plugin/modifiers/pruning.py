@@ -19,11 +19,10 @@ from struprune_plugin.export.convert import adopt_attention, wrap_save
 from struprune_plugin.export.finish import finish_model
 from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.model.layers import count_parameters, describe_weights
+from struprune_plugin.model.layers import count_parameters, count_weight_bytes, describe_weights
 from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
-from struprune_plugin.modifiers.budget_told import describe_budget
 from struprune_plugin.modifiers.checks import check_alone, seeing_modifiers
 from struprune_plugin.modifiers.effort import EFFORTS
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
@@ -39,8 +38,9 @@ from struprune_plugin.modifiers.stages import (
     find_share_left,
     prepare_round,
 )
+from struprune_plugin.modifiers.targets import describe_target
 from struprune_plugin.modifiers.uniform_output import check_uniform
-from struprune_plugin.modifiers.widths import check_widths
+from struprune_plugin.modifiers.widths import check_widths, describe_roundings
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.ffn_tuning import FFNTuning
 from struprune_plugin.pruning.layer_loop import PrunedLayers, prune_layers
@@ -164,7 +164,7 @@ class StruPruneModifier(StructuredModifier):
             self._replayed.check(self._calibration)
         with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
             config = self.make_config(self.reconstruct, self.ffn_tuning)
-            planner = Planner(self, setup, model, batches, context, self._cache)
+            planner = Planner(self, setup, model, batches, context)
             allocated = self._stage_before.allocated if self._stage_before is not None else None
             self._plan, measured = planner.decide(self._plan, allocated, self._store)
             adopt_attention(model, setup.groups)
@@ -284,7 +284,14 @@ class StruPruneModifier(StructuredModifier):
             settings=self.dump_fields(),
             seed=torch.initial_seed(),
             calibration=self._calibration,
-            budget=describe_budget(setup, self, model, self._plan, removed),
+            budget=BudgetRecord(
+                prunable_parameters=setup.num_prunable,
+                asked_sparsity=setup.target.sparsity,
+                removed_parameters=removed,
+                met_sparsity=removed / setup.num_prunable,
+                rounding=describe_roundings(self._plan.list_left(setup.groups), setup.roundings),
+                limit=describe_target(self, setup.target, count_weight_bytes(model), setup.sizes, self._plan.kept),
+            ),
             allocation=self._plan.record,
             memory_measure=self._context.measure,
             stages=[

@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation.rules import Budget
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.layerwise.samples import find_largest_shape
-from struprune_plugin.linalg.knapsack import Limit
-from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
+from struprune_plugin.linalg.budget import MAX_SPARSITY, find_least_share
+from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.layers import count_prunable_parameters
 from struprune_plugin.model.structure.finder import find_structure
@@ -35,7 +36,7 @@ from struprune_plugin.modifiers.checks import (
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.mixtures import find_mixture, list_splits, measure_others
-from struprune_plugin.modifiers.targets import Target, find_mean_sparsity, find_targets
+from struprune_plugin.modifiers.targets import Target, find_target
 from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
 from struprune_plugin.pruning.resume import describe_run
 from struprune_plugin.runtime.device_context import find_free_bytes
@@ -58,7 +59,7 @@ class RunSetup:
     :param num_tokens: calibration tokens, without padding
     :param placement: parts of the run that are placed on the host
     :param mixture: whole experts that may be removed; None if none may
-    :param targets: all budgets, if others than parameters are given
+    :param target: the budget
     :param whole: groups that keep all units and are re-solved
     """
 
@@ -70,14 +71,14 @@ class RunSetup:
     num_sequences: int
     num_tokens: int
     placement: OffloadPlan
+    target: Target
     mixture: Mixture | None = None
-    targets: Sequence[Target] = ()
     whole: Sequence[UnitGroup] = ()
 
-    @property
-    def limits(self) -> list[Limit]:
-        """The budgets as limits of the allocation; empty if parameters alone are given."""
-        return [target.limit for target in self.targets]
+    def make_budget(self, modifier: StructuredModifier) -> Budget:
+        """Return the budget that an allocation must meet."""
+        weighed = "none" if modifier.sensitivity is None else "fisher"
+        return Budget(self.target.sparsity, self.num_prunable, self.share, weighed, self.target.limit)
 
 
 def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None:
@@ -118,11 +119,11 @@ def prepare_run(
     _check_groups(model, groups, roundings)
     mixture = find_mixture(modifier, model, groups, list_modifiers())
     num_prunable = count_prunable_parameters(model, modifier.experts is not None)
-    sizes, targets, share = find_budget(modifier, model, groups, roundings, num_prunable, mixture)
+    sizes, target, share = find_budget(modifier, model, groups, roundings, num_prunable, mixture)
     most = modifier.allocation.most
-    if most is not None and share > most and mixture is None and not targets:
+    if most is not None and share > most and mixture is None:
         raise ValueError(
-            f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune at sparsity={modifier.sparsity}, "
+            f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune at sparsity={target.sparsity:g}, "
             f"got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
         )
     widest = max((*groups, *whole), key=lambda group: group.num_columns)
@@ -132,9 +133,7 @@ def prepare_run(
     placement = place_run(modifier, model, (*groups, *whole), loader, together=modifier.only_plans)
     if modifier.store is not None:
         open_store(modifier.store, model, loader)
-    return RunSetup(
-        groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, mixture, targets, whole
-    )
+    return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, target, mixture, whole)
 
 
 def find_budget(
@@ -144,45 +143,29 @@ def find_budget(
     roundings: dict[str, Rounding],
     num_prunable: int,
     mixture: Mixture | None,
-) -> tuple[list[GroupSize], Sequence[Target], float]:
-    """Return the group sizes, the budgets if others than parameters are given, and the mean sparsity that the groups need.
-
-    :raises ValueError: a budget cannot be met
-    """
-    sizes = measure_groups(groups, roundings)
-    targets = find_targets(modifier, model, groups, sizes, split_modifiers(modifier)[1], model.dtype)
-    if targets:
-        return sizes, targets, find_mean_sparsity(sizes, targets, modifier.allocation.most)
-    if modifier.sparsity is None:  # a replay, whose plan is known
-        return sizes, (), 0.0
-    sizes, share = find_share(modifier, groups, roundings, num_prunable, mixture)
-    return sizes, (), share
-
-
-def find_share(
-    modifier: StructuredModifier,
-    groups: Sequence[UnitGroup],
-    roundings: dict[str, Rounding],
-    num_prunable: int,
-    mixture: Mixture | None,
-) -> tuple[list[GroupSize], float]:
-    """Return the group sizes and the mean sparsity that they need, whole experts included.
+) -> tuple[list[GroupSize], Target, float]:
+    """Return the group sizes, the budget, and the mean sparsity of the groups that it needs, whole experts included.
 
     :raises ValueError: the budget cannot be met
     """
-    assert modifier.sparsity is not None
+    sizes = measure_groups(groups, roundings)
+    target = find_target(modifier, model, groups, sizes, num_prunable, split_modifiers(modifier)[1])
+    if target.limit is not None:
+        most = modifier.allocation.most or MAX_SPARSITY
+        kept = find_least_share(lambda share: round_kept_counts(sizes, [share] * len(sizes)), target.limit, 0.0, most)
+        left = sum(count * size.unit_cost for count, size in zip(kept, sizes, strict=True))
+        return sizes, target, 1 - left / sum(size.num_parameters for size in sizes)
     if mixture is None:
-        sizes = measure_groups(groups, roundings)
-        return sizes, find_group_sparsity(sizes, num_prunable, modifier.sparsity)
+        return sizes, target, find_group_sparsity(sizes, num_prunable, target.sparsity)
 
     def measure(left: int) -> list[GroupSize]:
         return measure_others(modifier, groups, roundings, left)
 
-    asked = modifier.sparsity * num_prunable
+    asked = target.sparsity * num_prunable
     list_splits(mixture, measure, asked)
     sizes = measure(mixture.counts[0])
     beside = [size for size in sizes if size.kind != "experts"]
-    return sizes, asked / (sum(size.num_parameters for size in beside) + mixture.counts[0] * mixture.cost)
+    return sizes, target, asked / (sum(size.num_parameters for size in beside) + mixture.counts[0] * mixture.cost)
 
 
 def drop_lost_experts(setup: RunSetup, modifier: StructuredModifier, model: PreTrainedModel) -> RunSetup:
@@ -199,8 +182,8 @@ def drop_lost_experts(setup: RunSetup, modifier: StructuredModifier, model: PreT
     if len(left) == len(setup.groups):
         return setup
     num_prunable = count_prunable_parameters(model, experts=True)
-    sizes, targets, share = find_budget(modifier, model, left, setup.roundings, num_prunable, None)
-    return replace(setup, groups=left, sizes=sizes, num_prunable=num_prunable, share=share, targets=targets)
+    sizes, target, share = find_budget(modifier, model, left, setup.roundings, num_prunable, None)
+    return replace(setup, groups=left, sizes=sizes, num_prunable=num_prunable, share=share, target=target)
 
 
 def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier]) -> None:

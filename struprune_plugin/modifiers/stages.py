@@ -104,7 +104,7 @@ def agree_on_budget(ours: StructuredModifier, stage: SparsityAllocatorModifier) 
     :raises ValueError: the stages differ in units or budget, or in a field of the allocation that the recipe sets
     """
     for name in ("sparsity", "budget", *GROUP_FIELDS):
-        if name in GROUP_FIELDS or getattr(ours, name) not in (None, []):
+        if name in GROUP_FIELDS or getattr(ours, name) is not None:
             _check_same(ours, stage, name, "Give both stages the same value.")
     for name in PLAN_FIELDS:
         if name in ours.model_fields_set:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from struprune_plugin.reporting.cost_summary import list_module_costs
 from struprune_plugin.reporting.results import list_result_rows
 from struprune_plugin.reporting.svg import draw_layers, draw_points
 from struprune_plugin.reporting.tables import describe_units, list_facts, list_stages, name_module
@@ -41,7 +40,6 @@ def make_page(folder: Path, manifest: Manifest, samples: Sequence[Sample] = ()) 
         layers=Markup(draw_layers(manifest)),
         modules=[(group, name_module(group), describe_units(group)[0]) for group in groups],
         most=max(group.error_before for group in groups) or 1.0,
-        costs=list_module_costs(manifest),
         allocation=Markup(_draw_allocation(manifest)),
         results=list_result_rows(manifest.evaluation),
         samples=samples,

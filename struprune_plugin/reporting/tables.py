@@ -11,9 +11,8 @@ from typing import Any
 from rich.text import Text
 
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.limit_record import LimitRecord
 from struprune_plugin.storage.manifest import Manifest
-from struprune_plugin.storage.records import BudgetRecord, GroupRecord, RoundingRecord
+from struprune_plugin.storage.records import BudgetRecord, GroupRecord, LimitRecord, RoundingRecord
 
 _BAR = 20
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -130,33 +129,22 @@ def summarize_layers(manifest: Manifest) -> Table:
     return Table(["module", "kept", "unit", "left", "sparsity", "error, deleted", "error, re-solved"], rows)
 
 
-def show_budget(record: LimitRecord, value: float) -> str:
-    """Return a budget's value in the recipe's terms as text."""
-    if record.name == "bytes":
-        return format_bytes(value)
-    return f"{value:.3f} ×" if record.name.startswith("speedup") else f"{value:.3%}"
-
-
-def list_budgets(budget: BudgetRecord) -> list[tuple[str, str]]:
-    """Return (budget, text with its requested, planned and achieved value); empty if parameters alone were given."""
-    found = []
-    for record in budget.limits:
-        met = "" if record.met is None else f", met {show_budget(record, record.met)}"
-        told = f"asked {show_budget(record, record.asked)}, planned {show_budget(record, record.planned)}{met}"
-        found.append((f"budget: {record.name}", told))
-    return found
+def show_limit(record: LimitRecord) -> str:
+    """Return a budget of bytes or time, and what is planned for it, as text."""
+    shown = [
+        format_bytes(value) if record.name == "bytes" else f"{value:.3f} ×" for value in (record.asked, record.planned)
+    ]
+    return f"asked {shown[0]}, planned {shown[1]}"
 
 
 def tell_budget(budget: BudgetRecord) -> str:
-    """Return one sentence on the removed and the requested parameters, and on other budgets."""
+    """Return one sentence on the removed and the requested parameters, and on another budget."""
     removed = (
         f"removed {budget.removed_parameters:,} of {budget.prunable_parameters:,} parameters of the decoder layers"
     )
-    if not budget.limits:
+    if budget.limit is None:
         return f"{removed} ({budget.met_sparsity:.4%}, asked {budget.asked_sparsity:.4%})"
-    return "; ".join(
-        [f"{removed} ({budget.met_sparsity:.4%})", *(f"{name}: {told}" for name, told in list_budgets(budget))]
-    )
+    return f"{removed} ({budget.met_sparsity:.4%}); {budget.limit.name}: {show_limit(budget.limit)}"
 
 
 def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
@@ -164,7 +152,7 @@ def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
     budget, model, calibration = manifest.budget, manifest.model, manifest.calibration
     before, after, allocation = model.parameters_before, model.parameters_after, manifest.allocation
     removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
-    asked = "" if budget.limits else f", asked {budget.asked_sparsity:.3%}"
+    asked = "" if budget.limit else f", asked {budget.asked_sparsity:.3%}"
     temperature = "" if allocation.temperature is None else f", T = {allocation.temperature:g}"
     left = sorted({(len(record.keep), record.num_experts) for record in manifest.experts})
     told = ", ".join(f"{kept} of {every} stay" for kept, every in left) + f" in {len(manifest.experts)} layers"
@@ -172,7 +160,7 @@ def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
         ("weights on disk", format_bytes(measure_weight_bytes(folder))),
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}{asked})"),
-        *list_budgets(budget),
+        *([(f"budget: {budget.limit.name}", show_limit(budget.limit))] if budget.limit else []),
         ("allocation", allocation.method + temperature),
         *([("whole experts", told)] if left else []),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),

@@ -9,7 +9,6 @@ from pydantic import ConfigDict, Field, model_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
 from struprune_plugin.storage.files import shorten_value
-from struprune_plugin.storage.limit_record import LimitRecord
 
 CLOSED = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -66,10 +65,24 @@ class RoundingRecord:
 
 
 @dataclass(frozen=True, config=CLOSED)
+class LimitRecord:
+    """Record of a budget of bytes or time.
+
+    :param name: ``bytes`` or ``speedup``
+    :param asked: requested bytes, or dense seconds over pruned seconds
+    :param planned: bytes of the pruned weights, or the speed-up by the cost table
+    """
+
+    name: str
+    asked: float
+    planned: float
+
+
+@dataclass(frozen=True, config=CLOSED)
 class BudgetRecord:
     """Record of the requested and removed parameters of the decoder layers' linears.
 
-    :param limits: every budget, if others than parameters are given; otherwise omitted from the file
+    :param limit: budget of bytes or time, if one is given; otherwise omitted from the file
     """
 
     prunable_parameters: Count
@@ -77,7 +90,7 @@ class BudgetRecord:
     removed_parameters: Count
     met_sparsity: float
     rounding: list[RoundingRecord]
-    limits: list[LimitRecord] = Field(default_factory=list, exclude_if=lambda limits: not limits)
+    limit: LimitRecord | None = Field(default=None, exclude_if=lambda limit: limit is None)
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from struprune_plugin.model.layers import (
     can_fuse_attention,
     count_parameters,
     count_prunable_parameters,
+    count_weight_bytes,
     find_layouts,
     find_linear,
     measure_layer,
@@ -32,25 +33,18 @@ from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.mixtures import drop_evenly
 from struprune_plugin.modifiers.stage_modifier import StageModifier
-from struprune_plugin.modifiers.targets import describe_targets, find_targets
-from struprune_plugin.modifiers.weight_bytes import (
-    count_cache_bytes,
-    count_weight_bytes,
-    measure_group_bytes,
-    measure_group_cache,
-)
+from struprune_plugin.modifiers.targets import describe_target, find_target
 from struprune_plugin.modifiers.widths import describe_roundings, find_roundings, measure_groups
 from struprune_plugin.reporting.tables import (
     Table,
     describe_rounding,
     format_facts,
     measure_weight_bytes,
-    show_budget,
+    show_limit,
 )
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.limit_record import LimitRecord
-from struprune_plugin.storage.records import RoundingRecord
+from struprune_plugin.storage.records import LimitRecord, RoundingRecord
 
 _STREAM_COPIES = 4  # of all tokens' hidden states, in the model's dtype: inputs and outputs, dense and pruned
 _LOGIT_COPIES, _MAX_LOGITS = 5, 1 << 24  # float32 copies of the logits; logits held at the same time
@@ -103,15 +97,13 @@ def read_shapes(model: str, dtype: str = "auto") -> Shapes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Parameters, bytes and cache of a model.
+    """Parameters and bytes of a model.
 
-    :param bytes: bytes of its weights on the disk
-    :param cache: bytes of keys and values per token
+    :param bytes: bytes of its weights on the disk, before a quantiser
     """
 
     parameters: int
     bytes: int
-    cache: int
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ class Outline:
 
     :param rounding: as in the manifest
     :param experts: text that says how many whole experts are kept; empty if none may be removed
-    :param limits: as in the manifest, if budgets other than parameters are given
+    :param limit: as in the manifest, if a budget of bytes or time is given
     """
 
     sparsity: float
@@ -128,7 +120,7 @@ class Outline:
     after: Footprint
     rounding: list[RoundingRecord]
     experts: str = ""
-    limits: list[LimitRecord] = field(default_factory=list)
+    limit: LimitRecord | None = None
 
 
 def outline_run(shapes: Shapes, modifiers: Sequence[Modifier]) -> Outline:
@@ -142,34 +134,27 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier]) -> Outline:
     stages = [m for m in modifiers if isinstance(m, StructuredModifier) and (m.sparsity is not None or m.budget)]
     if not stages:
         raise ValueError("recipe: must give a sparsity or a budget for a plan, got neither. Pass --sparsity.")
-    model, later, after = shapes.model, list(modifiers[position + 1 :]), shapes
+    model, later, before = shapes.model, list(modifiers[position + 1 :]), _measure(shapes, 0)
     groups = modifier.find_groups(model)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
-    prunable, limits, whole = count_prunable_parameters(model, modifier.experts is not None), list[LimitRecord](), None
-    if stages[-1].budget:
-        sizes = measure_groups(groups, roundings)
-        targets = find_targets(stages[-1], model, groups, sizes, later, shapes.dtype)
-        kept = dict(allocate_uniformly(sizes, 0.0, limits=[target.limit for target in targets]).kept)
-        limits = describe_targets(targets, sizes, kept, {})
-        sparsity = sum((group.num_units - kept[group.name]) * group.unit_cost for group in groups) / prunable
+    prunable, sizes = count_prunable_parameters(model, modifier.experts is not None), measure_groups(groups, roundings)
+    target = find_target(stages[-1], model, groups, sizes, prunable, later)
+    whole = drop_evenly(modifier, model, groups, roundings, target.sparsity * prunable) if target.sparsity else None
+    if whole is None:
+        share = find_group_sparsity(sizes, prunable, target.sparsity)
     else:
-        sparsity = stages[-1].sparsity or 0.0
-        whole = drop_evenly(modifier, model, groups, roundings, sparsity * prunable) if sparsity else None
-        if whole is None:
-            sizes = measure_groups(groups, roundings)
-            share = find_group_sparsity(sizes, prunable, sparsity)
-        else:
-            sizes, share, groups = whole.sizes, whole.share, whole.groups
-            after = replace(shapes, model=whole.model, weight_bytes=0)
-        kept = dict(allocate_uniformly(sizes, share).kept) if sparsity and sizes else {}
-    left = [(group, kept[group.name]) for group in groups if group.name in kept]
+        sizes, share, groups = whole.sizes, whole.share, whole.groups
+        shapes = replace(shapes, model=whole.model, weight_bytes=0)
+    kept = dict(allocate_uniformly(sizes, share, limit=target.limit).kept) if sizes else {}
+    removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
+    after = _measure(shapes, removed)
     return Outline(
-        sparsity=sparsity,
-        before=_measure(shapes, [], ()),
-        after=_measure(after, left if sparsity else [], later),
+        sparsity=removed / prunable if target.limit is not None else target.sparsity,
+        before=before,
+        after=after,
         rounding=describe_roundings(groups, roundings),
         experts="" if whole is None else whole.told,
-        limits=limits,
+        limit=describe_target(stages[-1], target, after.bytes, sizes, kept),
     )
 
 
@@ -186,18 +171,10 @@ def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]
     )
 
 
-def _measure(shapes: Shapes, left: Sequence[tuple[UnitGroup, int]], later: Sequence[Modifier]) -> Footprint:
-    """Return the footprint of a model whose groups keep the given units and which later modifiers quantise."""
-    model, item = shapes.model, shapes.dtype.itemsize
-    parameters = count_parameters(model) - sum((group.num_units - units) * group.unit_cost for group, units in left)
-    held, cache = float(count_weight_bytes(model, item, later)), float(count_cache_bytes(model, item, later))
-    if not left and shapes.weight_bytes and not later:
-        held = shapes.weight_bytes
-    for group, units in left:
-        own, cached = (measure(model, group, item, later) for measure in (measure_group_bytes, measure_group_cache))
-        held -= float(own[-1] - own[units])
-        cache -= float(cached[-1] - cached[units])
-    return Footprint(parameters, round(held), round(cache))
+def _measure(shapes: Shapes, removed: int) -> Footprint:
+    """Return the footprint of a model that loses so many parameters."""
+    held = count_weight_bytes(shapes.model) if removed or not shapes.weight_bytes else shapes.weight_bytes
+    return Footprint(count_parameters(shapes.model) - removed, held - removed * shapes.dtype.itemsize)
 
 
 # -- memory of the run ----------------------------------------------------------------------------------------------
@@ -395,7 +372,7 @@ def format_plan(
     :param engines: as :func:`list_engines` returns them
     """
     rows, facts = [], needs.describe()
-    for what, attribute in (("parameters", "parameters"), ("weights on disk", "bytes"), ("cache per token", "cache")):
+    for what, attribute in (("parameters", "parameters"), ("weights", "bytes")):
         before, after = getattr(outline.before, attribute), getattr(outline.after, attribute)
         show = "{:,}".format if attribute == "parameters" else format_bytes
         rows.append([what, show(before), show(after), f"{after / before - 1:+.1%}" if before else ""])
@@ -405,9 +382,7 @@ def format_plan(
         facts += [(where, f"{linear} stays whole: {reason}") for linear, reason in kind.whole.items()]
         facts += [] if kind.units or kind.whole else [(where, "nothing can go")]
     facts += [("experts", outline.experts)] if outline.experts else []
-    for record in outline.limits:
-        told = f"asked {show_budget(record, record.asked)}, all alike {show_budget(record, record.planned)}"
-        facts.append((f"budget: {record.name}", told))
+    facts += [(f"budget: {outline.limit.name}", show_limit(outline.limit))] if outline.limit else []
     facts += [("widths", describe_rounding(entry)) for entry in outline.rounding]
     facts += [(f"runs on {engine}", how) for engine, how in engines.items()]
     return [f"{name}, sparsity {outline.sparsity:g}", Table(["", "now", "after", "change"], rows), format_facts(facts)]

@@ -19,7 +19,6 @@ from llmcompressor.recipe import Recipe
 from tqdm import tqdm
 from transformers import PreTrainedModel, set_seed
 
-from struprune_plugin.allocation.cache import MeasurementCache
 from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.entrypoint import oneshot
 from struprune_plugin.evaluation.calibration import make_dataset
@@ -32,7 +31,6 @@ from struprune_plugin.evaluation.scoring import (
 )
 from struprune_plugin.evaluation.text import load_tokenizer, read_texts, tokenize_texts
 from struprune_plugin.model.layers import count_parameters
-from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
 from struprune_plugin.reporting.tables import measure_weight_bytes
@@ -40,7 +38,6 @@ from struprune_plugin.runtime.stopwatch import time_runs
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint
 from struprune_plugin.storage.files import digest_file, is_empty, write_whole
 from struprune_plugin.storage.manifest import describe_versions, read_manifest
-from struprune_plugin.storage.resume_store import ResumeStore
 from struprune_plugin.studies.plan import Workload
 
 FILE_NAME = "sweep.json"
@@ -152,9 +149,6 @@ class SweepRun:
         self._tokens = tokenize_texts(self._tokenizer, texts, scoring.max_tokens)
         identity = _identify(sweep, self._dataset)
         self.record = _open(folder, identity)
-        store = ResumeStore(folder / "evidence")
-        store.open(identity)
-        self._measurements = MeasurementCache(store)
 
     def finish(self) -> dict[str, Any]:
         """Run every point that is not finished yet; return all points, as stored in ``sweep.json``."""
@@ -181,9 +175,6 @@ class SweepRun:
 
     def prune(self, recipe: Recipe, out: Path) -> float:
         """Prune with the recipe of a point into a folder, which may hold an earlier output; return the seconds."""
-        for modifier in recipe.modifiers:
-            if isinstance(modifier, StructuredModifier):
-                modifier.set_cache(self._measurements)
         set_seed(self.sweep.seed)
         start = time.perf_counter()
         oneshot(
@@ -210,7 +201,6 @@ class SweepRun:
             **self._score(model),
             "bytes": measure_weight_bytes(out),
             "removed": budget.met_sparsity,
-            "budgets": {limit.name: [limit.asked, limit.planned, limit.met] for limit in budget.limits},
             "speed": seconds["dense"] / seconds["pruned"],
         }
 

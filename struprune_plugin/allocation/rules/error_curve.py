@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -16,12 +16,9 @@ from struprune_plugin.allocation.rules.rule import (
     make_allocation,
 )
 from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves
-from struprune_plugin.linalg.knapsack import allocate_under_limits, find_least
 from struprune_plugin.linalg.rounding import check_budget, round_kept_counts
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
-
-_HALVINGS = 12  # bisections of the budget of parameters
 
 
 @RULES.register
@@ -29,9 +26,8 @@ class ErrorCurve(AllocationRule):
     """Least sum of all modules' errors, each by the number of kept units, weighted by the sensitivity
     (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves scaled
     to the measured divergences (:mod:`struprune_plugin.allocation.probes`). The allocations of both, and those of the curves of
-    unrotated values, are tried against some nearer to uniform and, under budgets other than parameters, against those of parameters
-    alone; at a divergence of 1 nat or more, then against what a search around the best of them finds
-    (:mod:`struprune_plugin.allocation.search`).
+    unrotated values, are tried against some nearer to uniform; at a divergence of 1 nat or more, then against what a search around
+    the best of them finds (:mod:`struprune_plugin.allocation.search`).
 
     :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
         widest module are used
@@ -42,7 +38,6 @@ class ErrorCurve(AllocationRule):
     """
 
     weighs_errors: ClassVar[bool] = True
-    keeps_limits: ClassVar[bool] = True
     rule: Literal["error_curve"] = "error_curve"
     samples: int = Field(default=16, ge=1)
     trial_samples: int = Field(default=4, ge=0)
@@ -50,29 +45,16 @@ class ErrorCurve(AllocationRule):
 
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
         curves = [statistics[size.name].curve for size in sizes]
-        if budget.limits:
-            kept = allocate_under_limits(sizes, curves, budget.limits, self.max_sparsity)
-        else:
-            parameters = (1 - budget.share) * sum(size.num_parameters for size in sizes)
-            kept = allocate_error_curves(sizes, curves, parameters, self.max_sparsity)
+        parameters = (1 - budget.share) * sum(size.num_parameters for size in sizes)
+        kept = allocate_error_curves(sizes, curves, budget.limit or parameters, self.max_sparsity)
+        if budget.limit is None:
             check_budget(sizes, kept, budget.share)
+        elif not budget.limit.fits(kept):
+            raise ValueError(
+                f"max_sparsity: {self.max_sparsity} is too low for the budget. Raise it, or relax the budget."
+            )
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
         return make_allocation(sizes, kept, AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity))
-
-    def decide_by_parameters(
-        self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget
-    ) -> Sequence[int] | None:
-        curves, found = [statistics[size.name].curve for size in sizes], None
-        all_units, least = sum(size.num_parameters for size in sizes), find_least(sizes, self.max_sparsity)
-        low, high = sum(size.unit_cost * count for size, count in zip(sizes, least, strict=True)) / all_units, 1.0
-        for _ in range(_HALVINGS if budget.limits else 0):
-            middle = (low + high) / 2
-            kept = allocate_error_curves(sizes, curves, middle * all_units, self.max_sparsity)
-            if all(limit.fits(kept) for limit in budget.limits):
-                low, found = middle, kept
-            else:
-                high = middle
-        return found
 
     def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> dict[str, list[int]]:
         """Return allocations halfway between the rule's own and uniform, and uniform itself.

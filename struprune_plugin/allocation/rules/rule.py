@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.linalg.knapsack import Limit
+from struprune_plugin.linalg.budget import Limit
 from struprune_plugin.linalg.rounding import GroupSize, expand_counts
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.model.units.group import UnitGroup
@@ -26,14 +26,14 @@ class Budget:
     :param num_prunable: number of prunable parameters
     :param share: mean sparsity of the groups to prune that meets it
     :param sensitivity: name of the sensitivity that weights errors, for the record
-    :param limits: all budgets, in the order of the sizes; none if only parameters are given
+    :param limit: seconds that may remain, in the order of the sizes, in place of the share
     """
 
     sparsity: float
     num_prunable: int
     share: float
     sensitivity: str
-    limits: Sequence[Limit] = ()
+    limit: Limit | None = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,11 @@ class AllocationRule(Config):
     :cvar measures: whether it needs an allocation pass over the dense model
     :cvar weighs_errors: whether it compares errors of different modules, so that a sensitivity is needed
     :cvar compares_layers: whether it needs :attr:`Subject.influence`
-    :cvar keeps_limits: whether it accepts budgets other than parameters (:attr:`Budget.limits`)
     """
 
     measures: ClassVar[bool] = True
     weighs_errors: ClassVar[bool] = False
     compares_layers: ClassVar[bool] = False
-    keeps_limits: ClassVar[bool] = False
     rule: str
 
     @property
@@ -113,15 +111,6 @@ class AllocationRule(Config):
         :raises ValueError: the budget cannot be met
         """
         raise NotImplementedError
-
-    def decide_by_parameters(
-        self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget
-    ) -> Sequence[int] | None:
-        """Return the kept units of the largest budget of parameters alone that meets all budgets; None if there is nothing to try.
-
-        They are tried beside the rule's own.
-        """
-        return None
 
     def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> Mapping[str, Sequence[int]]:
         """Return kept units of allocations to try beside the rule's own, by name; none if the rule's own is used untried."""

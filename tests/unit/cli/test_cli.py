@@ -121,10 +121,6 @@ def test_eval_runs_lm_eval_tasks_in_process(pruned, monkeypatch, capsys):
         ),
         (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT", "--device", "tpu"], "--device: must be"),
         (["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(ROOT / "tests")], "must be empty or absent"),
-        (
-            ["costs", str(DEMO_MODEL), "--engine", "exllama", "--output", "costs.json"],
-            "--engine: must be transformers, llama.cpp or vllm, the engines that can be timed, got 'exllama'",
-        ),
         (["inspect", str(ROOT / "tests")], "must be a pruned folder with a struprune.json"),
         (["eval", "nowhere"], "must be a model folder or a hub name"),
         (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),

@@ -17,9 +17,8 @@ from struprune_plugin.linalg.elimination import eliminate_units
 from struprune_plugin.linalg.rotation import eliminate_directions
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, move_moments
 from struprune_plugin.linalg.solve import damp_moments
-from struprune_plugin.model.layers import count_parameters, find_decoder_layers
+from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_decoder_layers
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.modifiers.weight_bytes import count_weight_bytes
 from struprune_plugin.runtime import device_context as context
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.offload_plan import OffloadPlan
@@ -69,11 +68,11 @@ def test_no_operation_mixes_sides_and_the_result_is_the_hosts(save_short, name):
             run_oneshot(**{**fields, "memory_budget": 1})
         fields["memory_budget"] = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     pruned = run_oneshot(**fields)
-    expected, sizes = pruned.state_dict(), (count_parameters(pruned), count_weight_bytes(pruned, 4, []))
+    expected, sizes = pruned.state_dict(), (count_parameters(pruned), count_weight_bytes(pruned))
     with play_device() as played:
         pruned = run_oneshot(**fields)
         found = pruned.state_dict()
-        counted = (count_parameters(pruned), count_weight_bytes(pruned, 4, []))
+        counted = (count_parameters(pruned), count_weight_bytes(pruned))
     assert counted == sizes, "tied weights are offloaded one by one, and count once"
     assert played.num_operations > 1000
     assert found.keys() == expected.keys()

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.models import make_dataset, run_oneshot, save_model, save_opt, save_wide_opt
+from helpers.models import make_dataset, run_oneshot, save_model, save_opt
 from transformers import AutoModelForCausalLM, Cohere2Config, GptOssConfig, Qwen3MoeConfig
 
 from struprune_plugin import StruPruneModifier, read_manifest
@@ -32,10 +32,6 @@ def test_sizes_are_those_of_the_output(opt, prune_once, unit):
     after = outline_run(read_shapes(str(opt)), load(sparsity=0.3, attention_unit=unit).modifiers).after
     assert after.parameters == pytest.approx(count_parameters(model), rel=0.01)
     assert after.bytes == pytest.approx(measure_weight_bytes(out), rel=0.05)  # a header, which tiny models feel
-    with torch.no_grad():
-        held = model(torch.tensor([[5]]), use_cache=True).past_key_values
-    counted = 4 * sum(layer.keys.numel() + layer.values.numel() for layer in held.layers)
-    assert after.cache == pytest.approx(counted, rel=0.4)  # layers lose by their own curves, not alike
 
 
 def test_values_that_are_padded_leave_the_cache_as_it_is(tmp_path):
@@ -43,11 +39,9 @@ def test_values_that_are_padded_leave_the_cache_as_it_is(tmp_path):
     dense, out = save_model(model, tmp_path / "dense"), tmp_path / "out"
     pruned = run_oneshot(str(dense), sparsity=0.3, output_dir=str(out))
     assert {group.kind for group in read_manifest(out).groups} == {"ffn", "value_channels"}
-    outline = outline_run(read_shapes(str(dense)), load("struprune", sparsity=0.3).modifiers)
     with torch.no_grad():
         held = pruned(torch.tensor([[5]]), use_cache=True).past_key_values
     counted = 4 * sum(layer.keys.numel() + layer.values.numel() for layer in held.layers)
-    assert outline.before.cache == outline.after.cache == counted
     assert measure_cache_bytes(out, read_manifest(out)) == (counted, counted)
 
 
@@ -109,22 +103,9 @@ def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys)
 
 def test_sparsity_zero_is_the_model_itself(opt):
     outline = outline_run(read_shapes(str(opt)), load(sparsity=0.0).modifiers)
-    assert (outline.after.parameters, outline.after.cache) == (outline.before.parameters, outline.before.cache)
+    assert outline.after.parameters == outline.before.parameters
     assert outline.before.parameters == count_parameters(AutoModelForCausalLM.from_pretrained(opt))
     assert outline.before.bytes == measure_weight_bytes(opt)
-
-
-def test_quantised_weights_take_their_bits(tmp_path):
-    shapes = read_shapes(str(save_wide_opt(tmp_path)))
-    plain, eight, four = (
-        outline_run(shapes, load(name, sparsity=0.2).modifiers)
-        for name in ("struprune_opt", "struprune_w8a8", "struprune_w4a16_gptq")
-    )
-    linears = 3 * (4 * 64 * 64 + 2 * 64 * 128) * 0.8
-    assert plain.after.bytes - eight.after.bytes == pytest.approx(3 * linears, rel=0.05)  # of float32
-    assert plain.after.bytes - four.after.bytes == pytest.approx((4 - 0.5 - 2 / 32) * linears, rel=0.1)
-    assert four.rounding
-    assert four.rounding[0].width_multiple == 32
 
 
 def test_a_configuration_alone_is_planned(opt, tmp_path, capsys):

@@ -8,7 +8,6 @@ are compared by the KL divergence of the model's next tokens.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,13 +22,12 @@ from struprune_plugin.layerwise.calls import States
 from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.ends import leave_layers
-from struprune_plugin.layerwise.expert_choice import route_among
 from struprune_plugin.layerwise.head import Head
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.units.group import UnitGroup, select_groups
-from struprune_plugin.pruning.config import KeptExperts, PruningConfig, UnitAllocation
+from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import sum_over_ranks
 from struprune_plugin.storage.records import AllocationRecord
@@ -41,30 +39,12 @@ Kept = Mapping[str, int]  # number of units by group
 class _Path:
     """State of one plan that is passed from layer to layer.
 
-    :param kept: kept units of every group; removed experts may be missing
-    :param experts: kept experts; None if all stay
+    :param kept: kept units; a group without an entry keeps all
     :param states: hidden states that enter the current layer, by batch, on the host; empty while they are the dense ones
     """
 
     kept: Kept
-    experts: KeptExperts | None = None
     states: list[States] = field(default_factory=list)
-
-    def list_dropped(self, groups: Sequence[UnitGroup]) -> dict[str, Sequence[int]]:
-        """Return the kept experts of a layer, by list, where the plan removes others."""
-        if self.experts is None:
-            return {}
-        keep = {group.experts: self.experts.keep[group.output_name] for group in groups if group.experts}
-        members = Counter(group.experts for group in groups)
-        return {experts: kept for experts, kept in keep.items() if len(kept) < members[experts]}
-
-    def route(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> ExitStack:
-        """Return a context in which the layer's routers choose among the kept experts."""
-        with ExitStack() as stack:
-            for experts, keep in self.list_dropped(groups).items():
-                assert self.experts is not None
-                stack.enter_context(route_among(layer, self.experts.routing, experts, keep))
-            return stack.pop_all()
 
 
 class Trial:
@@ -89,7 +69,7 @@ class Trial:
         context: DeviceContext,
     ):
         self._model, self._groups, self._context = model, groups, context
-        self._paths = [_Path(plan.kept, plan.experts) for plan in plans]
+        self._paths = [_Path(plan.kept) for plan in plans]
         self._num_fit = 0 if fit.moments else fit.num_batches
         self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
         self._solver = TrialSolver(config, fit, self._statistics, context)
@@ -151,14 +131,13 @@ class Trial:
             for group in groups
             if (kept := path.kept.get(group.name, group.num_units)) in (solved := weights.get(group.name, {}))
         }
-        if not new and not path.list_dropped(groups) and not path.states:
+        if not new and not path.states:
             return
         calls = self._statistics.calls[self._num_fit :]
         inputs = path.states or [call.states for call in calls]
         with ExitStack() as stack:
             stack.enter_context(self._context.stage("trials"))
             stack.enter_context(replace_weights(layer, new))
-            stack.enter_context(path.route(layer, groups))
             path.states = [
                 call.run(layer, self._context, states).map(self._context.park)
                 for call, states in zip(calls, inputs, strict=True)

@@ -1,33 +1,28 @@
-"""Removal order of whole experts, and its cost: the error that the remaining experts cannot compensate."""
+"""Choice of the whole experts that stay: those of largest REAP score, equally many in every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.layerwise.expert_choice import ExpertChoice
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.units.group import UnitGroup, select_groups
-from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.pruning.config import KeptExperts
 from struprune_plugin.runtime.device_context import DeviceContext
-
-Criterion = Literal["error", "reap"]
-_DIRECTIONS = 64  # random directions of the output; norms are preserved on average
-_TRIED = 16  # experts per step, those of least energy
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Whole experts of a model that may be removed, equally many of every layer.
+    """Whole experts of a model, of which equally many stay in every layer.
 
     :param routing: parts that are removed with an expert besides its linears
     :param lists: the groups of every list of experts, in order, by the list's full name
@@ -46,109 +41,59 @@ class Mixture:
         """Return the parameters removed when ``left`` experts of a layer remain."""
         return (self.counts[0] - left) * self.cost
 
+    def keep_best(self, scores: Mapping[str, Sequence[float]], left: int) -> KeptExperts:
+        """Return the experts of largest score of every list; of experts with one score, the later ones.
 
-@dataclass(frozen=True)
-class DropOrder:
-    """Removal order of the experts of one list.
+        :param scores: score of every expert, by list
+        :param left: number of experts that stay in a layer
+        """
+        keep = {}
+        for name, own in scores.items():
+            size, each = len(own) // self.num_groups, left // self.num_groups
+            runs = [range(first, first + size) for first in range(0, len(own), size)]
+            best = [sorted(run, key=lambda expert: (own[expert], expert))[size - each :] for run in runs]
+            keep[name] = sorted(expert for run in best for expert in run)
+        return KeptExperts(self.routing, keep)
 
-    :param steps: experts that are removed together, first removed first
-    :param errors: error of the list's output, by number of steps taken
+
+@torch.no_grad()
+def score_experts(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], mixture: Mixture, context: DeviceContext
+) -> dict[str, list[float]]:
+    """Return the score of every expert of the dense model, by the full name of its list, with one layer on the device at a time.
+
+    The score is the mean of router weight times output norm over an expert's tokens. Source: REAP (Lasby et al. 2025), Eq. 9.
     """
+    firsts, scores = [groups[0] for groups in mixture.lists.values()], dict[str, list[float]]()
+    statistics, seen = LayerStatistics(TARGETS["local"], context), list[tuple[Tensor, ...]]()
+    for step in stream_layers(model, batches, context, "experts"):
+        own = select_groups(firsts, step.name)
+        lists: list[Any] = [step.layer.get_submodule(group.experts) for group in own]
+        hooks = [members.register_forward_pre_hook(lambda _module, args: seen.append(args)) for members in lists]
+        sums = [torch.zeros(2, members.num_experts, dtype=torch.float64) for members in lists]
+        for call, _ in step.observe(statistics, []):
+            for members, total in zip(reversed(lists), reversed(sums), strict=True):
+                total += _sum_up(members, seen.pop(), call)
+        for hook in hooks:
+            hook.remove()
+        scores |= {group.output_name: (s[0] / s[1].clamp(min=1)).tolist() for group, s in zip(own, sums, strict=True)}
+        statistics.finish_layer()
+    return scores
 
-    steps: Sequence[Sequence[int]]
-    errors: Sequence[float]
 
-    def list_kept(self, num_steps: int) -> list[int]:
-        """Return the experts that remain after some steps, sorted."""
-        gone = {expert for step in self.steps[:num_steps] for expert in step}
-        return [expert for expert in range(sum(map(len, self.steps))) if expert not in gone]
+def _sum_up(members: Any, args: Sequence[Tensor], call: LayerCall) -> Tensor:
+    """Return per expert the sum of router weight times output norm over its counted tokens, and their number, shape
+    [2, experts], float64.
 
-
-def order_drops(
-    mixture: Mixture, scores: Sequence[float], tried: int, measure: Callable[[list[int]], float]
-) -> DropOrder:
-    """Return a removal order of experts: each step removes the one of least resulting error from every group.
-
-    :param scores: score of every expert; only those of least score in a group are tried
-    :param tried: number of experts tried per group
-    :param measure: function that returns the error if only some experts remain
+    :param args: hidden states of all tokens, experts chosen for each and their weights
     """
-    total, steps = mixture.counts[0], list[list[int]]()
-    groups = [list(part) for part in torch.arange(total).view(mixture.num_groups, -1).tolist()]
-    errors = [measure(list(range(total)))]
-    for _ in mixture.counts[1:]:
-        going = [min(group, key=scores.__getitem__) for group in groups]
-        for place, group in enumerate(groups):
-            options = sorted(group, key=scores.__getitem__)[:tried]
-            found = [
-                measure([e for g in groups for e in g if e not in (*going[:place], option, *going[place + 1 :])])
-                for option in options
-            ]
-            best = argmin_with_ties(found)
-            going[place] = options[best]
-        groups = [[e for e in group if e != gone] for group, gone in zip(groups, going, strict=True)]
-        steps.append(going)
-        errors.append(found[best])
-    return DropOrder([*steps, [e for group in groups for e in group]], errors)
-
-
-class DropMeasurer:
-    """Measurer of the removal order of every list's experts, on the dense model, which is not changed. One process.
-
-    :param criterion: ``error``: the error that the remaining experts cannot compensate; ``reap``: REAP's score, computed once
-    :param solves: whether the remaining experts are re-solved: errors are then those that remain after each expert is re-scaled
-    """
-
-    def __init__(
-        self,
-        mixture: Mixture,
-        criterion: Criterion,
-        sensitivity: Sensitivity,
-        context: DeviceContext,
-        solves: bool = True,
-    ):
-        self._mixture, self._criterion, self._sensitivity = mixture, criterion, sensitivity
-        self._context, self._solves = context, solves
-
-    @torch.no_grad()
-    def measure(self, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> dict[str, DropOrder]:
-        """Return the orders by the full name of a list, with one decoder layer on the device at a time."""
-        first, found = [groups[0] for groups in self._mixture.lists.values()], dict[str, DropOrder]()
-        statistics = LayerStatistics(TARGETS["local"], self._context)
-        for step in stream_layers(model, batches, self._context, "experts"):
-            own = [self._view(step.layer, group) for group in select_groups(first, step.name)]
-            if not own:
-                for _ in step.observe(statistics, []):
-                    pass
-            for group, choice in own:
-                with choice.watch() as take:
-                    for call, _ in step.observe(statistics, []):
-                        take(call)
-                choice.finish()
-                found[group.output_name] = self._order(choice)
-            statistics.finish_layer()
-        return found
-
-    def _view(self, layer: nn.Module, group: UnitGroup) -> tuple[UnitGroup, ExpertChoice]:
-        """Return a group and the view of its list of experts, with output errors weighted by the sensitivity."""
-        consumer = layer.get_submodule(group.consumer)
-        weight: Tensor = consumer.weight  # type: ignore[assignment]
-        size, root = weight.shape[0], self._sensitivity.fisher_sqrt.get(group.output_name)
-        drawn = torch.randn(_DIRECTIONS, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        projection = drawn / _DIRECTIONS**0.5 @ (torch.eye(size, dtype=torch.float64) if root is None else root)
-        on_device = self._context.to_device(projection.float(), weight.device)
-        return group, ExpertChoice(layer, self._mixture.routing, group.experts, on_device)
-
-    def _order(self, choice: ExpertChoice) -> DropOrder:
-        wanted = choice.combine(range(choice.num_experts))
-
-        def measure(keep: list[int]) -> float:
-            return float((choice.combine(keep) - wanted).square().sum(dtype=torch.float64))
-
-        energy, reap = (scores.tolist() for scores in choice.count_loads())
-        scores, tried = (reap, 1) if self._criterion == "reap" else (energy, _TRIED)
-        order = order_drops(self._mixture, scores, tried, measure)
-        if not self._solves:
-            return order
-        kept = (order.list_kept(steps) for steps in range(1, len(order.errors)))
-        return replace(order, errors=[0.0, *(choice.measure_rescaled(keep, wanted) for keep in kept)])
+    if call.tokens is not None:
+        args = [part[call.tokens.to(part.device)] for part in args]
+    hidden, chosen, weights = args
+    total = torch.zeros(2, members.num_experts, dtype=torch.float64)
+    for expert in chosen.unique().tolist():
+        tokens, place = torch.where(chosen == expert)
+        norms = members[expert](hidden[tokens]).float().norm(dim=1)
+        total[0, expert] = float((weights[tokens, place].float() * norms).sum(dtype=torch.float64))
+        total[1, expert] = len(tokens)
+    return total

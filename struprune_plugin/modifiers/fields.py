@@ -64,23 +64,27 @@ def _refuse_per_expert(value: Any) -> Any:
     return value
 
 
+def _refuse_both(value: Any) -> Any:
+    if value == "both":
+        raise ValueError(
+            "`both` is gone: it never removed an expert from a real mixture. Set `experts: whole` or `experts: channels`."
+        )
+    return value
+
+
 class Experts(Config):
     """Settings for the pruning of a mixture's experts: of channels, chosen per expert, and of whole experts.
 
-    :param units: ``channels``: every expert loses channels; ``whole``: experts go with their router entries, the same
-        number in every layer, and the others keep their width; ``both``: one budget over experts and channels
+    :param units: ``channels``: every expert loses channels; ``whole``: experts of the least mean of router weight times
+        output norm (REAP) go with their router entries, the same number in every layer, and the others are re-solved
     :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and
         engines load the output; ``per_layer``: all experts of a layer do
-    :param criterion: ranking of whole experts. ``error``: the error that the remaining experts cannot make up, see
-        :func:`~struprune_plugin.allocation.whole_experts.order_drops`; ``reap``: the mean of router weight times output
-        norm over an expert's tokens
     :param calibrate_all_experts: send every token through every expert for the statistics, so that experts with few
         tokens are solved too; the layer's output remains that of the router's choice
     """
 
-    units: Literal["channels", "whole", "both"] = "channels"
+    units: Annotated[Literal["channels", "whole"], BeforeValidator(_refuse_both)] = "channels"
     widths: Annotated[Literal["same", "per_layer"], BeforeValidator(_refuse_per_expert)] = "same"
-    criterion: Literal["error", "reap"] = "error"
     calibrate_all_experts: bool = False
 
     def place(self, group: UnitGroup) -> UnitGroup:
@@ -95,23 +99,17 @@ class Experts(Config):
 
     @model_validator(mode="after")
     def _check_effect(self) -> Experts:
-        if self.units == "channels" and self.criterion != "error":
-            raise ValueError(
-                f"`criterion: {self.criterion}` has no effect with `units: channels`. Remove it, or set `units: whole`."
-            )
         if self.units == "whole" and self.widths != "same":
-            raise ValueError(
-                f"`widths: {self.widths}` has no effect with `units: whole`. Remove it, or set `units: both`."
-            )
+            raise ValueError(f"`widths: {self.widths}` has no effect with `units: whole`. Remove it.")
         return self
 
 
-_SHORT = {"fisher": {}, "channels": {}, "whole": {"units": "whole"}, "both": {"units": "both"}, "none": None}
+_SHORT = {"fisher": {}, "channels": {}, "whole": {"units": "whole"}, "none": None}
 
 
 def _read_short_forms(value: Any) -> Any:
-    """Return the settings for the short forms ``fisher``, ``channels``, ``whole``, ``both`` and ``none``."""
-    return _SHORT.get(value, value) if isinstance(value, str) else value
+    """Return the settings for the short forms ``fisher``, ``channels``, ``whole`` and ``none``."""
+    return _SHORT.get(_refuse_both(value), value) if isinstance(value, str) else value
 
 
 class StructuredModifier(StageModifier):
@@ -126,7 +124,7 @@ class StructuredModifier(StageModifier):
     :param attention_unit: unit of attention: ``head``; ``value_channels`` (the same number per head; ``vo`` is a short
         form); ``none``
     :param prune_ffn: prune FFN channels
-    :param experts: pruning of a mixture's experts: ``channels``, ``whole``, ``both``, ``none``, or a mapping with
+    :param experts: pruning of a mixture's experts: ``channels``, ``whole``, ``none``, or a mapping with
         ``units`` and the fields below; ``channels`` has no effect in models without such experts
     :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and
         sparsity modifiers need. ``auto``: 8 (or 4 or 2) if it divides the width before pruning, from 512 channels on

@@ -1,11 +1,9 @@
-"""Whole experts in a budget: how many may be kept per layer, and the share of channels, FFNs and values to remove beside them."""
+"""Whole experts in a budget: how many stay in every layer, and the share of FFNs and values to remove beside them."""
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast
 
 from llmcompressor.modifiers import Modifier
@@ -20,7 +18,6 @@ from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.widths import Rounding, measure_groups
 from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.records import ExpertsRecord
@@ -37,7 +34,7 @@ def find_mixture(
     """
     if recipe.experts is None or not recipe.experts.drops:
         return None
-    asked = f"experts: {recipe.experts.units}"
+    asked = "experts: whole"
     lists: dict[str, list[UnitGroup]] = {}
     for group in groups:
         if group.experts:
@@ -60,12 +57,6 @@ def find_mixture(
         problem = "cannot be combined with REAPPruningModifier, which removes experts, too. Remove one of the two"
     elif recipe.only_plans:
         problem = "cannot be combined with a SparsityAllocatorModifier stage. Remove that stage"
-    elif recipe.experts.units == "both" and not recipe.allocation.weighs_errors:
-        problem = f"needs a rule that compares errors, got `allocation: {recipe.allocation.rule}`. Set `allocation: error_curve`"
-        if getattr(recipe, "output", "") == "uniform":
-            problem = (
-                "needs layers of several sizes, got `output: uniform`. Set `experts: whole` or `experts: channels`"
-            )
     if problem:
         raise ValueError(f"`{asked}` {problem}.")
     check_one_process(asked, "Set `experts: channels`, or run one process.")
@@ -82,117 +73,31 @@ def find_mixture(
     return Mixture(routing, lists, list(counts), num_groups, cost)
 
 
-@dataclass(frozen=True)
-class Split:
-    """Split of a budget between whole experts and other units.
+def split_budget(mixture: Mixture, sizes: Sequence[GroupSize], asked: float) -> tuple[int, float]:
+    """Return the number of experts that stay in a layer, and the share of the other groups' parameters to remove beside them.
 
-    :param left: kept experts per layer
-    :param share: share of the other groups' parameters to remove
-    """
+    Of the numbers that meet the budget, it is the one at which experts lose a share nearest to that of all parameters. If none
+    does, it is the nearest number, to within half an expert of every layer.
 
-    left: int
-    share: float
-
-
-def list_splits(mixture: Mixture, size: Callable[[int], Sequence[GroupSize]], asked: float) -> list[Split]:
-    """Return the splits that meet a budget or, if none does, the nearest ones to within half an expert of every layer.
-
-    :param size: returns the sizes of the other groups for a number of kept experts
+    :param sizes: sizes of the other groups
     :param asked: parameters to remove
     :raises ValueError: that many parameters cannot be removed
     """
-    found, misses = [], []
-    for left in mixture.counts:
-        sizes, wanted = size(left), asked - mixture.count_gone(left)
-        taken = min(max(wanted, 0.0), sum(group.max_removable for group in sizes))
-        total = sum(group.num_parameters for group in sizes)
-        found.append(Split(left, taken / total if total else 0.0))
-        misses.append((abs(wanted - taken), wanted))
-    if misses[-1][1] > 0 and misses[-1][0] > mixture.num_groups * mixture.cost / 2:
+    total, most = sum(size.num_parameters for size in sizes), sum(size.max_removable for size in sizes)
+    even = asked / (mixture.counts[0] * mixture.cost + total)
+    wanted = {left: asked - mixture.count_gone(left) for left in mixture.counts}
+    taken = {left: min(max(rest, 0.0), most) for left, rest in wanted.items()}
+    misses = {left: abs(wanted[left] - taken[left]) for left in mixture.counts}
+    least = min(misses.values())
+    if wanted[mixture.counts[-1]] > most + mixture.num_groups * mixture.cost / 2:
         raise ValueError(
             f"sparsity: {asked:,.0f} parameters are to be removed, and experts and the other units have only "
-            f"{asked - min(misses)[0]:,.0f} removable ({mixture.counts[-1]} of {mixture.counts[0]} experts of a layer must stay). "
+            f"{asked - least:,.0f} removable ({mixture.counts[-1]} of {mixture.counts[0]} experts of a layer must stay). "
             "Lower sparsity, or prune more kinds of units."
         )
-    least = min(misses)[0]
-    return [split for split, (miss, _) in zip(found, misses, strict=True) if miss <= least + 0.5]
-
-
-def pick_even(mixture: Mixture, splits: Sequence[Split], share: float) -> Split:
-    """Return the split whose share of removed experts is nearest to ``share``."""
-    return min(splits, key=lambda split: abs(1 - split.left / mixture.counts[0] - share))
-
-
-def measure_others(
-    recipe: StructuredModifier,
-    groups: Sequence[UnitGroup],
-    roundings: Mapping[str, Rounding],
-    kept: Mapping[str, Sequence[int]] | int,
-) -> list[GroupSize]:
-    """Return the group sizes for allocation beside whole experts; kept experts are included if their channels may be pruned.
-
-    :param kept: kept experts by their list, or their number
-    """
-    assert recipe.experts is not None
-    own = [group for group in groups if not group.experts]
-    if recipe.experts.units == "both":
-        own += [
-            group
-            for group in groups
-            if group.experts
-            and (group.expert_index < kept if isinstance(kept, int) else group.expert_index in kept[group.output_name])
-        ]
-    return measure_groups(own, roundings)
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Model from which experts were removed as evenly as a budget allows.
-
-    :param sizes: sizes of the remaining groups, for the rest of the budget
-    :param share: share of their parameters to remove for it
-    :param told: text that says how many experts are kept
-    """
-
-    model: PreTrainedModel
-    groups: list[UnitGroup]
-    sizes: list[GroupSize]
-    share: float
-    told: str
-
-
-def drop_evenly(
-    recipe: StructuredModifier,
-    model: PreTrainedModel,
-    groups: Sequence[UnitGroup],
-    roundings: Mapping[str, Rounding],
-    asked: float,
-) -> Dropped | None:
-    """Return a copy of a model without the last experts of every layer, to count from shapes; None if none may be removed.
-
-    :param asked: parameters to remove
-    :raises ValueError: the budget cannot be met
-    """
-    mixture = find_mixture(recipe, model, groups)
-    if mixture is None:
-        return None
-
-    def measure(left: int) -> list[GroupSize]:
-        return measure_others(recipe, groups, roundings, left)
-
-    total, copied = mixture.counts[0], copy.deepcopy(model)
-    everything = total * mixture.cost + sum(g.num_units * g.unit_cost for g in groups if not g.experts)
-    split = pick_even(mixture, list_splits(mixture, measure, asked), asked / everything)
-    for members in mixture.lists.values():
-        layer = copied.get_submodule(members[0].layer_name)
-        mixture.routing.drop(layer, members[0].experts, range(split.left))
-    left = [group for group in groups if not group.experts or group.expert_index < split.left]
-    told = (
-        f"{split.left} of {total} stay in every layer"
-        if recipe.experts and recipe.experts.units == "whole"
-        else (f"whole ones of {total} in every layer, or channels of all, whichever costs least")
-    )
-    return Dropped(copied, left, measure(split.left), split.share, told)
+    near = [left for left in mixture.counts if misses[left] <= least + 0.5]
+    left = min(near, key=lambda count: abs(1 - count / mixture.counts[0] - even))
+    return left, taken[left] / total if total else 0.0
 
 
 def describe_experts(mixture: Mixture | None, kept: KeptExperts | None) -> list[ExpertsRecord]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,16 +19,13 @@ from struprune_plugin.allocation.curves import (
     take_batches,
 )
 from struprune_plugin.allocation.measurements import measure_sensitivity
-from struprune_plugin.allocation.rules import GroupStatistics
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.trial_weights import Fit
-from struprune_plugin.allocation.whole_experts import DropMeasurer, Mixture
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.allocation.whole_experts import score_experts
 from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating
-from struprune_plugin.modifiers.mixture_plans import MixturePlanner, settle_experts
 from struprune_plugin.modifiers.proposals import Proposer
 from struprune_plugin.modifiers.setup import RunSetup, place_run
 from struprune_plugin.modifiers.widths import check_widths
@@ -37,11 +34,11 @@ from struprune_plugin.pruning.resume import keep_allocation, take_allocation
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks, gather
+from struprune_plugin.storage.records import AllocationRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
 Batches = list[dict[str, Tensor]]
 FAR = 1.0  # divergence in nats from which the best plan is searched around
-_SEQUENCES = 16  # calibration sequences for choosing whole experts, if the rule sets no number
 
 
 def plan_early(
@@ -53,7 +50,9 @@ def plan_early(
     :raises ValueError: the budget cannot be met
     """
     rule = recipe.allocation
-    if (rule.measures and rule.sequences is None) or setup.mixture is not None:
+    if not setup.sizes:  # whole experts alone
+        return UnitAllocation({}, AllocationRecord(rule.rule))
+    if rule.measures and rule.sequences is None:
         return None
     if rule.measures or allowed is not None:
         plan = allocate_uniformly(setup.sizes, setup.share, allowed, setup.target.limit)
@@ -89,6 +88,8 @@ class Planner:
             return done  # speeds that were timed anew would give another plan
         groups, sensitivity = self.setup.groups, self._measure_sensitivity(allocated)
         plan = early or self._plan(allocated, sensitivity)
+        if self.setup.mixture is not None and plan.experts is None:
+            plan = self._add_experts(plan)
         if early is None:
             check_widths(plan.list_left(groups), plan.kept, self.setup.roundings)
         if plan.experts is not None:
@@ -118,17 +119,17 @@ class Planner:
         """Return the allocation from measurements of the dense model, after comparing it with others."""
         recipe, setup, model, held = self.recipe, self.setup, self.model, list[dict[str, Tensor]]()
         rule, fit = recipe.allocation, self.batches
-        sequences = rule.sequences or (_SEQUENCES if setup.mixture is not None else None)
-        if sequences is not None:
+        if rule.sequences is not None:
             fit, held = _hold_back(fit, getattr(rule, "trial_samples", 0))
-            fit = take_batches(fit, setup.groups, sequences)
+            fit = take_batches(fit, setup.groups, rule.sequences)
         context = self.context.replace(place_run(recipe, model, setup.groups, fit, together=True))
-        hidden_size, groups = model.config.get_text_config(decoder=True).hidden_size, self._list_measured()
-        keeps = bool(held) and setup.mixture is None and all(gather(can_keep_moments(groups, hidden_size)))
+        hidden_size = model.config.get_text_config(decoder=True).hidden_size
+        groups = [group for group in setup.groups if setup.mixture is None or not group.experts]
+        keeps = bool(held) and all(gather(can_keep_moments(groups, hidden_size)))
         config = recipe.make_config()
         measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
         with calibrating(model):
-            measured = measurer.measure(model, fit, groups) if groups else {}
+            measured = measurer.measure(model, fit, groups)
         found = Fit(measured, len(fit), measurer.moments)
 
         def measure_plans(plans: Sequence[UnitAllocation], batches: list[dict[str, Tensor]]) -> list[float]:
@@ -138,10 +139,6 @@ class Planner:
             with context.stage("trials"):
                 return trial.measure(batches)
 
-        if setup.mixture is not None:
-            plans = self._propose_whole(setup.mixture, measured, fit, sensitivity, context)
-            values = measure_plans(list(plans.values()), held) if len(plans) > 1 and held else []
-            return settle_experts(take_best(plans, values), setup.mixture, setup.groups)
         probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
         probe, judge = (partial(measure_plans, batches=part) for part in (probes, judges))
         budget = setup.make_budget(recipe)
@@ -154,29 +151,16 @@ class Planner:
             best = take_best({**plans, "searched": searched}, [*values, *judge([searched])])
         return best
 
-    def _list_measured(self) -> list[UnitGroup]:
-        """Return the groups whose curves the rule needs; groups of experts only if their channels may be pruned."""
-        experts = self.recipe.experts
-        if not self.recipe.allocation.measures:
-            return []
-        return [g for g in self.setup.groups if not (g.experts and experts is not None and experts.units == "whole")]
-
-    def _propose_whole(
-        self,
-        mixture: Mixture,
-        measured: Mapping[str, GroupStatistics],
-        fit: Batches,
-        sensitivity: Sensitivity,
-        context: DeviceContext,
-    ) -> dict[str, UnitAllocation]:
-        """Return plans that remove whole experts, by name, the one of least error first."""
-        recipe = self.recipe
-        assert recipe.experts is not None
-        solves = recipe.weight_update.solves
-        drops = DropMeasurer(mixture, recipe.experts.criterion, sensitivity, context, solves)
-        with calibrating(self.model), context.stage("experts"):
-            orders = drops.measure(self.model, fit)
-        return MixturePlanner(recipe, self.setup, mixture, orders, measured).propose()
+    def _add_experts(self, plan: UnitAllocation) -> UnitAllocation:
+        """Return a plan of the other groups with the whole experts that stay, which keep all channels."""
+        mixture, left, groups = self.setup.mixture, self.setup.target.num_experts, self.setup.groups
+        assert mixture is not None
+        if left is None:
+            return replace(plan, kept={**{group.name: group.num_units for group in groups}, **plan.kept})
+        with self.context.stage("experts"), calibrating(self.model):
+            experts = mixture.keep_best(score_experts(self.model, self.batches, mixture, self.context), left)
+        whole = {group.name: group.num_units for group in experts.list_left(groups)}
+        return replace(plan, kept={**whole, **plan.kept}, experts=experts)
 
 
 def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:

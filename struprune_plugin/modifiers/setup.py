@@ -35,8 +35,8 @@ from struprune_plugin.modifiers.checks import (
     split_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.mixtures import find_mixture, list_splits, measure_others
-from struprune_plugin.modifiers.targets import Target, find_target
+from struprune_plugin.modifiers.mixtures import find_mixture, split_budget
+from struprune_plugin.modifiers.targets import Target, check_bytes, find_target
 from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
 from struprune_plugin.pruning.resume import describe_run
 from struprune_plugin.runtime.device_context import find_free_bytes
@@ -114,6 +114,7 @@ def prepare_run(
     later = split_modifiers(modifier)[1]
     check_targets(model, later)
     _check_methods(modifier, model, later)
+    check_bytes(modifier, later)
     check_effects(modifier, groups)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     _check_groups(model, groups, roundings)
@@ -121,7 +122,7 @@ def prepare_run(
     num_prunable = count_prunable_parameters(model, modifier.experts is not None)
     sizes, target, share = find_budget(modifier, model, groups, roundings, num_prunable, mixture)
     most = modifier.allocation.most
-    if most is not None and share > most and mixture is None:
+    if most is not None and share > most:
         raise ValueError(
             f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune at sparsity={target.sparsity:g}, "
             f"got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
@@ -144,12 +145,12 @@ def find_budget(
     num_prunable: int,
     mixture: Mixture | None,
 ) -> tuple[list[GroupSize], Target, float]:
-    """Return the group sizes, the budget, and the mean sparsity of the groups that it needs, whole experts included.
+    """Return the sizes of the groups besides whole experts, the budget, and the mean sparsity of these groups that it needs.
 
     :raises ValueError: the budget cannot be met
     """
-    sizes = measure_groups(groups, roundings)
-    target = find_target(modifier, model, groups, sizes, num_prunable, split_modifiers(modifier)[1])
+    sizes = measure_groups([group for group in groups if mixture is None or not group.experts], roundings)
+    target = find_target(modifier, model, groups, sizes, num_prunable)
     if target.limit is not None:
         most = modifier.allocation.most or MAX_SPARSITY
         kept = find_least_share(lambda share: round_kept_counts(sizes, [share] * len(sizes)), target.limit, 0.0, most)
@@ -157,15 +158,8 @@ def find_budget(
         return sizes, target, 1 - left / sum(size.num_parameters for size in sizes)
     if mixture is None:
         return sizes, target, find_group_sparsity(sizes, num_prunable, target.sparsity)
-
-    def measure(left: int) -> list[GroupSize]:
-        return measure_others(modifier, groups, roundings, left)
-
-    asked = target.sparsity * num_prunable
-    list_splits(mixture, measure, asked)
-    sizes = measure(mixture.counts[0])
-    beside = [size for size in sizes if size.kind != "experts"]
-    return sizes, target, asked / (sum(size.num_parameters for size in beside) + mixture.counts[0] * mixture.cost)
+    left, share = split_budget(mixture, sizes, target.sparsity * num_prunable)
+    return sizes, replace(target, num_experts=left if left < mixture.counts[0] else None), share
 
 
 def drop_lost_experts(setup: RunSetup, modifier: StructuredModifier, model: PreTrainedModel) -> RunSetup:
@@ -255,10 +249,6 @@ def place_run(
         f"importance: {modifier.importance.method}": not modifier.importance.keeps_budget,
         "ffn_tuning": getattr(modifier, "ffn_tuning", None) is not None,
     }
-    if (
-        strict and modifier.experts is not None and modifier.experts.drops
-    ):  # outputs of all experts on all tokens are held
-        unable[f"experts: {modifier.experts.units}"] = True
     for name, is_unable in unable.items():
         if is_unable and not strict:
             return WHOLE

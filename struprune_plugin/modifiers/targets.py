@@ -27,11 +27,13 @@ class Target:
     :param sparsity: share of the prunable parameters to remove; 0 under a speed-up
     :param limit: seconds of all groups under a speed-up, in the order of the sizes
     :param table: table of these seconds
+    :param num_experts: whole experts that stay in every layer; None where all do
     """
 
     sparsity: float
     limit: Limit | None = None
     table: CostTable | None = None
+    num_experts: int | None = None
 
 
 def find_target(
@@ -40,13 +42,11 @@ def find_target(
     groups: Sequence[UnitGroup],
     sizes: Sequence[GroupSize],
     num_prunable: int,
-    later: Sequence[Modifier],
 ) -> Target:
     """Return the budget of a recipe on a model.
 
     :param sizes: sizes of the groups
     :param num_prunable: parameters that ``sparsity`` is a share of
-    :param later: modifiers that follow in the recipe
     :raises ValueError: a method does not support the budget; bytes that cannot be reached; a bad cost table
     """
     budget = modifier.budget
@@ -58,10 +58,6 @@ def find_target(
             "instead, or choose another importance."
         )
     if budget.bytes is not None:
-        if any(isinstance(other, QuantizationMixin) for other in later):
-            raise ValueError(
-                "budget: bytes are counted before quantisation, got a quantiser behind. Give sparsity instead."
-            )
         return Target(_find_sparsity(model, budget.bytes, sizes, num_prunable))
     if modifier.experts is not None and modifier.experts.drops:
         raise ValueError(
@@ -80,6 +76,19 @@ def find_target(
         members = [(by_name[name], factor) for name, factor in size.members or ((size.name, 1),)]
         costs.append(torch.stack([table.list_costs(model, group)[::factor] for group, factor in members]).sum(0))
     return Target(0.0, Limit(costs, table.dense / budget.speedup - table.rest), table)
+
+
+def check_bytes(modifier: StructuredModifier, later: Sequence[Modifier]) -> None:
+    """Raise if a quantiser follows a budget of bytes, which are those of unquantised weights.
+
+    :param later: modifiers that follow in the recipe
+    :raises ValueError: in that case
+    """
+    counts = modifier.budget is not None and modifier.budget.bytes is not None
+    if counts and any(isinstance(other, QuantizationMixin) for other in later):
+        raise ValueError(
+            "budget: bytes are counted before quantisation, got a quantiser behind. Give sparsity instead."
+        )
 
 
 def _find_sparsity(model: PreTrainedModel, most: int, sizes: Sequence[GroupSize], num_prunable: int) -> float:

@@ -96,13 +96,13 @@ def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings
 
     Plans are rounded, so this finds widths that the plan did not choose: all units kept, or a replay.
 
-    :param kept: units to keep, by group name
+    :param kept: units to keep, by group name; all where a group has no entry
     :raises ValueError: a width is not a multiple of the required step
     """
     for group in groups:
-        rounding = roundings[group.name]
-        width = kept[group.name] * group.columns_per_unit
-        if rounding.because and kept[group.name] % rounding.step:
+        rounding, count = roundings[group.name], kept.get(group.name, group.num_units)
+        width = count * group.columns_per_unit
+        if rounding.because and count % rounding.step:
             raise ValueError(
                 f"{group.name}: the kept width must be a multiple of {rounding.width} ({', '.join(rounding.because)}), got "
                 f"{width} of {group.num_columns}. Choose a group size that divides it, or add this linear to that "

@@ -107,7 +107,6 @@ class AllocationRecord:
     :param sensitivity: weight of the errors
     :param tried: KL divergence of every plan that was tried, in nats per token
     :param taken: name of the plan that was used
-    :param experts: error of the best plan, by the number of whole experts kept per layer
     """
 
     method: str
@@ -120,7 +119,6 @@ class AllocationRecord:
     sensitivity: str | None = None
     tried: dict[str, float] | None = None
     taken: str | None = None
-    experts: dict[str, float] | None = None
 
     @model_serializer(mode="wrap")
     def _leave_out_none(self, inner: Any) -> dict[str, Any]:

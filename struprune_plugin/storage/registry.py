@@ -13,6 +13,7 @@ from struprune_plugin.storage.files import shorten_value
 
 GONE = {  # fields and methods that recipes no longer have, each with what to use instead
     "cache": "A smaller cache needs fewer heads: set `attention_unit: head` and sparsity.",
+    "criterion": "Whole experts are ranked by REAP's score: remove the field.",
     "engine": "Give `budget: {speedup: 1.3, costs: FILE}`; `python -m eval.costs` makes the file.",
     "phase": "A file of `budget.costs` is of one workload: `python -m eval.costs` times it.",
     "sublayers": "Remove layers in transformers (docs/models.md), then prune widths.",

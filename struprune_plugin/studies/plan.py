@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.allocation.curves import can_keep_moments, count_moment_bytes
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
-from struprune_plugin.linalg.rounding import find_group_sparsity
 from struprune_plugin.linalg.second_moments import count_sums
 from struprune_plugin.model.layers import (
     can_fuse_attention,
@@ -31,10 +30,11 @@ from struprune_plugin.model.structure.tiny import find_class
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers import StruPruneModifier
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.mixtures import drop_evenly
+from struprune_plugin.modifiers.mixtures import find_mixture
+from struprune_plugin.modifiers.setup import find_budget
 from struprune_plugin.modifiers.stage_modifier import StageModifier
-from struprune_plugin.modifiers.targets import describe_target, find_target
-from struprune_plugin.modifiers.widths import describe_roundings, find_roundings, measure_groups
+from struprune_plugin.modifiers.targets import check_bytes, describe_target
+from struprune_plugin.modifiers.widths import describe_roundings, find_roundings
 from struprune_plugin.reporting.tables import (
     Table,
     describe_rounding,
@@ -134,26 +134,26 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier]) -> Outline:
     stages = [m for m in modifiers if isinstance(m, StructuredModifier) and (m.sparsity is not None or m.budget)]
     if not stages:
         raise ValueError("recipe: must give a sparsity or a budget for a plan, got neither. Pass --sparsity.")
-    model, later, before = shapes.model, list(modifiers[position + 1 :]), _measure(shapes, 0)
+    model, later = shapes.model, list(modifiers[position + 1 :])
     groups = modifier.find_groups(model)
+    check_bytes(stages[-1], later)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
-    prunable, sizes = count_prunable_parameters(model, modifier.experts is not None), measure_groups(groups, roundings)
-    target = find_target(stages[-1], model, groups, sizes, prunable, later)
-    whole = drop_evenly(modifier, model, groups, roundings, target.sparsity * prunable) if target.sparsity else None
-    if whole is None:
-        share = find_group_sparsity(sizes, prunable, target.sparsity)
-    else:
-        sizes, share, groups = whole.sizes, whole.share, whole.groups
-        shapes = replace(shapes, model=whole.model, weight_bytes=0)
+    prunable = count_prunable_parameters(model, modifier.experts is not None)
+    mixture = find_mixture(modifier, model, groups)
+    sizes, target, share = find_budget(stages[-1], model, groups, roundings, prunable, mixture)
     kept = dict(allocate_uniformly(sizes, share, limit=target.limit).kept) if sizes else {}
     removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
+    told = ""
+    if mixture is not None and target.num_experts is not None:
+        removed += mixture.count_gone(target.num_experts)
+        told = f"{target.num_experts} of {mixture.counts[0]} stay in every layer"
     after = _measure(shapes, removed)
     return Outline(
         sparsity=removed / prunable if target.limit is not None else target.sparsity,
-        before=before,
+        before=_measure(shapes, 0),
         after=after,
         rounding=describe_roundings(groups, roundings),
-        experts="" if whole is None else whole.told,
+        experts=told,
         limit=describe_target(stages[-1], target, after.bytes, sizes, kept),
     )
 
@@ -233,7 +233,8 @@ def count_needs(shapes: Shapes, modifiers: Sequence[Modifier], work: Workload) -
 def count_kept_moments(modifier: StruPruneModifier, groups: Sequence[UnitGroup], hidden_size: int) -> int:
     """Return the bytes of moments that trials keep on the host between their passes; 0 where they keep none."""
     tries = getattr(modifier.allocation, "trial_samples", 0) > 0
-    if not tries or (modifier.experts is not None and modifier.experts.drops):
+    groups = [group for group in groups if not group.experts or (modifier.experts and not modifier.experts.drops)]
+    if not tries or not groups:
         return 0
     return count_moment_bytes(groups, hidden_size) if can_keep_moments(groups, hidden_size) else 0
 

@@ -118,66 +118,27 @@ def prune(mixture, out, **fields):
     return run_oneshot(model, output_dir=str(out), **{**allocation, **options, **fields}).eval()
 
 
-@pytest.mark.parametrize("units", ["whole", "both"])
-def test_one_budget_over_experts_channels_ffns_and_values(units, mixture, tmp_path):
-    pruned, tokens = prune(mixture, tmp_path / "out", experts=units, sparsity=0.4), mixture[1][2]
+def test_one_budget_over_experts_ffns_and_values(mixture, tmp_path):
+    pruned, tokens = prune(mixture, tmp_path / "out", experts="whole", sparsity=0.4), mixture[1][2]
     manifest = read_manifest(tmp_path / "out")
     step = 2 * 8 * 4 * 288  # four channels of every expert
     assert abs(manifest.budget.removed_parameters - 0.4 * manifest.budget.prunable_parameters) < step
-    assert manifest.allocation.experts
-    left = {len(record.keep) for record in manifest.experts}
     kinds = {record.kind for record in manifest.groups if record.kept < record.num_units}
-    assert len(left) <= 1
-    assert ("experts" in kinds) <= (units == "both")
-    assert kinds or left
+    assert len({len(record.keep) for record in manifest.experts}) == 1
+    assert kinds
+    assert "experts" not in kinds
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(again(tokens).logits, pruned(tokens).logits, rtol=0, atol=2e-5)
-    if units == "whole":
-        (tmp_path / "padded").mkdir()
-        convert_folder(tmp_path / "out", "uniform-padded", tmp_path / "padded")
-        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "padded", trust_remote_code=False).eval()
-        torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, **CLOSE)
-
-
-def silence(dense, expert):
-    """Let no token go to an expert."""
-    for layer in dense.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.e_score_correction_bias[expert] = -1e3
-
-
-def test_both_takes_an_expert_that_no_token_goes_to_before_any_channel(tmp_path):
-    dense = make_mixture("glm4_moe")
-    silence(dense, 3)
-    mixture = dense, save_mixture(dense, tmp_path)
-    prune(mixture, tmp_path / "out", experts="both", sparsity=find_share(dense, 1), **ALONE)
-    manifest = read_manifest(tmp_path / "out")
-    assert all(record.keep == [0, 1, 2, 4, 5, 6, 7] for record in manifest.experts)
-    assert manifest.experts
-    assert all(record.kept == record.num_units for record in manifest.groups)
-
-
-def duplicate(dense):
-    """Give an expert another one's weights and rows of the router: of two scores that tie, either is the largest."""
-    for layer in dense.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            mlp = layer.mlp
-            for tensor in (mlp.gate.weight, mlp.gate.e_score_correction_bias, *mlp.experts.parameters()):
-                tensor.data[5] = tensor.data[2]
-
-
-def test_an_expert_that_another_one_repeats_costs_less_than_any_other(tmp_path):
-    dense = make_mixture("glm4_moe", num_experts_per_tok=1)
-    duplicate(dense)
-    mixture = dense, save_mixture(dense, tmp_path)
-    prune(mixture, tmp_path / "out", experts="whole", sparsity=find_share(dense, 1), **ALONE)
-    assert all(len({2, 5} & {*keep}) == 1 for keep in list_kept(tmp_path / "out").values())
+    (tmp_path / "padded").mkdir()
+    convert_folder(tmp_path / "out", "uniform-padded", tmp_path / "padded")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "padded", trust_remote_code=False).eval()
+    torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, **CLOSE)
 
 
 def test_the_host_s_criterion_takes_the_experts_that_the_host_takes(mixture, tmp_path):
     model, options, _ = mixture[1]
     share = find_share(mixture[0], 2)
-    prune(mixture, tmp_path / "out", experts={"units": "whole", "criterion": "reap"}, sparsity=share, **PLAIN)
+    prune(mixture, tmp_path / "out", experts="whole", sparsity=share, **PLAIN)
     report = tmp_path / "report.json"
     recipe = REAPPruningModifier(sparsity=0.25, report_path=str(report))
     run_oneshot(model, recipe=recipe, moe_calibrate_all_experts=False, **options)
@@ -200,7 +161,7 @@ class Killed(BaseException):
 
 
 def test_a_replay_takes_the_same_experts_and_a_killed_run_goes_on(mixture, tmp_path, monkeypatch):
-    fields = {"experts": "both", "sparsity": 0.4}
+    fields = {"experts": "whole", "sparsity": 0.4}
     prune(mixture, tmp_path / "first", **fields)
     assert list_kept(tmp_path / "first")
     model, options, _ = mixture[1]
@@ -236,10 +197,6 @@ def test_a_quantiser_may_follow(mixture, tmp_path):
 
 REFUSED = {
     "too many": ({"experts": "whole", "sparsity": 0.9, **ALONE}, "2 of 8 experts of a layer must stay"),
-    "no errors compared": (
-        {"experts": "both", "sparsity": 0.3, "allocation": "uniform"},
-        "`experts: both` needs a rule that compares errors, got `allocation: uniform`",
-    ),
     "some layers": (
         {"experts": "whole", "sparsity": 0.1, "ignore": ["re:.*layers\\.2\\..*experts.*"]},
         "`experts: whole` must cover the experts of all layers",
@@ -264,7 +221,9 @@ def test_the_host_s_modifier_beside_whole_experts_is_refused(mixture, tmp_path):
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        ({"criterion": "reap"}, "`criterion: reap` has no effect"),
+        ("both", "`both` is gone"),
+        ({"units": "both"}, "`both` is gone"),
+        ({"units": "whole", "criterion": "reap"}, "`criterion` is gone"),
         ({"units": "whole", "widths": "per_layer"}, "`widths: per_layer` has no effect"),
     ],
 )

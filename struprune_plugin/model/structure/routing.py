@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,26 +41,6 @@ class Routing:
     tensors: Mapping[str, int]
     counts: Sequence[tuple[str, str]]
 
-    def find_block(self, layer: nn.Module, experts: str) -> str:
-        """Return the name of the innermost module that holds a list of experts and its router; empty for the layer."""
-        names = [experts, *(name.rpartition(".")[0] for name in self.tensors if _has(layer, name))]
-        columns = zip(*(name.split(".") for name in names), strict=False)
-        return ".".join(part for part, *_ in takewhile(lambda column: len({*column}) == 1, columns))
-
-    def cut(self, layer: nn.Module, keep: Sequence[int]) -> Iterator[tuple[nn.Module, str, Any]]:
-        """Yield (module, attribute, new value) of the parts of a layer's router for a subset of the experts.
-
-        :param keep: indices of kept experts, sorted
-        """
-        for name, axis in self.tensors.items():
-            if _has(layer, name):
-                owner, _, own = name.rpartition(".")
-                old = getattr(layer.get_submodule(owner), own).detach()
-                yield layer.get_submodule(owner), own, old.index_select(axis, torch.tensor(keep, device=old.device))
-        for name, own in self.counts:
-            if hasattr(_find(layer, name), own):
-                yield _find(layer, name), own, len(keep)
-
     def drop(self, layer: nn.Module, experts: str, keep: Sequence[int]) -> None:
         """Remove whole experts from a decoder layer, with their entries in its router.
 
@@ -71,11 +51,14 @@ class Routing:
         left = {str(place): members[index] for place, index in enumerate(keep)}
         others = {name: module for name, module in members._modules.items() if not name.isdigit()}
         members._modules, members.num_experts = left | others, len(keep)
-        for module, own, value in list(self.cut(layer, keep)):
-            if isinstance(value, Tensor):
-                _replace(module, own, value)
-            else:
-                setattr(module, own, value)
+        for name, axis in self.tensors.items():
+            owner, _, own = name.rpartition(".")
+            if hasattr(module := _find(layer, owner), own):
+                old = getattr(module, own).detach()
+                _replace(module, own, old.index_select(axis, torch.tensor(keep, device=old.device)))
+        for name, own in self.counts:
+            if hasattr(module := _find(layer, name), own):
+                setattr(module, own, len(keep))
 
 
 def _find(layer: nn.Module, name: str) -> Any:
@@ -84,11 +67,6 @@ def _find(layer: nn.Module, name: str) -> Any:
         return layer.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _has(layer: nn.Module, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return hasattr(_find(layer, owner), own)
 
 
 def _replace(module: nn.Module, own: str, value: Tensor) -> None:

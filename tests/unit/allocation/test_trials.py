@@ -4,27 +4,19 @@ import copy
 
 import pytest
 import torch
-from helpers.mixtures import make_mixture, mask_routing
 from helpers.models import make_dataset, run_oneshot
 from helpers.trials import watch_trials
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.allocation.curves import can_keep_moments, hold_batches
-from struprune_plugin.allocation.trial_weights import Fit
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, with_bias_index
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
-from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.structure.routing import find_routing
-from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.modifiers import planning
-from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
-from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.storage.records import AllocationRecord
 
 SAMPLES = 12  # of which a quarter is tried
 
@@ -155,23 +147,3 @@ def test_trial_samples_are_refused_beside_an_allocator_stage(opt):
         ValueError, match=r"allocation\.trial_samples must be 4 as in the SparsityAllocatorModifier stage before, got 3"
     ):
         run_oneshot(str(opt), stages)
-
-
-@pytest.mark.parametrize("kind", ["glm4_moe", "mixtral", "deepseek_v3"])
-def test_a_plan_without_some_experts_is_tried_as_the_model_routes_then(kind):
-    dense = make_mixture(kind)
-    tokens = draw_tokens(dense.config, 40, 32, seed=1)
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    model, routing = copy.deepcopy(dense), find_routing(dense)
-    take_apart(model)
-    groups = find_groups(model, "none", False, prune_experts=True)
-    keep = {group.output_name: [0, 1, 2, 4, 5, 7] for group in groups}
-    plan = UnitAllocation({}, AllocationRecord("error_curve"), experts=KeptExperts(routing, keep))
-    config = StruPruneModifier(sparsity=0.2).make_config()
-    trial = planning.Trial(model, groups, [plan], config, Fit({}, 1), DeviceContext())
-    trial.run([batch, batch])
-    (found,) = trial.measure([batch])
-    with torch.no_grad(), mask_routing(dense, keep):
-        masked = dense(**batch)
-    wanted = measure_divergence(dense, lambda **_: masked, batch)
-    assert found == pytest.approx(wanted, rel=1e-3)

@@ -8,11 +8,9 @@ from helpers.models import make_dataset, run_oneshot, save_model, save_opt
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from eval.account import CountedContext, LiveBytes, count_memory
-from eval.coverage import make_config
 from eval.measure import count_live_bytes
 from struprune_plugin import read_manifest
 from struprune_plugin.layerwise.samples import find_largest_shape
-from struprune_plugin.model.structure.tiny import build_tiny
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.studies.plan import Workload, count_needs, read_shapes
@@ -191,13 +189,6 @@ def test_a_budget_is_refused_with_methods_that_keep_none(opt):
         ValueError, match=r"`ffn_tuning` \(set by `effort: best`; `ffn_tuning: null` removes it\) cannot run"
     ):
         run_oneshot(str(opt), sparsity=0.3, memory_budget=10**9, effort="best")
-
-
-def test_whole_experts_are_refused_under_a_memory_budget(tmp_path):
-    folder = save_model(build_tiny(make_config("mixtral", 2)), tmp_path / "dense")
-    data = make_dataset().map(lambda row: {"input_ids": [token % 100 for token in row["input_ids"]]})
-    with pytest.raises(ValueError, match="memory_budget: `experts: whole` cannot run under a memory budget"):
-        run_oneshot(str(folder), dataset=data, sparsity=0.3, memory_budget=10**9, experts="whole")
 
 
 def test_memory_is_planned_for_the_largest_batch():

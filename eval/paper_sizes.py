@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,27 +96,22 @@ def make_llama_config(name: str, **changes: Any) -> LlamaConfig:
 
 
 def count_sizes(name: str, config: PreTrainedConfig) -> ModelSize:
-    """Count a model of a configuration, built without weights."""
+    """Count a model of a configuration on one decoder layer, built without weights; the others are like it."""
+    single = copy.deepcopy(config)
+    single.num_hidden_layers = 1
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(single)
     layer, layout = find_layouts(model)[0]
     assert layout.attention is not None
-    attention = tuple(layout.attention.linears)
-    ffn = (*layout.ffns[0].producers, layout.ffns[0].output)
 
-    def count(names: tuple[str, ...]) -> int:
+    def count(names: Sequence[str]) -> int:
         return sum(p.numel() for linear in names for p in find_linear(layer, linear).parameters())
 
+    ffn = count([*layout.ffns[0].producers, layout.ffns[0].output])
+    attention = count([*layout.attention.linears])
     per_layer = sum(parameter.numel() for parameter in layer.parameters())
-    return ModelSize(
-        name,
-        config.hidden_size,
-        config.num_hidden_layers,
-        model.num_parameters(),
-        per_layer,
-        count(ffn),
-        count(attention),
-    )
+    total = model.num_parameters() + (config.num_hidden_layers - 1) * per_layer
+    return ModelSize(name, config.hidden_size, config.num_hidden_layers, total, per_layer, ffn, attention)
 
 
 def count_all() -> list[ModelSize]:

@@ -26,7 +26,7 @@ NEW_TOKENS, TURNS = 16, 12  # of what is timed
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/demo"))
-    parser.add_argument("--recipe", default="recipes/struprune_opt.yaml")
+    parser.add_argument("--recipe", default="recipes/struprune.yaml")
     parser.add_argument("--sparsity", default="0.2")
     args = parser.parse_args()
 

@@ -89,9 +89,7 @@ def _complete_recipe(incomplete: str) -> list[str]:
 
 _RECIPE_HELP = "recipe: a YAML file, or a name that `struprune recipes` lists"
 RECIPE = option(_RECIPE_HELP, "R", autocompletion=_complete_recipe)
-DEFAULTED_RECIPE = option(
-    f"{_RECIPE_HELP} [default: struprune, spelled out as struprune_opt for OPT]", "R", autocompletion=_complete_recipe
-)
+DEFAULTED_RECIPE = option(f"{_RECIPE_HELP} [default: struprune]", "R", autocompletion=_complete_recipe)
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder")]

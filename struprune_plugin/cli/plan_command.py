@@ -16,7 +16,6 @@ from struprune_plugin.cli.options import (
     check_names,
     prepare,
 )
-from struprune_plugin.recipes.shipped import find_default
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def plan(model: Model, question: Question, amount: Amount, changes: Changes, scr
     from struprune_plugin.studies import plan as planning
 
     shapes = planning.read_shapes(model, question.dtype)
-    name = question.recipe or find_default(shapes.config.model_type)
+    name = question.recipe or "struprune"
     modifiers = load_recipe(name, changes=changed).modifiers
     outline = planning.outline_run(shapes, modifiers)
     work = planning.Workload(amount.count_samples(changed), amount.seq_length, amount.batch_size)

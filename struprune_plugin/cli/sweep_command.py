@@ -23,7 +23,6 @@ from struprune_plugin.cli.options import (
     prepare,
     read_yaml,
 )
-from struprune_plugin.recipes.shipped import find_default
 from struprune_plugin.storage.files import write_whole
 
 _PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
@@ -75,14 +74,13 @@ def sweep(
     check_names(points.device, points.recipe, [model], [calibration.data, scores.text])
     prepare(points.device, screen)
     from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
-    from struprune_plugin.storage.checkpoint import read_config
     from struprune_plugin.storage.output_folder import check_output
     from struprune_plugin.studies import sweep as sweeping
     from struprune_plugin.studies import sweep_results as results
 
     asked = sweeping.Sweep(
         model=model,
-        recipe=points.recipe or find_default(read_config(model).model_type),
+        recipe=points.recipe or "struprune",
         changes=changes,
         methods=list(dict.fromkeys(name.strip() for name in points.methods.split(","))),
         sparsities=sparsities,

@@ -18,11 +18,6 @@ def list_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(place.glob("*.yaml"))} if place else {}
 
 
-def find_default(model_type: str) -> str:
-    """Return the name of the default recipe for a model type."""
-    return "struprune_opt" if model_type == "opt" else "struprune"
-
-
 def describe_recipe(file: Path) -> str:
     """Return the first sentence of a recipe's leading comment."""
     lines = file.read_text(encoding="utf-8").splitlines()

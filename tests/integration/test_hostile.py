@@ -93,7 +93,7 @@ SETS = {
 
 def refuse(capsys, tmp_path, message, model=DEMO_MODEL, **options):
     out = tmp_path / "out"
-    argv = {"--recipe": "struprune_opt", "--num-samples": "16", "--seq-length": "64", "--output": str(out)} | options
+    argv = {"--recipe": "struprune", "--num-samples": "16", "--seq-length": "64", "--output": str(out)} | options
     assert cli.main(["prune", str(model), *(word for pair in argv.items() for word in pair)]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert LINE.fullmatch(line), line

@@ -18,7 +18,7 @@ from struprune_plugin.cli import options
 from struprune_plugin.cli.eval_command import _name_column
 from struprune_plugin.evaluation.text import DEMO_MODEL
 
-RECIPE = str(ROOT / "recipes" / "struprune_opt.yaml")
+RECIPE = str(ROOT / "recipes" / "struprune.yaml")
 SMALL = ["--num-samples", "8", "--seq-length", "128"]
 
 

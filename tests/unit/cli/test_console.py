@@ -87,7 +87,7 @@ def test_a_shell_is_told_commands_options_and_recipes():
 
     assert all(word in complete("") for word in ("prune", "plan", "recipes"))
     assert all(word in complete("prune", "--") for word in ("--recipe", "--sparsity"))
-    assert all(word in complete("prune", "m", "--recipe", "stru") for word in ("struprune_opt", "struprune_uniform"))
+    assert all(word in complete("prune", "m", "--recipe", "stru") for word in ("struprune", "struprune_uniform"))
 
 
 TWO_RUNS = """
@@ -106,7 +106,7 @@ for argv in json.loads(sys.argv[1]):
 def test_quiet_leaves_results_alone(opt, tmp_path):
     """In a process of its own: what is drawn and logged is settled when llm-compressor is imported."""
     scored = ["eval", str(opt), "--max-tokens", "128", "--window", "64", "--quiet", "--json"]
-    pruned = ["prune", str(opt), "--recipe", "struprune_opt", "--output", str(tmp_path / "out"), "--quiet"]
+    pruned = ["prune", str(opt), "--recipe", "struprune", "--output", str(tmp_path / "out"), "--quiet"]
     runs = json.dumps([scored, [*pruned, "--num-samples", "8", "--seq-length", "32"]])
     inherited = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
     run = subprocess.run(

@@ -125,9 +125,9 @@ def test_load_recipe_sets_a_method_s_own_field():
     assert (allocator.allocation.rule, allocator.allocation.temperature) == ("softmax", [1.0, 2.0])
     assert (pruning.weight_update.method, pruning.weight_update.steps) == ("admm", 2)
     other = {"allocation.rule": "softmax_inverse", "allocation.temperature": 2.0}
-    (alone,) = load_recipe("struprune_opt", other).modifiers
+    (alone,) = load_recipe("struprune", other).modifiers
     assert (alone.allocation.rule, alone.allocation.temperature) == ("softmax_inverse", 2.0)
-    (alone,) = load_recipe("struprune_opt", {"allocation.samples": 3, "ffn_tuning.epochs": 2}).modifiers
+    (alone,) = load_recipe("struprune", {"allocation.samples": 3, "ffn_tuning.epochs": 2}).modifiers
     assert (alone.allocation.samples, alone.ffn_tuning.epochs, alone.ffn_tuning.learning_rate) == (3, 2, 0.01)
 
 
@@ -166,7 +166,7 @@ def test_load_recipe_refuses_changes_that_hit_nothing(change, message):
     ],
 )
 def test_bad_changes_exit_2(tmp_path, capsys, options, message):
-    argv = ["prune", str(tmp_path), "--recipe", "struprune_opt", "--output", str(tmp_path / "out"), *options]
+    argv = ["prune", str(tmp_path), "--recipe", "struprune", "--output", str(tmp_path / "out"), *options]
     assert cli.main(argv) == 2
     assert re.search(message, capsys.readouterr().err)
 
@@ -174,7 +174,7 @@ def test_bad_changes_exit_2(tmp_path, capsys, options, message):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("struprune_tune", "Did you mean struprune_tuned?"),
+        ("struprune_lor", "Did you mean struprune_lora?"),
         ("recipes/struprune_optt.yaml", "Did you mean struprune_opt?"),
         ("nonsense", "a name that `struprune recipes` lists"),
     ],
@@ -186,9 +186,9 @@ def test_a_misspelt_name_gets_a_hint(name, remedy):
 
 def test_a_file_goes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "struprune_opt").write_text(yaml.safe_dump(GOOD))
-    assert load_recipe("struprune_opt").modifiers[0].sparsity == 0.3
-    assert len(load_recipe("struprune_opt_full").modifiers) == 3
+    (tmp_path / "struprune").write_text(yaml.safe_dump(GOOD))
+    assert load_recipe("struprune").modifiers[0].sparsity == 0.3
+    assert len(load_recipe("struprune_opt").modifiers) == 3
 
 
 def test_every_recipe_says_what_it_is(capsys):

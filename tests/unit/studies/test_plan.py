@@ -15,14 +15,13 @@ from struprune_plugin.model import units
 from struprune_plugin.model.footprint import count_bytes
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
-from struprune_plugin.recipes.shipped import find_default, list_recipes
 from struprune_plugin.reporting.tables import measure_cache_bytes, measure_weight_bytes
 from struprune_plugin.studies.plan import count_kept_moments, list_engines, outline_run, read_shapes
 
 SMALL = ["--num-samples", "8", "--seq-length", "32"]
 
 
-def load(name="struprune_opt", **changes):
+def load(name="struprune", **changes):
     return load_recipe(name, changes=changes)
 
 
@@ -115,7 +114,7 @@ def test_a_configuration_alone_is_planned(opt, tmp_path, capsys):
     assert cli.main(["plan", str(opt), "--sparsity", "0.3", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert alone["after"] == whole["after"]
-    assert alone["recipe"] == "struprune_opt"
+    assert alone["recipe"] == "struprune"
 
 
 def test_engines_depend_on_what_differs():
@@ -127,12 +126,6 @@ def test_engines_depend_on_what_differs():
     assert list_engines(load().modifiers, mixture=True)["vLLM"].startswith("no: its Transformers backend")
     assert list_engines(load("struprune_uniform").modifiers, mixture=True)["vLLM"] == "yes, as its own class"
     assert "compressed-tensors" in list_engines(load("struprune_w8a8").modifiers)["transformers"]
-
-
-@pytest.mark.parametrize(("model_type", "name"), [("opt", "struprune_opt"), ("llama", "struprune"), ("x", "struprune")])
-def test_every_type_has_a_default(model_type, name):
-    assert find_default(model_type) == name
-    assert name in list_recipes()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_sweep_ends_with_what_single_runs_write(opt, tmp_path, capsys, monkeyp
     assert {"sweep.json", "sweep.md", "perplexity.svg", "speed.svg", "picked"} <= {p.name for p in folder.iterdir()}
     single = tmp_path / "single"
     method, _, sparsity = picked["point"].partition(" ")
-    argv = ["prune", str(opt), "--recipe", "struprune_opt", "--sparsity", sparsity, "--output", str(single), *SMALL]
+    argv = ["prune", str(opt), "--recipe", "struprune", "--sparsity", sparsity, "--output", str(single), *SMALL]
     assert cli.main([*argv, "--set", f"allocation={'error_curve' if method == 'default' else method}", "--quiet"]) == 0
     weights = [digest_whole_file(path / "model.safetensors") for path in (folder / "picked", single)]
     assert weights[0] == weights[1]

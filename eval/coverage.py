@@ -212,8 +212,9 @@ def build(case: Case) -> str:
     count = sum(weight.numel() for weight in case.tiny.parameters())
     seconds = time.perf_counter() - start
     check(bool(case.run(case.tiny).isfinite().all()), "logits are not finite")
-    difference = compare(case.run(case.load(case.dense)), case.run(case.tiny))
-    check(difference < 1e-4, f"transformers' own class changes its function when saved and loaded: {difference:.0e}")
+    check_close(
+        case.run(case.load(case.dense)), case.run(case.tiny), "transformers' own class, saved and loaded, differs"
+    )
     return f"{count / 1e6:.1f}M, {seconds:.1f} s"
 
 
@@ -245,9 +246,7 @@ def check_masked(case: Case) -> str:
 
 
 def reload(case: Case) -> str:
-    difference = compare(case.run(case.load(case.work / "all")), case.run(case.pruned))
-    check(difference < 1e-4, f"the loaded model differs by {difference:.0e}")
-    return f"{difference:.0e}"
+    return check_close(case.run(case.load(case.work / "all")), case.run(case.pruned), "the loaded model differs")
 
 
 def reload_stock(case: Case) -> str:
@@ -257,9 +256,7 @@ def reload_stock(case: Case) -> str:
     pruned = case.prune(case.dense, "uniform", output="uniform", attention_unit="none", effort="fast")
     stock = case.load(case.work / "uniform", trust_remote_code=False)
     check(type(stock).__module__.startswith("transformers."), f"loaded as {type(stock).__name__}")
-    difference = compare(case.run(stock), case.run(pruned))
-    check(difference < 1e-4, f"the stock class differs by {difference:.0e}")
-    return f"{difference:.0e}"
+    return check_close(case.run(stock), case.run(pruned), "the stock class differs")
 
 
 def generate(case: Case) -> str:
@@ -276,8 +273,7 @@ def generate(case: Case) -> str:
 
 def prune_again(case: Case) -> str:
     again = case.prune(case.work / "all", "again", sparsity=0.2, attention_unit=case.unit, effort="fast")
-    difference = compare(case.run(case.load(case.work / "again")), case.run(again))
-    check(difference < 1e-4, f"the loaded model differs by {difference:.0e}")
+    check_close(case.run(case.load(case.work / "again")), case.run(again), "the loaded model differs")
     return describe_size(case, again)
 
 
@@ -300,18 +296,18 @@ def check(is_right: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def compare(left: Tensor, right: Tensor) -> float:
-    """Return the largest difference, relative to the largest logit."""
-    return ((left - right).abs().max() / right.abs().max().clamp(min=1e-6)).item()
+def check_close(found: Tensor, expected: Tensor, what: str) -> str:
+    """Return the largest difference, relative to the largest logit; raise where it is no rounding."""
+    difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
+    check(difference < 1e-4, f"{what} by {difference:.0e}")
+    return f"{difference:.0e}"
 
 
 def check_equal(case: Case, pruned: Any, folder: Path) -> str:
     masked = case.load(case.dense)
     replace_conv1d(masked)
     mask_dense(masked, pruned, read_manifest(folder))
-    difference = compare(case.run(pruned), case.run(masked))
-    check(difference < 1e-4, f"differs from the masked dense model by {difference:.0e}")
-    return f"{difference:.0e}"
+    return check_close(case.run(pruned), case.run(masked), "differs from the masked dense model")
 
 
 def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: Manifest) -> None:

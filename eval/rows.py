@@ -25,6 +25,7 @@ from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_prunable_parameters
 from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
 
+_TEXTS = {"WikiText-2": "wikitext2", "books": "books"}
 _C4_TEXTS, _C4_WINDOWS = 1100, 256  # of the validation file, as SparseGPT's scripts (and all who follow them) score C4
 
 
@@ -113,38 +114,27 @@ def read_workload(args: argparse.Namespace) -> Workload:
     """Return the workload of a command line: local texts, or the paper's (128 windows of 2048 C4 tokens)."""
     if args.model is None:
         raise SystemExit("--model: must be a model folder or a hub name, got none.")
-    options: dict[str, Any] = {
-        "recovery_samples": args.recovery_samples,
-        "stride": args.stride,
-        "divergence": args.divergence,
-    }
-    if getattr(args, "zeroshot", False):
-        options["tasks"] = tuple(TASKS)
     if args.data is None:
-        return Workload(
-            args.model,
-            args.calibration or "c4",
-            {"WikiText-2": "wikitext2", "C4": "c4"},
-            "c4",
-            num_samples=args.num_samples or 128,
-            window=args.window or 2048,
-            max_tokens=args.max_tokens,
-            **options,
-        )
+        calibration, recovery = args.calibration or "c4", "c4"
+        texts, samples, window, max_tokens = {"WikiText-2": "wikitext2", "C4": "c4"}, 128, 2048, None
+    else:
+        name, recovery = args.calibration or "books_calibration.jsonl", str(args.data / "books_train.jsonl")
+        calibration = str(args.data / name if (args.data / name).is_file() else name)
+        texts = {name: str(args.data / f"{file}_test.jsonl") for name, file in _TEXTS.items()}
+        samples, window, max_tokens = 64, 256, 60_000
     return Workload(
         args.model,
-        _find_calibration(args.data, args.calibration or "books_calibration.jsonl"),
-        {"WikiText-2": str(args.data / "wikitext2_test.jsonl"), "books": str(args.data / "books_test.jsonl")},
-        str(args.data / "books_train.jsonl"),
-        num_samples=args.num_samples or 64,
-        window=args.window or 256,
-        max_tokens=args.max_tokens or 60_000,
-        **options,
+        calibration,
+        texts,
+        recovery,
+        num_samples=args.num_samples or samples,
+        recovery_samples=args.recovery_samples,
+        window=args.window or window,
+        stride=args.stride,
+        max_tokens=args.max_tokens or max_tokens,
+        tasks=tuple(TASKS) if getattr(args, "zeroshot", False) else (),
+        divergence=args.divergence,
     )
-
-
-def _find_calibration(data: Path, name: str) -> str:
-    return str(data / name if (data / name).is_file() else name)
 
 
 def run_rows(

@@ -42,12 +42,11 @@ EVERYWHERE: dict[str, list[dict[str, Any]]] = {  # stages of a recipe: modifier 
     "uniform": [{PRUNE: {"sparsity": 0.3, "allocation": "uniform"}}],
     "softmax": [{"SparsityAllocatorModifier": {"sparsity": 0.3, "allocation": "softmax"}}, {PRUNE: {}}],
     "admm": [{PRUNE: {"sparsity": 0.3, "weight_update": ADMM}}],
-    "replay": [{PRUNE: {"replay": "default"}}],
 }
 MORE: dict[str, list[dict[str, Any]]] = {  # on OPT and LLaMA alone
     **{
         name: [{PRUNE: {"sparsity": 0.3, "importance": name, "allocation": "softmax", "attention_unit": "head"}}]
-        for name in ("wanda", "wanda_l2", "magnitude", "snip", "l0")
+        for name in ("wanda", "magnitude", "snip", "l0")
     },
     "closed_form": [
         {
@@ -66,7 +65,6 @@ MORE: dict[str, list[dict[str, Any]]] = {  # on OPT and LLaMA alone
     "deletion": [{PRUNE: {"sparsity": 0.3, "weight_update": "none", "importance": "wanda"}}],
     "deletion, obs": [{PRUNE: {"sparsity": 0.3, "weight_update": "none"}}],
     "uniform output": [{PRUNE: {"sparsity": 0.3, "output": "uniform", "attention_unit": "none"}}],
-    "tuned": [{PRUNE: {"sparsity": 0.3, "ffn_tuning": {"epochs": 2}}}],
     "budget": [{PRUNE: {"sparsity": 0.3, "memory_budget": 600000}}],
     "multiple": [{PRUNE: {"sparsity": 0.3, "width_multiple": 4, "ignore": ["re:.*1.*"]}}],
     "admm, method 1": [
@@ -156,10 +154,6 @@ def run_one(folder: Path, stages: list[dict[str, Any]], output: Path, work: Path
     from struprune_plugin import oneshot
 
     stages = json.loads(json.dumps(stages))
-    for stage in stages:
-        for fields in stage.values():
-            if "replay" in fields:
-                fields["replay"] = str(work / f"{output.name.split('-')[0]}-{fields['replay']}" / "struprune.json")
     recipe = {f"s{i}_stage": {"s_modifiers": stage} for i, stage in enumerate(stages)}
     ids = torch.randint(4, 2000, (32, 32), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

@@ -33,7 +33,6 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
 from struprune_plugin.modifiers.host_log import log_output, quieten_host
 from struprune_plugin.modifiers.stage_modifier import StageModifier
-from struprune_plugin.modifiers.stages import list_rounds
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.model_card import try_write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes
@@ -158,7 +157,7 @@ def _make_store(
 ) -> ResumeStore | None:
     """Return the store of a run's finished parts, after setting it in every modifier that uses it; None without a folder.
 
-    :raises ValueError: the folder holds something else, or overlaps a path that the run reads or writes; the recipe has rounds
+    :raises ValueError: the folder holds something else, or overlaps a path that the run reads or writes
     """
     if folder is None:
         return None
@@ -169,10 +168,6 @@ def _make_store(
                 f"checkpoint_dir: must be apart from what the run reads and writes, got {path} beside {other}, one of which holds "
                 "the other. Choose another path."
             )
-    if len(list_rounds(modifiers)) > 1:  # their parts would have the same names
-        raise ValueError(
-            "checkpoint_dir: must be left out for several StruPruneModifiers in one recipe. Remove it, or run each stage by itself."
-        )
     store = ResumeStore(path)
     for modifier in modifiers:
         if isinstance(modifier, StageModifier):
@@ -208,12 +203,11 @@ def list_inputs(
     """Return the paths that a run reads, and its offload folder, which its output must not replace."""
     named = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
     modifiers = list(modifiers)
-    replayed = [getattr(modifier, "replay", None) for modifier in modifiers]
     trained = [
         path for modifier in modifiers if isinstance(modifier, RecoveryModifier) for path in modifier.list_paths()
     ]
     offloaded = None if offload_folder is None else Path(offload_folder)  # a path counts even if nothing is there yet
-    candidates = [model, recipe, offloaded, *named, *replayed, *trained]
+    candidates = [model, recipe, offloaded, *named, *trained]
     return [path for path in candidates if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
 
 

@@ -125,12 +125,8 @@ class CurveMeasurer:
             root = sensitivity.fisher_sqrt.get(group.output_name)
             moved = dense if root is None else self._context.place(root, dense) @ dense
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
-        unrotated = None
-        if basis is not None:
-            alone, increases = config.importance.rank(ranking, group.num_units)
-            unrotated = sum_increases(increases[alone])
         subject = Subject(model, module.layer, group, scores, moments, dense, influence)
-        parts = (curve, scores, order, basis, unrotated)
+        parts = (curve, scores, order, basis)
         weight, host = self._rule.weigh(subject), self._context.to_host
         return GroupStatistics(weight, *(None if part is None else host(part) for part in parts))  # type: ignore[arg-type]
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
-from compressed_tensors.utils import patch_attr
-from llmcompressor.modeling.moe import context as context_of_experts
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup
-
-_UNCHOSEN = 0.1  # weight of a token at experts it is not routed to, relative to its mean weight, where all experts see all tokens
 
 
 @dataclass(frozen=True)
@@ -27,40 +22,25 @@ class _Routing:
 
     :param tokens: by expert, indices of the tokens that it saw, in its order
     :param weights: by expert, factors on its outputs in the same order, float32
-    :param least: minimum weight of a token at every expert that sees it, shape [tokens], float32
     :param energy: sum over experts of the squared weights, shape [tokens], float32
     """
 
     tokens: Sequence[Tensor]
     weights: Sequence[Tensor]
-    least: Tensor
     energy: Tensor
 
 
-def _takes_choice(experts: Any) -> bool:
-    """Return whether a list of experts is called with a router's choice; llm-compressor's list for Llama 4 is not."""
-    return "top_k_index" in signature(type(experts).forward).parameters
-
-
-def _read_routing(experts: Any, args: tuple[Any, ...], everyone: bool) -> _Routing | None:
-    """Return the routing in the arguments of a list of experts; None where they hold no router's choice (Llama 4).
-
-    :param everyone: whether every expert saw every token
-    """
+def _read_routing(experts: Any, args: tuple[Any, ...]) -> _Routing | None:
+    """Return the routing in the arguments of a list of experts; None where they hold no router's choice (Llama 4)."""
     if len(args) < 3:
         return None
     chosen, weights = args[1], args[2].float()
     tokens, given = [], []
     for index in range(experts.num_experts):
         place, rows = torch.where((chosen == index).T)  # the order of llm-compressor's experts
-        own = weights[rows, place]
-        if everyone:
-            own = own.new_zeros(len(chosen)).index_add(0, rows, own)
-            rows = torch.arange(len(chosen), device=rows.device)
         tokens.append(rows)
-        given.append(own)
-    least = _UNCHOSEN * everyone * weights.abs().mean(1)
-    return _Routing(tokens, given, least, weights.square().sum(1))
+        given.append(weights[rows, place])
+    return _Routing(tokens, given, weights.square().sum(1))
 
 
 @dataclass(frozen=True)
@@ -95,16 +75,12 @@ def capture_experts(
     The function takes the call and the error that the experts have to repair, or None. An error r is split among the experts of a
     token such that they change least: the one with weight g changes by ``g r / sum g^2``.
 
-    Where the groups have ``all_tokens``, every expert also sees tokens that are routed to others, weighted by a fraction of the
-    mean weight of their experts; the layer's output does not change.
-
     :param groups: groups of one list of experts
     """
     seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     sources: dict[str, Tensor] = {}
     routing: list[_Routing | None] = []
     experts = layer.get_submodule(groups[0].experts) if groups else None
-    everyone = bool(groups) and groups[0].all_tokens and _takes_choice(experts)
 
     def see_source(name: str) -> Callable[[nn.Module, tuple], None]:
         return lambda _module, args: sources.update({name: args[0].detach()})
@@ -123,8 +99,7 @@ def capture_experts(
 
     with ExitStack() as stack:
         if experts is not None:
-            stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", everyone))
-            decide = lambda module, args: routing.append(_read_routing(module, args, everyone))  # noqa: E731
+            decide = lambda module, args: routing.append(_read_routing(module, args))  # noqa: E731
             stack.callback(experts.register_forward_pre_hook(decide).remove)
         for group in groups:
             first = find_linear(layer, next(iter(group.producers)))
@@ -171,7 +146,7 @@ def _make_visit(
         counts = weights
     else:
         tokens, weights = routing.tokens[index], routing.weights[index]
-        counts = torch.where(weights.abs() > routing.least[tokens], weights, routing.least[tokens])
+        counts = weights
     order = tokens.argsort(stable=True)
     order = order[counts[order] != 0]
     tokens, weights, counts, target = tokens[order], weights[order], counts[order], output[order].float()

@@ -25,7 +25,6 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
     for group in groups:
         consumer = Consumer(group.num_columns, hidden, group.unit.solve_copies, bool(group.experts))
         consumers.setdefault(group.layer_name, []).append(consumer)
-    everyone = any(group.all_tokens for group in groups)
     with disable_onloading():
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         head = model.get_output_embeddings()
@@ -39,7 +38,7 @@ def read_sizes(model: PreTrainedModel, groups: Sequence[UnitGroup], batch: torch
             head=count_bytes(head),
             layers=tuple(dict.fromkeys(map(tuple, consumers.values()))),
             tokens=batch.numel(),
-            activations=max(_count_activations(model, layout, layer, batch, everyone) for layer, layout in layouts),
+            activations=max(_count_activations(model, layout, layer, batch) for layer, layout in layouts),
             vocabulary=model.config.get_text_config(decoder=True).vocab_size,
         )
 
@@ -51,24 +50,19 @@ def count_bytes(*modules: nn.Module) -> int:
         return sum(p.nbytes for p in parameters.values())
 
 
-def _count_activations(
-    model: PreTrainedModel, layout: LayerLayout, layer: nn.Module, batch: torch.Size, everyone: bool
-) -> int:
-    """Return the bytes of one layer's forward pass on a micro-batch.
-
-    :param everyone: whether every token visits every expert
-    """
+def _count_activations(model: PreTrainedModel, layout: LayerLayout, layer: nn.Module, batch: torch.Size) -> int:
+    """Return the bytes of one layer's forward pass on a micro-batch."""
     config, length, attention = model.config.get_text_config(decoder=True), batch[-1], layout.attention
     item, is_plain = model.dtype.itemsize, attention is not None and attention.is_plain
     values = 0 if attention is None else (2 if is_plain else 3) * sum_outputs(attention.producers, layer)
-    widest = max(values, _count_ffn_values(config, layout, layer, everyone))
+    widest = max(values, _count_ffn_values(config, layout, layer))
     single = (3 if is_plain else 5) * config.hidden_size  # float32 values: targets, and norms computed in float32
     per_token = item * (widest + 7 * config.hidden_size + 2 * length) + 4 * single
     maps = 0 if can_fuse_attention(model) else 12 * config.num_attention_heads * length
     return batch.numel() * (per_token + maps)
 
 
-def _count_ffn_values(config: Any, layout: LayerLayout, layer: nn.Module, everyone: bool) -> int:
+def _count_ffn_values(config: Any, layout: LayerLayout, layer: nn.Module) -> int:
     """Return the values per token that a layer's FFNs hold: those of producers and consumers, and those of the experts that a token
     visits, whose inputs and outputs are kept until the layer finishes."""
     own = [sum_outputs(ffn.producers, layer) + find_linear(layer, ffn.output).in_features for ffn in layout.ffns]
@@ -77,6 +71,4 @@ def _count_ffn_values(config: Any, layout: LayerLayout, layer: nn.Module, everyo
     named = [getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size")]
     width = next((size for size in named if isinstance(size, int)), 0)
     visited: Any = getattr(config, "num_experts_per_tok", None) or 1
-    if everyone and layout.experts is not None:
-        visited = layer.get_submodule(layout.experts.module).num_experts
     return sum(own) + visited * (3 * width + 2 * config.hidden_size)

@@ -263,14 +263,12 @@ def check_effects(modifier: Any, groups: Sequence[UnitGroup]) -> None:
     :raises ValueError: in that case
     """
     update, ffns = modifier.weight_update, [group for group in groups if group.unit.is_ffn]
-    tunes = "ffn_tuning" in modifier.model_fields_set and modifier.ffn_tuning is not None
     for field, is_used in (
         (f"width_multiple: {modifier.width_multiple}", modifier.width_multiple in ("auto", 1) or ffns),
         (
             f"weight_update: {update.method}",
             modifier.only_plans or not update.refines or any(map(update.can_refine, groups)),
         ),
-        ("ffn_tuning", not tunes or any(group.activation for group in ffns)),
     ):
         if not is_used:
             raise ValueError(

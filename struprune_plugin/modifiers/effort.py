@@ -18,20 +18,18 @@ class Effort:
     :param samples: ``samples`` of ``allocation: error_curve``
     :param trial_samples: ``trial_samples`` of the same rule
     :param rotate_values: value of ``rotate_values``
-    :param tuning_epochs: ``epochs`` of ``ffn_tuning``; 0 for no tuning
     """
 
     sensitivity_samples: int
     samples: int
     trial_samples: int
     rotate_values: bool = True
-    tuning_epochs: int = 0
 
 
 EFFORTS: dict[str, Effort | None] = {
     "fast": Effort(sensitivity_samples=8, samples=8, trial_samples=0, rotate_values=False),
     "default": None,  # each field's own default
-    "best": Effort(sensitivity_samples=64, samples=64, trial_samples=16, tuning_epochs=6),
+    "best": Effort(sensitivity_samples=64, samples=64, trial_samples=16),
 }
 
 

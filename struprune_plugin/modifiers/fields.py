@@ -31,7 +31,6 @@ from struprune_plugin.modifiers.effort import EFFORTS, complete
 from struprune_plugin.modifiers.patterns import check_patterns
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
-from struprune_plugin.pruning.ffn_tuning import FFNTuning
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
 from struprune_plugin.storage.registry import Config
@@ -79,18 +78,14 @@ class Experts(Config):
         output norm (REAP) go with their router entries, the same number in every layer, and the others are re-solved
     :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and
         engines load the output; ``per_layer``: all experts of a layer do
-    :param calibrate_all_experts: send every token through every expert for the statistics, so that experts with few
-        tokens are solved too; the layer's output remains that of the router's choice
     """
 
     units: Annotated[Literal["channels", "whole"], BeforeValidator(_refuse_both)] = "channels"
     widths: Annotated[Literal["same", "per_layer"], BeforeValidator(_refuse_per_expert)] = "same"
-    calibrate_all_experts: bool = False
 
     def place(self, group: UnitGroup) -> UnitGroup:
-        """Return a group with the configured tie and token selection; groups outside experts are returned unchanged."""
-        tie = group.output_name if group.tie and self.widths == "per_layer" else group.tie
-        return replace(group, tie=tie, all_tokens=self.calibrate_all_experts) if group.experts else group
+        """Return a group with the configured tie; groups outside experts are returned unchanged."""
+        return replace(group, tie=group.output_name) if group.tie and self.widths == "per_layer" else group
 
     @property
     def drops(self) -> bool:
@@ -139,7 +134,7 @@ class StructuredModifier(StageModifier):
     :param rotate_values: rotate the values of each head first, so that few channels carry most of the output; for value
         channels with ``obs`` and a solve
     :param effort: time against quality: ``fast``, ``default`` or ``best``. Sets the samples of ``sensitivity`` and of
-        ``allocation: error_curve``, ``rotate_values`` and ``ffn_tuning``, unless the recipe sets them
+        ``allocation: error_curve``, and ``rotate_values``, unless the recipe sets them
     :param memory_budget: bytes that the device may hold; moments and solves that do not fit move to the host. None uses
         the accelerator's free memory
     """
@@ -234,17 +229,15 @@ class StructuredModifier(StageModifier):
         )
         return groups if self.experts is None else [self.experts.place(group) for group in groups]
 
-    def make_config(self, reconstruct: str = "local", ffn_tuning: FFNTuning | None = None) -> PruningConfig:
+    def make_config(self, reconstruct: str = "local") -> PruningConfig:
         """Return the configuration that the pruning of a layer depends on."""
-        again = ffn_tuning is not None or self.weight_update.refines
         return PruningConfig(
             importance=self.importance,
             weight_update=self.weight_update,
-            reconstruct=replace(TARGETS[reconstruct], is_read_again=again),
+            reconstruct=replace(TARGETS[reconstruct], is_read_again=self.weight_update.refines),
             dampening_frac=DAMPING if isinstance(self.dampening_frac, str) else self.dampening_frac,
             chooses_dampening=self.dampening_frac == "auto",
             rotate_values=self.rotate_values,
-            ffn_tuning=ffn_tuning,
             sparsity=self.sparsity or 0.0,
         )
 

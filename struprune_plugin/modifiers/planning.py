@@ -38,7 +38,6 @@ from struprune_plugin.storage.records import AllocationRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
 Batches = list[dict[str, Tensor]]
-FAR = 1.0  # divergence in nats from which the best plan is searched around
 
 
 def plan_early(
@@ -145,11 +144,7 @@ class Planner:
         proposer = Proposer(recipe, setup, budget, tie_statistics(setup.sizes, measured))
         plans = proposer.propose(probe if held else None)
         values = judge(list(plans.values())) if len(plans) > 1 and held else []
-        best = take_best(plans, values)
-        far = min((best.record.tried or {}).values(), default=0.0) >= FAR
-        if far and (searched := proposer.search(best, probe)) is not None:
-            best = take_best({**plans, "searched": searched}, [*values, *judge([searched])])
-        return best
+        return take_best(plans, values)
 
     def _add_experts(self, plan: UnitAllocation) -> UnitAllocation:
         """Return a plan of the other groups with the whole experts that stay, which keep all channels."""

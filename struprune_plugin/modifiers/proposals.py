@@ -1,4 +1,4 @@
-"""Plans that the trials compare: the rule's own, those of corrected error curves, variants, and what a search around one finds."""
+"""Plans that the trials compare: the rule's own, those of corrected error curves, and variants."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from loguru import logger
 
 from struprune_plugin.allocation.probes import Block, bend_curves, list_blocks, propose_blocks
 from struprune_plugin.allocation.rules import Budget, GroupStatistics
-from struprune_plugin.allocation.rules.rule import take_unrotated
-from struprune_plugin.allocation.search import Shifts, search_blocks, shift_blocks
 from struprune_plugin.linalg.budget import find_least_share
 from struprune_plugin.linalg.rounding import check_budget, expand_counts, round_kept_counts
 from struprune_plugin.modifiers.fields import StructuredModifier
@@ -36,7 +34,7 @@ class Proposer:
     tied: Mapping[str, GroupStatistics]
 
     def propose(self, measure: Measure | None) -> dict[str, UnitAllocation]:
-        """Return plans by name: the rule's own, first; with trials, those of corrected curves and of unrotated units, and variants.
+        """Return plans by name: the rule's own, first; with trials, those of corrected curves and variants.
 
         :param measure: None without trials
         :raises ValueError: the budget cannot be met
@@ -48,23 +46,7 @@ class Proposer:
             plan = next(iter(own.values()))
             found = self._probe(plan, blocks, measure)
             others["probed"] = bend_curves(self.tied, self.setup.sizes, self._count(plan), found)
-        if unrotated := take_unrotated(self.tied):
-            others["unrotated"] = unrotated
         return self._spread({**own, **self._decide(others)})
-
-    def search(self, start: UnitAllocation, measure: Measure) -> UnitAllocation | None:
-        """Return the plan of least divergence around one; None where no other is better, or blocks cannot be shifted."""
-        rule, counts, blocks = self.recipe.allocation, self._count(start), self._list_blocks()
-        if not blocks:
-            return None
-
-        def make(shifts: Shifts) -> UnitAllocation | None:
-            with suppress(ValueError):
-                return replace(start, kept=self._fit(shift_blocks(self.setup.sizes, counts, shifts, rule.most or 1.0)))
-            return None
-
-        found = search_blocks(start, blocks, make, measure)
-        return None if found is start else found
 
     def _decide(self, curves: Curves) -> dict[str, UnitAllocation]:
         """Return the rule's plans by name.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from compressed_tensors.utils import patch_attr
 from llmcompressor.core import Event, State
-from llmcompressor.modifiers import Modifier
 from loguru import logger
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
@@ -23,35 +20,24 @@ from struprune_plugin.model.layers import count_parameters, count_weight_bytes, 
 from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
-from struprune_plugin.modifiers.checks import check_alone, seeing_modifiers
-from struprune_plugin.modifiers.effort import EFFORTS
+from struprune_plugin.modifiers.checks import check_alone
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
 from struprune_plugin.modifiers.mixtures import describe_experts, find_whole, tell_lost_experts
 from struprune_plugin.modifiers.planning import Planner, plan_early
-from struprune_plugin.modifiers.replay import Replay, fill_from_replay, read_replay
 from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
-from struprune_plugin.modifiers.stages import (
-    agree_on_budget,
-    check_curves,
-    find_allocator,
-    find_share_left,
-    prepare_round,
-)
+from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, find_allocator
 from struprune_plugin.modifiers.targets import describe_target
 from struprune_plugin.modifiers.uniform_output import check_uniform
-from struprune_plugin.modifiers.widths import check_widths, describe_roundings
+from struprune_plugin.modifiers.widths import describe_roundings
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.ffn_tuning import FFNTuning
-from struprune_plugin.pruning.layer_loop import PrunedLayers, prune_layers
+from struprune_plugin.pruning.layer_loop import prune_layers
 from struprune_plugin.pruning.prune_layer import LayerPruner
 from struprune_plugin.pruning.resume import LayerLog, digest_tokens
 from struprune_plugin.reporting.tables import tell_budget
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import check_one_process
-from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
-from struprune_plugin.storage.records import BudgetRecord, CalibrationRecord, ModelRecord, StageEntry
-from struprune_plugin.storage.rounds import join_rounds
+from struprune_plugin.storage.manifest import Manifest, write_manifest
+from struprune_plugin.storage.records import BudgetRecord, CalibrationRecord, GroupRecord, ModelRecord, StageEntry
 
 
 class StruPruneModifier(StructuredModifier):
@@ -72,15 +58,11 @@ class StruPruneModifier(StructuredModifier):
     Fields as in :class:`StructuredModifier`, and:
 
     :param sparsity: required unless there is a ``budget`` or an earlier :class:`SparsityAllocatorModifier` stage, whose
-        plan is then used. With several StruPruneModifiers in a recipe (rounds), each counts from the dense model
+        plan is then used
     :param allocation: ``uniform``, or a rule that takes an allocation pass of the stage's own
     :param reconstruct: target of a solve (method.md section 2)
     :param output: ``per_layer``: each layer has its own size, and our modelling file travels with the checkpoint;
         ``uniform``: all layers have the same size, the allocation is uniform, and stock classes load the output
-    :param ffn_tuning: ``{epochs, learning_rate}``: train each FFN that has lost channels towards the dense FFN's output
-        on the same inputs, see :func:`~struprune_plugin.pruning.ffn_tuning.tune_ffn`, then solve its consumer once
-        more. None skips this
-    :param replay: a ``struprune.json`` whose kept units and settings are repeated on the same calibration data
 
     Example recipe::
 
@@ -93,46 +75,26 @@ class StruPruneModifier(StructuredModifier):
     allocation: AllocationField = Field(default="error_curve", validate_default=True)  # type: ignore[arg-type]
     reconstruct: Literal[tuple(TARGETS)] = "half_residual"  # type: ignore[valid-type]
     output: Literal["per_layer", "uniform"] = "per_layer"
-    replay: str | None = None
-    ffn_tuning: FFNTuning | None = None
 
     _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
-    _modifiers: Sequence[Modifier] = PrivateAttr(default=())  # of the whole recipe
-    _round_before: Any = PrivateAttr(default=None)  # a StruPruneModifier; None in the first round
-    _own_manifest: Manifest | None = PrivateAttr(default=None)  # where another round has followed
     _setup: RunSetup | None = PrivateAttr(default=None)
     _weights_digest: str = PrivateAttr(default="")
-    _replayed: Replay | None = PrivateAttr(default=None)
     _plan: UnitAllocation | None = PrivateAttr(default=None)
     _context: DeviceContext = PrivateAttr(default_factory=DeviceContext)
     _calibration: CalibrationRecord | None = PrivateAttr(default=None)
-    _pruned: PrunedLayers | None = PrivateAttr(default=None)
+    _pruned: list[GroupRecord] | None = PrivateAttr(default=None)
     _num_before: int = PrivateAttr(default=0)
     _fisher_means: dict[str, float] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_replay(cls, values: Any) -> Any:
-        """Return the fields filled from the replayed manifest, with which the recipe's own fields must agree."""
-        return fill_from_replay(cls, values)
 
     @model_validator(mode="after")
     def _complete_fields(self) -> StruPruneModifier:
         if self.output == "uniform" and "allocation" not in self.model_fields_set:
             self.allocation = RULES.parse("uniform")
-        effort = EFFORTS[self.effort]
-        if effort is not None and effort.tuning_epochs and self.prune_ffn and "ffn_tuning" not in self.model_fields_set:
-            self.ffn_tuning = FFNTuning(epochs=effort.tuning_epochs)
-        if self.ffn_tuning is not None and not self.prune_ffn:
-            raise ValueError("`ffn_tuning` has no effect with `prune_ffn: false`. Remove it, or set `prune_ffn: true`.")
         return self
 
     # -- lifecycle: llm-compressor's events ------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        if self.ffn_tuning is not None:
-            check_one_process("ffn_tuning", "Set `ffn_tuning: null` (`effort: best` sets it), or run one process.")
-        self._modifiers, self._round_before = prepare_round(self)
         self._setup = self._prepare(state)
         self._weights_digest = describe_weights(state.model)
         self._plan = self._plan_early(state.model, self._setup)
@@ -140,18 +102,6 @@ class StruPruneModifier(StructuredModifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
-        if self._round_before is None:
-            self._prune(state)
-            return
-        with seeing_modifiers(self._modifiers):
-            left = find_share_left(self.sparsity or 0.0, self._round_before._close_round(state.model))
-            with patch_attr(self, "sparsity", left):
-                self._setup = self._prepare(state)
-                self._plan = self._plan_early(state.model, self._setup)
-                self._prune(state)
-
-    def _prune(self, state: State) -> None:
-        """Measure, allocate, and prune layer by layer."""
         model = state.model
         assert self._setup is not None
         setup = drop_lost_experts(self._setup, self, model)
@@ -160,10 +110,8 @@ class StruPruneModifier(StructuredModifier):
         batches, self._num_before = list(state.data.calib), count_parameters(model)
         tokens = setup.num_sequences, setup.num_tokens
         self._calibration = CalibrationRecord(*tokens, digest_tokens(batch["input_ids"] for batch in batches))
-        if self._replayed is not None:
-            self._replayed.check(self._calibration)
         with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
-            config = self.make_config(self.reconstruct, self.ffn_tuning)
+            config = self.make_config(self.reconstruct)
             planner = Planner(self, setup, model, batches, context)
             allocated = self._stage_before.allocated if self._stage_before is not None else None
             self._plan, measured = planner.decide(self._plan, allocated, self._store)
@@ -183,16 +131,12 @@ class StruPruneModifier(StructuredModifier):
             return True  # llm-compressor finalises an aborted run: nothing to export
         if self._plan is not None and self._plan.experts is not None:
             self._plan.experts.tell(state.model.config.get_text_config(decoder=True))
-        own, later = self._own_manifest or self._adopt(state.model), self._round_before is not None
-        wrap_save(
-            state.model, lambda path: write_manifest(join_rounds(read_manifest(path), own) if later else own, path)
-        )
+        tell_lost_experts(state.model, self._setup.groups if self._setup else [], self._plan)
+        finish_model(state.model, self.output == "uniform")
+        manifest = self._make_manifest(state.model)
+        logger.info(tell_budget(manifest.budget))
+        wrap_save(state.model, lambda path: write_manifest(manifest, path))
         return True
-
-    def _close_round(self, model: PreTrainedModel) -> BudgetRecord:
-        """Return the budget of this round and those before, after ending it, so that another one can follow."""
-        self._own_manifest = self._adopt(model)
-        return self._join(self._own_manifest).budget
 
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""
@@ -203,18 +147,6 @@ class StruPruneModifier(StructuredModifier):
         cut = [group for group in groups if not (group.experts and keep_width)]
         chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
         return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
-
-    def _adopt(self, model: PreTrainedModel) -> Manifest:
-        """Give the model its pruned class and configuration, and return the manifest of this stage."""
-        tell_lost_experts(model, self._setup.groups if self._setup else [], self._plan)
-        finish_model(model, self.output == "uniform")
-        logger.info(tell_budget(self._join(manifest := self._make_manifest(model)).budget))
-        return manifest
-
-    def _join(self, own: Manifest) -> Manifest:
-        """Return the manifest of this stage joined with those of the rounds before it, without their recovery."""
-        before = self._round_before
-        return own if before is None else join_rounds(before._join(before._own_manifest), own)
 
     # -- before the pass ------------------------------------------------------------------------------------------
 
@@ -250,13 +182,7 @@ class StruPruneModifier(StructuredModifier):
         return groups
 
     def _plan_early(self, model: PreTrainedModel, setup: RunSetup) -> UnitAllocation | None:
-        """Return the kept counts if they need no calibration data (a replay or a uniform allocation), else None."""
-        if self.replay:
-            self._replayed = read_replay(self.replay, setup, self._weights_digest)
-            self.replay = None  # the saved recipe must not depend on the file
-            plan = self._replayed.plan
-            check_widths(plan.list_left(setup.groups), plan.kept, setup.roundings)
-            return plan
+        """Return the kept counts if they need no calibration data (a uniform allocation), else None."""
         if self._stage_before is not None:
             return None
 
@@ -272,7 +198,7 @@ class StruPruneModifier(StructuredModifier):
         assert self._plan is not None
         assert self._calibration is not None
         after, experts = count_parameters(model), describe_experts(setup.mixture, self._plan.experts)
-        removed = sum(r.removed_parameters for r in pruned.records) + sum(r.removed_parameters for r in experts)
+        removed = sum(r.removed_parameters for r in pruned) + sum(r.removed_parameters for r in experts)
         return Manifest(
             model=ModelRecord(
                 base=model.config._name_or_path,
@@ -298,8 +224,7 @@ class StruPruneModifier(StructuredModifier):
                 StageEntry(name=name, seconds=round(stage.seconds, 3), peak_bytes=stage.peak_bytes)
                 for name, stage in self._context.stages.items()
             ],
-            tuning=pruned.tuning,
-            groups=pruned.records,
+            groups=pruned,
             experts=experts,
             sensitivity=self._fisher_means,
         )

@@ -247,16 +247,12 @@ def place_run(
     unable = {
         f"weight_update: {modifier.weight_update.method}": modifier.weight_update.refines,
         f"importance: {modifier.importance.method}": not modifier.importance.keeps_budget,
-        "ffn_tuning": getattr(modifier, "ffn_tuning", None) is not None,
     }
     for name, is_unable in unable.items():
         if is_unable and not strict:
             return WHOLE
         if is_unable:
-            preset = " (set by `effort: best`; `ffn_tuning: null` removes it)" if name == "ffn_tuning" else ""
-            raise ValueError(
-                f"memory_budget: `{name}`{preset} cannot run under a memory budget. Remove one of the two."
-            )
+            raise ValueError(f"memory_budget: `{name}` cannot run under a memory budget. Remove one of the two.")
     sizes = read_sizes(model, groups, find_largest_shape(loader))
     hold_out = not together and modifier.dampening_frac == "auto"
     demands = Demands(together, hold_out, modifier.sensitivity_samples is not None)

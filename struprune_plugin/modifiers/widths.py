@@ -94,7 +94,7 @@ def _measure_tied(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]
 def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings: Mapping[str, Rounding]) -> None:
     """Raise if a later modifier cannot divide a kept width into its groups.
 
-    Plans are rounded, so this finds widths that the plan did not choose: all units kept, or a replay.
+    Plans are rounded, so this finds widths that the plan did not choose: those of all units kept.
 
     :param kept: units to keep, by group name; all where a group has no entry
     :raises ValueError: a width is not a multiple of the required step

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from struprune_plugin.layerwise.dense_reference import Target
 from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.pruning.ffn_tuning import FFNTuning
 from struprune_plugin.pruning.importance import Importance
 from struprune_plugin.pruning.weight_update import WeightUpdate
 from struprune_plugin.storage.records import AllocationRecord
@@ -25,7 +24,6 @@ class PruningConfig:
     :param dampening_frac: dampening of every solve but the closing least-squares solve
     :param chooses_dampening: whether the closing solve uses the dampening of least error on held-out sequences
     :param rotate_values: whether the units of heads are rotated first, where the importance allows it
-    :param ffn_tuning: settings of the FFN tuning; None for none
     :param sparsity: sparsity asked of the whole model, for importances that depend on it
     """
 
@@ -35,7 +33,6 @@ class PruningConfig:
     dampening_frac: float
     chooses_dampening: bool
     rotate_values: bool
-    ffn_tuning: FFNTuning | None
     sparsity: float
 
     def rotates(self, group: UnitGroup) -> bool:
@@ -89,13 +86,11 @@ class UnitAllocation:
 
     :param kept: number of units by group name; kept experts under their new names
     :param record: record of the allocation, for the manifest
-    :param units: indices of the kept units by group name, where a replay gives them
     :param experts: kept whole experts; None if all stay
     """
 
     kept: Mapping[str, int]
     record: AllocationRecord
-    units: Mapping[str, Sequence[int]] | None = None
     experts: KeptExperts | None = None
 
     def list_left(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,19 +15,7 @@ from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.prune_layer import LayerPruner
 from struprune_plugin.pruning.resume import LayerLog
 from struprune_plugin.runtime.distributed import count_before
-from struprune_plugin.storage.records import GroupRecord, TuningRecord
-
-
-@dataclass
-class PrunedLayers:
-    """Records of all pruned layers.
-
-    :param records: one per group, in order
-    :param tuning: tuning records by layer name
-    """
-
-    records: list[GroupRecord] = field(default_factory=list)
-    tuning: dict[str, TuningRecord] = field(default_factory=dict)
+from struprune_plugin.storage.records import GroupRecord
 
 
 def prune_layers(
@@ -37,8 +24,8 @@ def prune_layers(
     groups: Sequence[UnitGroup],
     pruner: LayerPruner,
     log: LayerLog | None = None,
-) -> PrunedLayers:
-    """Prune a model, layer by layer.
+) -> list[GroupRecord]:
+    """Prune a model, layer by layer; return the records of its groups, in order.
 
     :param groups: groups of all layers
     :param log: log of the finished layers; layers that an earlier process finished are restored from it
@@ -48,7 +35,7 @@ def prune_layers(
     statistics = LayerStatistics(
         config.reconstruct, context, hold_out=config.chooses_dampening, num_before=before, propagates=True
     )
-    pruned, changed = PrunedLayers(), False
+    records, changed = list[GroupRecord](), False
     for step in stream_layers(model, batches, context, "pruning", propagates=True):
         own, done = select_groups(groups, step.name), None if log is None else log.take(step.index)
         for _ in step.observe(statistics, [] if done else own):  # a finished layer needs only the dense path
@@ -66,8 +53,6 @@ def prune_layers(
                 restore_layer(step.layer, structure[step.index], done.copy)
                 context.release(step.layer)
         changed = outcome.changed
-        pruned.records += outcome.groups
-        if outcome.tuning is not None:
-            pruned.tuning[step.name] = outcome.tuning
+        records += outcome.groups
         statistics.finish_layer()
-    return pruned
+    return records

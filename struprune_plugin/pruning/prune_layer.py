@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -12,16 +12,13 @@ from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
 from struprune_plugin.model.surgery import rotate_group, rotate_producer, slice_group
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
-from struprune_plugin.pruning.ffn_tuning import prepare_tuning
 from struprune_plugin.pruning.importance import Ranking
-from struprune_plugin.pruning.reconstruction import LeastSquaresProblem, refine_group, solve_again, solve_group
+from struprune_plugin.pruning.reconstruction import LeastSquaresProblem, refine_group, solve_group
 from struprune_plugin.pruning.selection import describe_group, select_units, weigh_moments
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0
-from struprune_plugin.storage.records import GroupRecord, TuningRecord
-
-_SOLVED_AGAIN = ("target_energy", "error_after", "damping", "condition_number")  # from a tuned FFN's last solve
+from struprune_plugin.storage.records import GroupRecord
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,10 @@ class LayerOutcome:
     """Outcome of the pruning of one decoder layer.
 
     :param groups: one record per group, in order
-    :param tuning: None if the layer was not tuned
     :param changed: whether anything was removed from this layer or from one before it
     """
 
     groups: list[GroupRecord]
-    tuning: TuningRecord | None
     changed: bool
 
 
@@ -76,16 +71,15 @@ class LayerPruner:
         """Remove units from every group of a decoder layer, in place, and update the remaining weights.
 
         Whole experts are removed first. Each group then goes through the same steps: statistics of its consumer's inputs, as
-        the groups before it left them; selection of the kept units and of the weights on them; surgery; and, where configured,
-        tuning of an FFN and another solve of its consumer. A layer stays unchanged as long as nothing was removed: its inputs
-        are the dense ones.
+        the groups before it left them; selection of the kept units and of the weights on them; and surgery. A layer
+        stays unchanged as long as nothing was removed: its inputs are the dense ones.
 
         :param groups: of this layer, in the order in which the model computes them
         :param statistics: statistics of the layer on the calibration data, which can be gathered again
         :param changed: whether anything was removed from a layer before this one
         :param progress: position of the run, for progress bars
         """
-        records, tuning = [], None
+        records = []
         left = self.drop_experts(layer, groups)
         if len(left) < len(groups):
             statistics.keep_groups(left)
@@ -98,13 +92,8 @@ class LayerPruner:
             with self.context.stage("select and solve"):
                 result = self.decide(module, moments, updates=changed)
             del moments
-            tune = self._prepare_tuning(module, result.record)
-            record = self._slice(module, result) if changed else result.record
-            if tune is not None:
-                with self.context.stage("tuning"):
-                    tuning, record = self._tune(module.resize(record.kept), tune, record)
-            records.append(record)
-        return LayerOutcome(records, tuning, changed)
+            records.append(self._slice(module, result) if changed else result.record)
+        return LayerOutcome(records, changed)
 
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Remove whole experts from a layer; return the remaining groups.
@@ -158,24 +147,6 @@ class LayerPruner:
         with self.context.stage("admm"):
             admm = refine_group(module, result.keep, result.weight, self.config)
         return replace(record, admm=admm, error_after=admm.error_after)
-
-    def _prepare_tuning(self, module: ModuleView, record: GroupRecord) -> Callable[[ModuleView], TuningRecord] | None:
-        tuning, group = self.config.ffn_tuning, module.group
-        if tuning is None or not group.activation or record.kept == group.num_units:
-            return None
-        with self.context.stage("tuning"):
-            return prepare_tuning(module, self.sensitivity.fisher_sqrt.get(group.output_name), tuning)
-
-    def _tune(
-        self, module: ModuleView, tune: Callable[[ModuleView], TuningRecord], record: GroupRecord
-    ) -> tuple[TuningRecord, GroupRecord]:
-        """Tune a sliced FFN, and solve its consumer once more on the new inputs."""
-        tuning = tune(module)
-        if tuning.best_epoch and self.config.weight_update.solves:
-            solve = vars(solve_again(module, self.config))
-            record = replace(record, **{name: solve[name] for name in _SOLVED_AGAIN})
-        self.context.release(module.layer)
-        return tuning, record
 
 
 def _rotate_kept_rows(module: ModuleView, keep: Tensor, basis: Tensor) -> Tensor:

@@ -68,9 +68,7 @@ def solve_group(
     columns = unit_columns(keep, group.columns_per_unit)
     deleted = dense[:, with_bias_index(columns, group.num_columns)]
     weight, condition, damping, damped, scale = deleted, None, config.dampening_frac, problem.damped, None
-    if not len(keep):  # the bias is removed, too
-        weight = deleted = torch.zeros_like(deleted)
-    elif config.weight_update.solves and updates and not problem.gathered.determines:
+    if config.weight_update.solves and updates and not problem.gathered.determines:
         weight, scale = scale_weights(moments, deleted, columns)
     elif config.weight_update.solves and updates:
         if held is not None:

@@ -56,14 +56,9 @@ def select_units(ranking: Ranking, allocation: UnitAllocation, config: PruningCo
     """Return the units that an allocation keeps, chosen by the recipe's importance."""
     group, device = ranking.group, ranking.damped.gram.device
     num_keep = allocation.kept[group.name]
-    if num_keep in (0, group.num_units):
+    if num_keep == group.num_units:
         return SelectedUnits(torch.arange(num_keep, device=device))
-    known = None if allocation.units is None else torch.tensor(allocation.units[group.name], device=device)
-    if known is not None and not config.rotates(group):
-        return SelectedUnits(known)
     order, scores, basis = rank_units(ranking, config, group.num_units - num_keep)
-    if known is not None:
-        return SelectedUnits(known, basis=basis)
     return SelectedUnits(keep_last(order, group.num_units, num_keep), scores, basis)
 
 

@@ -19,7 +19,7 @@ from struprune_plugin.modifiers import (
     SparsityAllocatorModifier,
     StruPruneModifier,
 )
-from struprune_plugin.modifiers.stages import check_rounds
+from struprune_plugin.modifiers.stages import check_one_pruning
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.files import shorten_value
 from struprune_plugin.storage.registry import describe_error, show_name, suggest
@@ -47,7 +47,7 @@ def load_recipe(
         StruPrune modifiers that have it; ``allocation.temperature`` sets one field of a method
     :raises ValueError: the file is missing or is not a YAML mapping; a stage, a group or a modifier is not of the form
         ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields;
-        several pruning stages that cannot be rounds
+        several pruning stages
     """
     if recipe is None:
         raise ValueError(
@@ -72,7 +72,7 @@ def load_recipe(
         loaded = Recipe.create_instance(recipe)
     if not loaded.modifiers:
         raise ValueError("recipe: must have at least one modifier, got none. Add a stage with a modifier.")
-    check_rounds(loaded.modifiers)
+    check_one_pruning(loaded.modifiers)
     return loaded
 
 

@@ -193,10 +193,6 @@ def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
     facts += [
         (f"stage: {name}", f"{took}, peak {peak}" if peak else took) for name, took, peak in list_stages(manifest)
     ]
-    for number, earlier in enumerate(manifest.rounds, 1):
-        share = earlier.removed_parameters / manifest.budget.prunable_parameters
-        after = f", then {earlier.recovery.steps} steps of recovery" if earlier.recovery else ""
-        facts.append((f"round {number}", f"{share:.3%} removed{after}"))
     if recovery := manifest.recovery:
         adapters, weights = (recovery.settings.get(name) for name in ("adapters", "weights"))
         lora = f"LoRA rank {adapters.get('rank')}" if isinstance(adapters, dict) else ""

@@ -1,4 +1,4 @@
-"""``struprune.json``: the manifest of a run's decisions per layer, for readers and replays. This module imports nothing heavy."""
+"""``struprune.json``: the manifest of a run's decisions per layer, for readers. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from struprune_plugin.storage.records import (
     GroupRecord,
     ModelRecord,
     StageEntry,
-    TuningRecord,
 )
 
 MANIFEST_NAME = "struprune.json"
@@ -49,21 +48,6 @@ class RecoveryRecord(BaseModel):
     seconds: float
 
 
-class RoundRecord(BaseModel):
-    """Record of an earlier round of a recipe that prunes in rounds.
-
-    :param settings: fields of the recipe's pruning stage
-    :param removed_parameters: parameters removed up to its end
-    :param recovery: recovery that followed it; None, and omitted from the file, if there was none
-    """
-
-    model_config = CLOSED | ConfigDict(frozen=True)
-
-    settings: dict[str, Any]
-    removed_parameters: Count
-    recovery: RecoveryRecord | None = Field(default=None, exclude_if=lambda recovery: recovery is None)
-
-
 class Manifest(BaseModel):
     """Manifest of a pruning run.
 
@@ -71,11 +55,9 @@ class Manifest(BaseModel):
     :param seed: seed of torch, at the end
     :param memory_measure: what ``peak_bytes`` of the stages counts
     :param sensitivity: mean diagonal of the Fisher information of each module's output, by group; empty if not measured
-    :param tuning: tuning of FFNs, by layer
     :param experts: kept whole experts, by layer; omitted from the file if none was removed
     :param evaluation: omitted from the file if nothing was measured yet
     :param recovery: None, and omitted from the file, if there was none
-    :param rounds: rounds before the last, if the recipe prunes in rounds; omitted from the file otherwise
     """
 
     model_config = CLOSED | ConfigDict(frozen=True)
@@ -91,14 +73,12 @@ class Manifest(BaseModel):
     memory_measure: str
     stages: list[StageEntry]
     sensitivity: dict[str, float]
-    tuning: dict[str, TuningRecord]
     groups: list[GroupRecord]
     experts: list[ExpertsRecord] = Field(default_factory=list, exclude_if=lambda experts: not experts)
     evaluation: EvaluationRecord = Field(
         default_factory=EvaluationRecord, exclude_if=lambda e: not (e.perplexity or e.tasks)
     )
     recovery: RecoveryRecord | None = Field(default=None, exclude_if=lambda recovery: recovery is None)
-    rounds: list[RoundRecord] = Field(default_factory=list, exclude_if=lambda rounds: not rounds)
 
     @model_validator(mode="after")
     def _check_names(self) -> Manifest:
@@ -109,7 +89,7 @@ class Manifest(BaseModel):
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions that a bit-identical replay depends on."""
+    """Return the versions that the bytes of an output depend on."""
     installed = {name: _read_version(name) for name in _PACKAGES}
     return {"struprune": _read_version("struprune-plugin"), "python": platform.python_version(), **installed}
 

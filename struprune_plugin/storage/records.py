@@ -138,18 +138,6 @@ class StageEntry:
 
 
 @dataclass(frozen=True, config=CLOSED)
-class TuningRecord:
-    """Record of the tuning of one FFN.
-
-    :param holdout: held-out error of every epoch, relative to the energy of the dense FFN's output, epoch 0 first
-    :param best_epoch: epoch whose parameters the FFN has
-    """
-
-    holdout: list[float]
-    best_epoch: Count
-
-
-@dataclass(frozen=True, config=CLOSED)
 class ADMMRecord:
     """Record of ADMM on one group.
 

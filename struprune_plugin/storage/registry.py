@@ -18,6 +18,13 @@ GONE = {  # fields and methods that recipes no longer have, each with what to us
     "phase": "A file of `budget.costs` is of one workload: `python -m eval.costs` times it.",
     "sublayers": "Remove layers in transformers (docs/models.md), then prune widths.",
     "whole_layers": "Remove layers in transformers (docs/models.md), then prune widths.",
+    "ffn_tuning": "Train the output folder, for instance by a recovery stage behind the pruning.",
+    "replay": "Run the output's own recipe.yaml on the same calibration text.",
+    "calibrate_all_experts": "Use more calibration text, so that every expert sees enough tokens.",
+    "owl": "Set `allocation: error_curve`.",
+    "fluctuation": "Set `importance: obs`.",
+    "taylor": "Set `importance: snip`.",
+    "wanda_l2": "Set `importance: wanda`.",
 }
 
 

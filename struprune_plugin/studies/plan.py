@@ -159,7 +159,7 @@ def outline_run(shapes: Shapes, modifiers: Sequence[Modifier]) -> Outline:
 
 
 def find_pruning(modifiers: Sequence[Modifier]) -> tuple[int, StruPruneModifier]:
-    """Return (position, pruning stage) of a recipe; of several rounds the last one, whose sparsity counts from the dense model.
+    """Return (position, pruning stage) of a recipe.
 
     :raises ValueError: there is none
     """

@@ -153,22 +153,17 @@ def test_zero_sparsity_is_the_identity(dense, whole, tmp_path):
     assert count_prunable_parameters(pruned) == count_prunable_parameters(whole)
 
 
-def test_allocators_and_tuning_run_on_every_type(dense, whole, tmp_path):
-    """Softmax, Algorithm 3's weight norms, ADMM where it is defined, and the tuning of an FFN with the model's activation."""
+def test_allocators_run_on_every_type(dense, whole, tmp_path):
+    """Softmax, Algorithm 3's weight norms, ADMM where it is defined."""
     model_type = whole.config.model_type
     gated_silu = model_type in {"opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3"}
     options = {
         "sparsity": 0.2,
         "allocation": {"rule": "softmax_inverse", "temperature": 4.0},
-        "ffn_tuning": {"epochs": 1},
     }
     options |= {"weight_update": {"method": "admm", "steps": 1}} if gated_silu else {}
     run_oneshot(str(dense), output_dir=str(tmp_path / "out"), **options)
     manifest = read_manifest(tmp_path / "out")
-    curves = [record.holdout for record in manifest.tuning.values()]
-    smaller = [group for group in manifest.groups if group.kind == "ffn" and group.kept < group.num_units]
-    assert len(curves) == len(smaller) > 0
-    assert all(len(curve) == 2 and min(curve) <= curve[0] for curve in curves)
     assert any(group.admm for group in manifest.groups) == gated_silu
 
 

@@ -78,7 +78,7 @@ def make_dataset(num_samples: int = 8, length: int = 32, seed: int = 1) -> Datas
 def run_oneshot(model, recipe=None, dataset=None, **kwargs):
     """Run our oneshot with the options that make it deterministic; ``kwargs`` that it lacks go to the modifier."""
     ours = {k: kwargs.pop(k) for k in list(kwargs) if k in StruPruneModifier.model_fields}
-    if not ours.keys() & {"replay", "importance", "allocation", "output"}:  # trials take a fifth of so short a run
+    if not ours.keys() & {"importance", "allocation", "output"}:  # trials take a fifth of so short a run
         ours["allocation"] = {"rule": "error_curve", "trial_samples": 0}
     options = {"batch_size": 4, "shuffle_calibration_samples": False, "num_calibration_samples": 8} | kwargs
     return oneshot(

@@ -38,7 +38,6 @@ RECOVERIES = {
 }
 REFUSED = {  # fields -> what both processes say
     "admm": ({"weight_update": "admm"}, "weight_update: admm works in one process only, got 2"),
-    "tuning": ({"ffn_tuning": {"epochs": 1}}, "ffn_tuning works in one process only, got 2"),
     "singular": (
         {"dampening_frac": 0.0, "allocation": "uniform"},
         "layers.1.fc2: the least-squares system must have a condition number",

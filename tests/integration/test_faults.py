@@ -25,7 +25,7 @@ pytestmark = pytest.mark.durable
 RECIPE = """
 pruning_stage:
   pruning_modifiers:
-    StruPruneModifier: {sparsity: 0.3, ffn_tuning: {epochs: 1}}
+    StruPruneModifier: {sparsity: 0.3}
 recovery_stage:
   recovery_modifiers:
     LoRARecoveryModifier: {adapters: {rank: 2}, schedule: {epochs: 1}, loss: {kl: 1.0}}
@@ -38,7 +38,6 @@ STAGES = {  # stage -> what runs in its midst
     "allocation": "struprune_plugin.allocation.curves.sum_increases",
     "statistics": "struprune_plugin.layerwise.statistics.accumulate_visit",
     "pruning": "struprune_plugin.pruning.prune_layer.slice_group",
-    "tuning": "struprune_plugin.pruning.ffn_tuning.tune_ffn",
     "teacher": "struprune_plugin.recovery.teacher.LayerwiseTeacher.write_logits",
     "LoRA": "struprune_plugin.recovery.step.Stepper.take",
     "quantising": "llmcompressor.modifiers.quantization.QuantizationModifier.on_calibration_end",
@@ -69,7 +68,6 @@ def make_argv(inputs: Path, results: Path) -> list[str]:
 
 
 def test_the_run_that_is_stopped_below_ends_well_by_itself(inputs, tmp_path):
-    """Layers are tuned while a later quantiser's parameters lie in them."""
     before = digest(inputs)
     assert cli.main(make_argv(inputs, tmp_path)) == 0
     assert (tmp_path / "out" / "struprune.json").is_file()
@@ -121,7 +119,7 @@ def test_a_conversion_that_is_stopped_leaves_nothing(name, opt, prune_once, tmp_
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_run_stopped_while_it_keeps_a_layer_goes_on(name, inputs, tmp_path, monkeypatch, capfd):
     """What was kept before stays, nothing half-written does, and the same command ends well."""
-    argv = [*make_argv(inputs, tmp_path), "--checkpoint", str(tmp_path / "c"), "--set", "ffn_tuning=null"]
+    argv = [*make_argv(inputs, tmp_path), "--checkpoint", str(tmp_path / "c")]
     save, times = journal.save_file, []
 
     def stop(tensors, path, metadata):
@@ -153,7 +151,7 @@ def limit_files():
 @pytest.mark.parametrize("part", ["output", "checkpoint"])
 def test_a_disk_that_is_full_for_real(part, inputs, tmp_path, limit_files, capfd):
     """The message says so in one line, the status is 1, and nothing half-written is left."""
-    argv = [*make_argv(inputs, tmp_path), "--set", "ffn_tuning=null"]
+    argv = [*make_argv(inputs, tmp_path)]
     if part == "checkpoint":
         argv += ["--checkpoint", str(tmp_path / "c")]
     before = digest(inputs)

@@ -85,7 +85,6 @@ SETS = {
     "pattern": ("targets=['re:(']", "must hold names or valid patterns"),
     "backtracking": ("targets=['re:(a+)+$']", "must not hold patterns with nested repetitions"),
     "choice": ("ignore=['re:(a|aa)*$']", "must not hold patterns with nested repetitions"),
-    "replay": ("replay=.nan", "must be a pruned folder or a struprune.json, got nan"),
     "list": ("allocation.samples=[[1]]", "must be a valid integer"),
     "infinite": ("sparsity=1e999", r"sparsity must be in \[0, 1\)"),
 }

@@ -10,12 +10,11 @@ from helpers.trials import watch_trials
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from eval import coverage
 from eval.coverage import make_config, run_type
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export import rehearsal
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.model.experts import take_apart
@@ -133,29 +132,6 @@ def test_an_expert_that_saw_too_few_tokens_is_scaled_and_the_manifest_says_so(mi
     assert all(group.scale is None and group.error_after < group.error_before for group in enough)
 
 
-def test_an_expert_that_no_token_reaches_is_solved_where_all_see_every_token(tmp_path):
-    model = build_tiny(make_config("glm4_moe", 2))
-    model.model.layers[1].mlp.gate.e_score_correction_bias[1] = -100.0  # of the choice alone
-    model.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
-    ids = draw_tokens(model.config, 16, 32, seed=1)
-    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
-    found = {}
-    for every in (False, True):
-        out = tmp_path / str(every)
-        fields = {"experts": {"calibrate_all_experts": every}, "attention_unit": "none", "sparsity": 0.3}
-        options = {"dataset": data, "num_calibration_samples": 16, "output_dir": str(out)}
-        run_oneshot(str(tmp_path / "dense"), allocation=SMALL, **options, **fields)
-        manifest = read_manifest(out)
-        assert manifest.settings["experts"]["calibrate_all_experts"] is every
-        found[every] = [group for group in manifest.groups if group.kind == "experts"]
-    left, reached = found[False][1], found[True][1]
-    assert left.scale == pytest.approx(1, abs=1e-6)
-    assert left.condition_number is None
-    assert all(group.scale is None and group.condition_number is not None for group in found[True])
-    assert reached.error_after < reached.error_before
-
-
 def test_what_remains_is_solved_better_than_deleted(mixture, tmp_path):
     fields = {"attention_unit": "none", "sensitivity": "none", "reconstruct": "local"}
     groups = {}
@@ -263,10 +239,9 @@ def test_a_mixture_converts_to_the_dense_shapes(tmp_path):
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("more", [{"ffn_tuning": {"epochs": 2}}, {"weight_update": "admm"}])
-def test_a_shared_expert_is_solved_again(more, tmp_path):
+def test_a_shared_expert_is_solved_again(tmp_path):
     mixture = save_mixture("glm4_moe", tmp_path / "dense", 32)
-    model = prune(mixture, tmp_path / "out", sparsity=0.2, **more)
+    model = prune(mixture, tmp_path / "out", sparsity=0.2, weight_update="admm")
     assert torch.isfinite(model(mixture[2]).logits).all()
 
 
@@ -293,8 +268,7 @@ def test_the_host_may_remove_experts_behind(model_type, tmp_path):
     torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("more", [{"weight_update": "admm"}, {"ffn_tuning": {"epochs": 2}}])
-def test_a_method_that_covers_none_of_the_modules_is_refused(more, tmp_path):
+def test_a_method_that_covers_none_of_the_modules_is_refused(tmp_path):
     mixture = save_mixture("qwen3_moe", tmp_path / "dense", 8)
     with pytest.raises(ValueError, match="has no effect on the chosen modules"):
-        prune(mixture, tmp_path / "out", **more)
+        prune(mixture, tmp_path / "out", weight_update="admm")

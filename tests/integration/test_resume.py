@@ -1,6 +1,5 @@
 """A killed run goes on where it was, and ends with the bytes of one that was not."""
 
-import json
 import signal
 import time
 
@@ -23,7 +22,6 @@ RECIPES = {
     "default": lambda: [StruPruneModifier(sparsity=0.3)],
     "stage": lambda: [SparsityAllocatorModifier(sparsity=0.3, importance="snip"), StruPruneModifier(importance="snip")],
     "admm": lambda: [StruPruneModifier(sparsity=0.3, allocation="uniform", attention_unit="head", **ADMM)],
-    "tuned": lambda: [StruPruneModifier(sparsity=0.3, allocation="softmax", ffn_tuning={"epochs": 2})],
     "lora": lambda: [
         StruPruneModifier(sparsity=0.3),
         LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1}),
@@ -54,9 +52,7 @@ def read_bytes(folder):
 
 
 @pytest.mark.portability
-@pytest.mark.parametrize(
-    ("name", "counts"), [("default", (1, 3)), ("stage", (1, 3)), ("admm", (2,)), ("tuned", (4,)), ("lora", (4,))]
-)
+@pytest.mark.parametrize(("name", "counts"), [("default", (1, 3)), ("stage", (1, 3)), ("admm", (2,)), ("lora", (4,))])
 def test_a_run_that_died_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, name, counts):
     run_oneshot(str(opt), recipe=RECIPES[name](), output_dir=str(tmp_path / "whole"), **OPTIONS)
     for count in counts:
@@ -81,7 +77,7 @@ def test_a_run_that_died_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, na
         assert len(pruned) == {"stage": 5}.get(name, 4) - count, "nothing is done twice"
         assert read_bytes(output) == read_bytes(tmp_path / "whole")
         whole, found = read_manifest(tmp_path / "whole"), read_manifest(output)
-        for key in ("groups", "allocation", "budget", "calibration", "settings", "model", "tuning"):
+        for key in ("groups", "allocation", "budget", "calibration", "settings", "model"):
             assert getattr(found, key) == getattr(whole, key), key
         assert not checkpoint.exists(), "it goes with the end of the run"
 
@@ -205,7 +201,7 @@ def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):
 def test_a_process_killed_for_real_goes_on(opt, tmp_path):
     """kill -9 once a layer is done."""
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("s_stage: {s_modifiers: {StruPruneModifier: {sparsity: 0.3, ffn_tuning: {epochs: 40}}}}")
+    recipe.write_text("s_stage: {s_modifiers: {StruPruneModifier: {sparsity: 0.3}}}")
     command = [
         "prune",
         str(opt),
@@ -235,4 +231,3 @@ def test_a_process_killed_for_real_goes_on(opt, tmp_path):
         assert process.exitcode == 0, (tmp_path / "log").read_text()
     assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "whole")
     assert not (tmp_path / "c").exists()
-    assert json.loads((tmp_path / "out" / "struprune.json").read_text())["tuning"]

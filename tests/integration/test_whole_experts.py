@@ -160,15 +160,11 @@ class Killed(BaseException):
     pass
 
 
-def test_a_replay_takes_the_same_experts_and_a_killed_run_goes_on(mixture, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on(mixture, tmp_path, monkeypatch):
     fields = {"experts": "whole", "sparsity": 0.4}
     prune(mixture, tmp_path / "first", **fields)
     assert list_kept(tmp_path / "first")
-    model, options, _ = mixture[1]
-    replayed = StruPruneModifier(replay=str(tmp_path / "first" / "struprune.json"))
-    run_oneshot(model, recipe=replayed, output_dir=str(tmp_path / "again"), **options)
-    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    first = load_file(tmp_path / "first" / "model.safetensors")
 
     def die(log, index, outcome, copy, keep=LayerLog.keep):
         keep(log, index, outcome, copy)

@@ -147,7 +147,6 @@ TYPES_OF = {  # recipe -> model types that it runs on; OPT where it is not here
     "struprune_recover": ["opt", "llama", "mistral"],
     "struprune_uniform": ["opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"],
     "struprune_softmax": ["opt", "llama"],
-    "struprune_tuned": ["opt", "llama"],
     "struprune_lora": ["opt", "llama"],
 }
 RECIPES = [  # those that a quantiser or the like follows run in test_quantisation.py

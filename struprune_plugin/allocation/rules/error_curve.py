@@ -25,9 +25,8 @@ from struprune_plugin.storage.records import AllocationRecord
 class ErrorCurve(AllocationRule):
     """Least sum of all modules' errors, each by the number of kept units, weighted by the sensitivity
     (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves scaled
-    to the measured divergences (:mod:`struprune_plugin.allocation.probes`). The allocations of both, and those of the curves of
-    unrotated values, are tried against some nearer to uniform; at a divergence of 1 nat or more, then against what a search around
-    the best of them finds (:mod:`struprune_plugin.allocation.search`).
+    to the measured divergences (:mod:`struprune_plugin.allocation.probes`). The allocations of both are tried against some nearer
+    to uniform.
 
     :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
         widest module are used

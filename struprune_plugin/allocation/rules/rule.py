@@ -45,7 +45,6 @@ class GroupStatistics:
     :param scores: score of every unit, on the host
     :param order: removal order of the units, first removed first, on the host, shape [num_units], int64
     :param basis: basis to which the heads' units are rotated first, on the host; None without rotation
-    :param unrotated: error curve of the same units without rotation, on the host; None without rotation
     """
 
     importance: float
@@ -53,7 +52,6 @@ class GroupStatistics:
     scores: Tensor
     order: Tensor
     basis: Tensor | None = None
-    unrotated: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -136,21 +134,9 @@ def tie_statistics(sizes: Sizes, statistics: Mapping[str, GroupStatistics]) -> d
     tied = {}
     for size in sizes:
         members = [(statistics[name], factor) for name, factor in size.members or ((size.name, 1),)]
-        unrotated = [member.unrotated[::factor] for member, factor in members if member.unrotated is not None]
         tied[size.name] = replace(
             members[0][0],
             importance=sum(member.importance for member, _ in members),
             curve=torch.stack([member.curve[::factor] for member, factor in members]).sum(0),
-            unrotated=torch.stack(unrotated).sum(0) if unrotated else None,
         )
     return tied
-
-
-def take_unrotated(statistics: Mapping[str, GroupStatistics]) -> dict[str, GroupStatistics]:
-    """Return the statistics with the error curves of unrotated units; empty if no units are rotated."""
-    if all(found.unrotated is None for found in statistics.values()):
-        return {}
-    return {
-        name: found if found.unrotated is None else replace(found, curve=found.unrotated)
-        for name, found in statistics.items()
-    }

@@ -71,10 +71,8 @@ class UnitGroup:
     :param part_rows: number of rows per part, for one value head and the query heads that share it; empty for the FFN
     :param repeated: producers whose rows are ordered head by head, block by block or channel by channel, not part by part
     :param rotates: whether the units of a block may be rotated into each other first
-    :param activation: for an FFN, the activation's name in transformers; empty where transformers does not have it
     :param attention: name of the attention module; empty for the FFN
     :param experts: name of the list of experts that contains the module; empty elsewhere
-    :param all_tokens: whether the statistics of an expert count the tokens of all experts of its list
     :param tie: groups with the same tie keep the same number of units; empty where a group's number is independent
     :param query_key: linears that produce queries and keys, where no position encoding lies in between; else empty
     """
@@ -95,10 +93,8 @@ class UnitGroup:
     part_rows: Mapping[Part, int] = field(default_factory=dict)
     repeated: Mapping[str, Rows] = field(default_factory=dict)
     rotates: bool = False
-    activation: str = ""
     attention: str = ""
     experts: str = ""
-    all_tokens: bool = False
     tie: str = ""
     query_key: tuple[str, ...] = ()
 

@@ -29,7 +29,6 @@ class FFNChannel(UnitKind):
                 ffn.join,
                 num_units=find_linear(layer, ffn.output).in_features,
                 repeated={name: "channel" for name in ffn.producers if ffn.alternates},
-                activation=ffn.activation,
             )
 
     def find_owners(self, group: UnitGroup, part: Part) -> Tensor:

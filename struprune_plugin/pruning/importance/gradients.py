@@ -63,9 +63,8 @@ class GradientImportance(Importance):
             for group in groups
             for name in (group.consumer, *group.producers)
         }
-        held = sum(map(self.count_held_bytes, linears.values()))
         batches = list(loader)
-        check_gradient_memory(model, find_largest_shape(batches), self.method, held)
+        check_gradient_memory(model, find_largest_shape(batches), self.method)
         sums: dict[tuple[str, str], Tensor] = {}
         counted = 0
         bar = f"{self.method} gradients"
@@ -84,10 +83,6 @@ class GradientImportance(Importance):
             }
             scores[group.name] = self.finish(_sum_units(group, weighed))
         return scores
-
-    def count_held_bytes(self, linear: nn.Linear) -> int:
-        """Return the bytes that are held of a linear between batches, 0 if negligible."""
-        return 0
 
     def find_terms(self, part: LinearGradient) -> Iterable[Tensor]:
         """Return the terms that one batch adds to the sum of a linear."""
@@ -115,14 +110,13 @@ def _sum_units(group: UnitGroup, weighed: dict[str, Tensor]) -> Tensor:
     return sum_columns(consumer, columns.view(group.num_units, -1), per_unit)
 
 
-def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, method: str, extra_bytes: int = 0) -> None:
+def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, method: str) -> None:
     """Raise if a model and its activations exceed the free memory.
 
     Counts the weights once in the model's dtype and, in float32, about 34 hidden sizes of activations per layer and token plus
     the attention maps where they are not fused, and the logits three times.
 
     :param method: name of the method in the message
-    :param extra_bytes: bytes that the method holds besides
     :raises ValueError: the memory is too small; the message states the estimate and the free memory
     """
     batch, length = batch_shape
@@ -130,7 +124,7 @@ def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, metho
     heads = 0 if can_fuse_attention(model) else config.num_attention_heads
     per_layer = batch * length * (34 * config.hidden_size + 3 * heads * length)
     activations = 4 * (config.num_hidden_layers * per_layer + 3 * batch * length * config.vocab_size)
-    needed = extra_bytes + activations + sum(p.numel() * p.element_size() for p in model.parameters())
+    needed = activations + sum(p.numel() * p.element_size() for p in model.parameters())
     free = find_free_bytes() or psutil.virtual_memory().available
     if needed > free:
         raise ValueError(

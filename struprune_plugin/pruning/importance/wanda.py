@@ -1,4 +1,4 @@
-"""``wanda`` and ``wanda_l2``: norms of inputs times norms of the weights that read them.
+"""``wanda``: norms of inputs times norms of the weights that read them.
 
 Legend: u a unit, i one of its columns in the consuming linear W [d, n], x_i that input, t a token.
 """
@@ -23,16 +23,6 @@ class Wanda(Importance):
         return score_wanda(ranking.moments, dense[:, :-1], columns)
 
 
-@IMPORTANCES.register
-class WandaL2(Importance):
-    """Norm of the input over tokens times column l2 norm, see :func:`score_wanda_l2`."""
-
-    method: Literal["wanda_l2"] = "wanda_l2"
-
-    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
-        return score_wanda_l2(ranking.moments, dense[:, :-1], columns)
-
-
 def score_wanda(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) -> Tensor:
     """Score units by mean absolute input times column l1 norm: ``sum_i mean_t |x_it| * sum_o |W_oi|``.
 
@@ -45,12 +35,3 @@ def score_wanda(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) ->
     """
     mean_input = moments.absolute_sum.double() / max(moments.num_tokens, 1)
     return sum_columns(mean_input * weight.double().abs().sum(0), unit_columns)
-
-
-def score_wanda_l2(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) -> Tensor:
-    """Score units by ``sum_i ||W_:i||_2 * ||X_i||_2``, norms over outputs and over tokens.
-
-    Source: paper, Eq. (wanda). Parameters and return value as in :func:`score_wanda`.
-    """
-    input_norm = moments.gram.diagonal()[:-1].double().sqrt()
-    return sum_columns(weight.double().norm(dim=0) * input_norm, unit_columns)

@@ -11,7 +11,6 @@ from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
 from struprune_plugin.allocation.rules import RULES, Budget, GroupStatistics
 from struprune_plugin.linalg.rounding import GroupSize
-from struprune_plugin.modifiers import planning
 
 SIZES = [
     GroupSize(f"{layer}.{kind}", kind, 8, cost, 1)
@@ -82,28 +81,3 @@ def test_plans_are_judged_on_sequences_that_no_block_was_tried_on(opt, tmp_path,
     assert not torch.equal(probes, judges)
     tried = read_manifest(tmp_path / "out").allocation.tried
     assert any("probed" in name for name in tried)
-
-
-def test_plans_of_unrotated_curves_are_tried_where_values_are_rotated(opt, tmp_path, monkeypatch):
-    """The curve beside the rotated one is that of a run without rotation."""
-    fits, plain = {}, planning.Trial
-
-    def measure(rotates):
-        class Watched(plain):
-            def __init__(self, model, groups, plans, config, fit, context):
-                fits[rotates] = fit.measured
-                super().__init__(model, groups, plans, config, fit, context)
-
-        monkeypatch.setattr(planning, "Trial", Watched)
-        recipe = StruPruneModifier(sparsity=0.4, rotate_values=rotates)
-        out = tmp_path / str(rotates)
-        run_oneshot(str(opt), recipe, make_dataset(16), num_calibration_samples=16, output_dir=str(out))
-        return read_manifest(out).allocation.tried
-
-    assert any(name.startswith("unrotated") for name in measure(True))
-    assert not any(name.startswith("unrotated") for name in measure(False))
-    for name, found in fits[True].items():
-        alone = fits[False][name]
-        assert alone.unrotated is None
-        assert (found.unrotated is None) == name.endswith("fc2")
-        torch.testing.assert_close(found.curve if found.unrotated is None else found.unrotated, alone.curve)

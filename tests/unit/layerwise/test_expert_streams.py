@@ -1,10 +1,7 @@
 """Statistics of experts: their own tokens, weighed by the router, and their share of the error that is to be repaired."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from llmcompressor.modeling.moe.context import get_calibrate_all_experts_flag
 
 from eval.coverage import make_config
 from struprune_plugin.layerwise.dense_reference import TARGETS
@@ -71,33 +68,6 @@ def test_moments_are_those_of_the_experts_own_tokens_weighed(model, padded):
         torch.testing.assert_close(found.all.gram.double(), gram, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.all.cross.double(), cross, rtol=1e-4, atol=1e-4)
         assert found.num_rows == rows
-
-
-def test_all_experts_count_all_tokens_where_asked_and_the_layer_gives_the_same(model):
-    (batch, _), layer = make_batches(model), model.get_submodule("model.layers.0")
-    groups = [group for group in find_groups(model, "none", prune_experts=True) if group.layer_index == 0]
-    statistics = LayerStatistics(TARGETS["local"], DeviceContext())
-    call = next(iter(stream_layers(model, [batch], statistics.context, "test"))).flows[0].enter(0)
-    usual = call.run(layer, statistics.context).hidden
-    wrong = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))
-    asked = [replace(group, all_tokens=True) for group in groups]
-    with torch.no_grad(), capture_experts(layer, asked) as take:
-        given = call.run(layer, statistics.context).hidden
-        visits = dict(zip(range(4), take(call, Repair(wrong, torch.full((32,), 0.5))), strict=True))
-    assert torch.equal(given, usual)
-    assert get_calibrate_all_experts_flag() is False
-    seen, experts = see_experts(model, batch)
-    chosen, weights = seen["routing"]
-    total = torch.zeros(32, 96)
-    for index, (_, visit) in visits.items():
-        own = (weights * (chosen == index)).sum(1)
-        with torch.no_grad():
-            output = experts[index](visit.source)
-        assert visit.rows.tolist() == list(range(32))
-        torch.testing.assert_close(visit.weights, 0.5 * torch.where(own > 0, own, 0.1 * weights.mean(1)))
-        torch.testing.assert_close(visit.target[own == 0], output[own == 0])
-        total += own[:, None] * (visit.target - output)
-    torch.testing.assert_close(total, wrong, rtol=1e-4, atol=1e-4)
 
 
 def test_what_experts_of_a_token_are_to_add_makes_up_the_error(model):

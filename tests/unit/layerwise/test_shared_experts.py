@@ -89,5 +89,3 @@ def test_a_shared_expert_that_keeps_its_channels_is_solved_behind_the_others(upd
     assert bool(records) is (update == "least_squares")
     if records:
         assert all(record.error_after < record.error_before for record in records)
-        again = run("again", replay=str(tmp_path / "out" / "struprune.json"))
-        assert torch.equal(again.model.layers[layer].mlp.shared_experts.down_proj.weight, after)

@@ -33,7 +33,6 @@ UNUSED = [  # fields, what their refusal says, and what makes them count
     ({"allocation": {"rule": "uniform", "trial_samples": 3}}, "set `rule: error_curve`", {"allocation": "error_curve"}),
     ({"weight_update": {"method": "least_squares", "steps": 2}}, "set `method: admm`", {"weight_update": "admm"}),
     ({"importance": {"method": "wanda", "steps": 7}}, "set `method: closed_form`", {"importance": "obs"}),
-    ({"ffn_tuning": {"epochs": 1}, "prune_ffn": False}, "`ffn_tuning` has no effect", {"prune_ffn": True}),
     (
         {"sensitivity": {"samples": 4}, "importance": "wanda", "allocation": "uniform"},
         "`sensitivity.samples=4` has no effect",
@@ -49,7 +48,7 @@ def test_a_field_without_use_is_refused_by_name(fields, message, uses):
     StruPruneModifier(sparsity=0.3, **fields | uses)
 
 
-@pytest.mark.parametrize("off", [{"sensitivity": "none"}, {"rotate_values": False}, {"ffn_tuning": None}])
+@pytest.mark.parametrize("off", [{"sensitivity": "none"}, {"rotate_values": False}])
 def test_what_is_off_or_the_default_is_not_refused(off):
     load_recipe(StruPruneModifier(sparsity=0.3, importance="magnitude", allocation="uniform", **off))
 

@@ -13,7 +13,6 @@ def test_the_default_effort_is_what_the_fields_say_by_themselves():
     fields = StruPruneModifier(sparsity=0.3)
     assert (fields.sensitivity.samples, fields.allocation.samples, fields.allocation.trial_samples) == (16, 16, 4)
     assert fields.rotate_values
-    assert fields.ffn_tuning is None
 
 
 @pytest.mark.parametrize("name", ["fast", "best"])
@@ -22,18 +21,15 @@ def test_an_effort_sets_what_the_recipe_leaves(name):
     assert found.sensitivity.samples == effort.sensitivity_samples
     assert (found.allocation.samples, found.allocation.trial_samples) == (effort.samples, effort.trial_samples)
     assert found.rotate_values is effort.rotate_values
-    assert (found.ffn_tuning.epochs if found.ffn_tuning else 0) == effort.tuning_epochs
     again = StruPruneModifier(**found.dump_fields())
     assert again.dump_fields() == found.dump_fields()
 
 
 def test_what_a_recipe_says_is_not_for_the_effort():
-    said = {"allocation": {"rule": "error_curve", "samples": 5}, "rotate_values": True, "ffn_tuning": None}
+    said = {"allocation": {"rule": "error_curve", "samples": 5}, "rotate_values": True}
     found = StruPruneModifier(sparsity=0.3, effort="best", **said)
     assert (found.allocation.samples, found.allocation.trial_samples) == (5, EFFORTS["best"].trial_samples)
     assert found.rotate_values
-    assert found.ffn_tuning is None
-    assert StruPruneModifier(sparsity=0.3, effort="best", prune_ffn=False).ffn_tuning is None
     other = StruPruneModifier(sparsity=0.3, effort="fast", allocation="uniform", importance="wanda", sensitivity="none")
     assert other.allocation.rule == "uniform"
     assert other.sensitivity is None

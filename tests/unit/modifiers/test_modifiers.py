@@ -2,6 +2,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -149,7 +150,7 @@ def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, targe
         torch.testing.assert_close(solved.bias.double(), naive[:, -1], rtol=1e-3, atol=5e-4)
 
 
-@pytest.mark.parametrize("importance", ["wanda", "wanda_l2", "magnitude"])
+@pytest.mark.parametrize("importance", ["wanda", "magnitude"])
 def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance, tmp_path):
     out = tmp_path / "out"
     run_oneshot(str(opt), sparsity=0.3, importance=importance, attention_unit="none", output_dir=str(out))
@@ -163,7 +164,6 @@ def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance
     second = block.fc2.weight.double()
     scores = {
         "wanda": x.abs().mean(0) * second.abs().sum(0),
-        "wanda_l2": x.norm(dim=0) * second.norm(dim=0),
         "magnitude": second.abs().sum(0) + block.fc1.weight.double().abs().sum(1),
     }[importance]
     entry = read_manifest(out).groups[0]
@@ -200,7 +200,7 @@ def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields,
 @pytest.mark.parametrize(
     ("importance", "update"),
     [
-        *((name, "least_squares") for name in ("obs", "wanda", "wanda_l2", "magnitude", "snip", "l0", "closed_form")),
+        *((name, "least_squares") for name in ("obs", "wanda", "magnitude", "snip", "l0", "closed_form")),
         *((name, "none") for name in ("obs", "wanda", "closed_form")),  # of each kind: eliminates, scores, learns
     ],
 )
@@ -312,12 +312,11 @@ def test_allocator_does_not_count_padding(opt, tmp_path):
         assert second[name] == pytest.approx(value, rel=1e-3)
 
 
-def test_a_searched_temperature_replays(opt, tmp_path):
+def test_a_searched_temperature_is_recorded(opt, tmp_path):
     allocation = {"rule": "softmax", "temperature": [0.3, 8.0]}
     fields = {"sparsity": 0.3, "importance": "wanda", "allocation": allocation}
-    first = run_oneshot(str(opt), output_dir=str(tmp_path / "out"), **fields)
+    run_oneshot(str(opt), output_dir=str(tmp_path / "out"), **fields)
     assert [row["temperature"] for row in read_manifest(tmp_path / "out").allocation.searched] == [0.3, 8.0]
-    assert_same_weights(first, run_oneshot(str(opt), replay=str(tmp_path / "out")))
 
 
 @pytest.fixture
@@ -406,41 +405,6 @@ def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, t
     budget = read_manifest(tmp_path / "out").budget
     assert budget.asked_sparsity == 0.5
     assert budget.met_sparsity < 0.45
-
-
-@pytest.mark.parametrize("allocation", ["uniform", "softmax"])
-def test_replay_gives_bit_identical_weights(opt, allocation, tmp_path):
-    fields = {"sparsity": 0.3, "dampening_frac": 0.02, "allocation": allocation}
-    first = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "first"))
-    second = run_oneshot(
-        str(opt), replay=str(tmp_path / "first" / "struprune.json"), output_dir=str(tmp_path / "second")
-    )
-    assert_same_weights(first, second)
-    one, two = (read_manifest(tmp_path / name) for name in ("first", "second"))
-    for name in ("budget", "calibration", "allocation", "settings", "model"):
-        assert getattr(one, name) == getattr(two, name)
-    assert [g.keep for g in one.groups] == [g.keep for g in two.groups]
-    (tmp_path / "first").rename(tmp_path / "moved")  # the replayed output's recipe stands on its own
-    assert_same_weights(first, run_oneshot(str(opt), recipe=str(tmp_path / "second" / "recipe.yaml")))
-
-
-@pytest.mark.parametrize("change", [{"dataset": make_dataset(seed=9)}, {"batch_size": 3}])
-def test_replay_on_other_calibration_batches_is_refused(opt, prune_once, change, tmp_path):
-    first = prune_once(opt, "value_channels")[1]
-    with pytest.raises(ValueError, match=rf"replay: the calibration batches must be those of .*{first.parent.name}"):
-        run_oneshot(str(opt), replay=str(first), output_dir=str(tmp_path / "x"), **change)
-    assert not (tmp_path / "x").exists()
-
-
-def test_replay_on_another_model_is_refused(opt, prune_once, tmp_path):
-    other = save_opt(tmp_path / "other", seed=5)
-    with pytest.raises(ValueError, match="replay: the model must be the one"):
-        run_oneshot(str(other), replay=str(prune_once(opt, "value_channels")[1]))
-
-
-def test_replay_with_a_contradicting_field_is_refused(opt, prune_once):
-    with pytest.raises(ValueError, match=r"replay: dampening_frac must be 'auto' as in .*got 0\.5"):
-        StruPruneModifier(replay=str(prune_once(opt, "value_channels")[1]), dampening_frac=0.5)
 
 
 @pytest.mark.parametrize(
@@ -566,12 +530,25 @@ def test_a_model_with_fewer_layers_than_its_configuration_says_is_refused(opt):
     assert len(run_oneshot(model, sparsity=0.3).model.decoder.layers) == 1
 
 
-@pytest.mark.parametrize("fields", [{"sublayers": "none"}, {"allocation": "whole_layers"}])
-def test_a_field_or_method_that_is_gone_names_its_remedy(fields):
-    with pytest.raises(
-        ValueError, match=r"is gone\. Remove layers in transformers \(docs/models\.md\), then prune widths"
-    ):
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"sublayers": "none"}, "Remove layers in transformers (docs/models.md), then prune widths."),
+        ({"allocation": "whole_layers"}, "Remove layers in transformers (docs/models.md), then prune widths."),
+        ({"importance": {"method": "wanda_l2"}}, "Set `importance: wanda`."),
+        ({"experts": {"calibrate_all_experts": True}}, "Use more calibration text"),
+    ],
+)
+def test_a_field_or_method_that_is_gone_names_its_remedy(fields, remedy):
+    with pytest.raises(ValueError, match=re.escape(f"is gone. {remedy}")):
         StruPruneModifier(sparsity=0.3, **fields)
+
+
+def test_a_recipe_prunes_once(opt, tmp_path):
+    recipe = [StruPruneModifier(sparsity=0.2), StruPruneModifier(sparsity=0.3)]
+    with pytest.raises(ValueError, match="recipe: must have one StruPruneModifier, got 2"):
+        run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_in_memory_model_can_be_pruned(opt):

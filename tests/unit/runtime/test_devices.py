@@ -38,7 +38,7 @@ PATHS = {
         {**FFN_ADMM, **FAST, "attention_unit": "head", "weight_update": {"method": "admm", "inner_steps": 1}},
     ),
     "gated ADMM": ("llama", {**FFN_ADMM, **FAST}),
-    "snip, tuning": ("opt", {"importance": "snip", "allocation": "softmax", "ffn_tuning": {"epochs": 1}}),
+    "snip": ("opt", {"importance": "snip", "allocation": "softmax"}),
     "magnitude": ("llama", {"importance": "magnitude", "allocation": "softmax_inverse", "attention_unit": "head"}),
     "deletion": ("opt", {"importance": "wanda", "allocation": "block_influence", "weight_update": "none"}),
     "closed form": ("opt", {**FFN_ADMM, "importance": "closed_form", "sparsity": 0.1, "allocation": "uniform"}),

@@ -33,7 +33,6 @@ _CONTENT: dict = {
     "memory_measure": "",
     "stages": [],
     "sensitivity": {},
-    "tuning": {},
     "groups": [],
 }
 MANIFEST = parse_manifest({**_CONTENT, "sha256": digest_manifest(_CONTENT)}, "here")

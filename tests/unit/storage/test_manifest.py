@@ -24,7 +24,7 @@ def make_manifest():
                 "num_blocks": blocks,
             },
             **{"unit_cost": 9, "kept": len(keep), "sparsity": 1 - len(keep) / units, "scores": None, **solve},
-            **{"condition_number": 10.0, "scale": None, "rest": 0, "keep": keep},
+            **{"condition_number": 10.0, "scale": None, "keep": keep},
         }
         for layer in range(2)
         for name, kind, units, blocks, keep in (
@@ -42,23 +42,11 @@ def make_manifest():
         "budget": {
             **{"prunable_parameters": 180, "asked_sparsity": 0.3, "removed_parameters": 54, "met_sparsity": 0.3},
             "rounding": [{"kind": "ffn", "width_multiple": 2, "because": ["x"], "modules": ["y"]}],
-            "limits": [
-                {
-                    "name": "bytes",
-                    "asked": 4e2,
-                    "planned": 399.5,
-                    "met": 399.5,
-                    "dense": 8e2,
-                    "fixed": 99.5,
-                    "modules": {"y": 3e2},
-                }
-            ],
         },
         "allocation": {"method": "softmax", "temperature": 1.0, "searched": [{"temperature": 1.0, "error": 0.1}]},
         "memory_measure": "none",
         "stages": [{"name": "solve", "seconds": 0.1, "peak_bytes": None}],
         "sensitivity": {},
-        "tuning": {},
         "groups": groups,
         "experts": [
             {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -19,9 +18,8 @@ from rich.markup import escape
 
 from struprune_plugin.cli.console import Screen, run_command
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
-from struprune_plugin.storage.files import read_bytes
+from struprune_plugin.storage.files import is_hub_name, read_bytes
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _RESTARTED = "STRUPRUNE_RESTARTED"  # set in a process that was restarted to see one device
 
 
@@ -248,7 +246,7 @@ def _check_model_name(name: str) -> None:
     found = None
     if Path(name).is_dir():
         found = None if (Path(name) / "config.json").is_file() else "a folder without a config.json"
-    elif not _HUB_NAME.fullmatch(name):
+    elif not is_hub_name(name):
         found = "no such folder"
     elif constants.HF_HUB_OFFLINE and not cached.is_dir():
         found = "no such folder, and no model of that name in the hub's cache while HF_HUB_OFFLINE is set"

@@ -14,13 +14,13 @@ from struprune_plugin.reporting.results import list_result_rows, name_result
 from struprune_plugin.reporting.tables import Table, list_facts, read_saved_config
 from struprune_plugin.reporting.templates import fill_template
 from struprune_plugin.storage.checkpoint import find_checkpoint
+from struprune_plugin.storage.files import is_hub_name
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from struprune_plugin.storage.records import EvaluationRecord
 
 CARD_NAME = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language")  # copied from the dense model's card
 _LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")
 _TAGS = ["struprune", "structured-pruning", "llm-compressor"]
 
@@ -103,7 +103,7 @@ def keep_results(folder: Path, found: EvaluationRecord) -> str:
 def find_hub_name(base: str, folder: Path | None) -> str | None:
     """Return the Hub name of a model; None for a local folder, which nobody else could find."""
     if not Path(base).is_dir():
-        return base if _HUB_NAME.fullmatch(base) else None
+        return base if "/" in base and is_hub_name(base) else None
     for part in () if folder is None else folder.resolve().parts:
         if found := _CACHED.fullmatch(part):
             return f"{found[1]}/{found[2]}"

@@ -77,6 +77,18 @@ def digest_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_hub_name(name: str) -> bool:
+    """Return whether a text may be the name of a model on the hub, with or without its owner."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 def format_bytes(count: float) -> str:
     """Return a size as text in decimal units, with three digits."""
     for unit in ("B", "kB", "MB", "GB"):

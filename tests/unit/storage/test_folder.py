@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from struprune_plugin.storage.manifest import digest_manifest, parse_manifest, write_manifest
+from struprune_plugin.storage.manifest import Manifest, write_manifest
 from struprune_plugin.storage.output_folder import check_output, write_folder
 
 pytestmark = pytest.mark.durable
 
 
 _CONTENT: dict = {
-    "format_version": 1,
     "versions": {},
     "model": {"base": "", "type": "", "weights_sha256": "", "parameters_before": 2, "parameters_after": 1},
     "settings": {},
@@ -35,7 +34,7 @@ _CONTENT: dict = {
     "sensitivity": {},
     "groups": [],
 }
-MANIFEST = parse_manifest({**_CONTENT, "sha256": digest_manifest(_CONTENT)}, "here")
+MANIFEST = Manifest.model_validate(_CONTENT)
 
 
 def write(out: Path, text: str = "ours", overwrite: bool = False, **files: str) -> Path:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "LoRARecoveryModifier",
-    "RecoveryModifier",
     "SparsityAllocatorModifier",
     "StruPruneModifier",
     "oneshot",
@@ -47,7 +46,6 @@ if not TYPE_CHECKING and find_spec("llmcompressor") is None:
 elif TYPE_CHECKING or not _is_command_line():
     from struprune_plugin.registration import (
         LoRARecoveryModifier,
-        RecoveryModifier,
         SparsityAllocatorModifier,
         StruPruneModifier,
         oneshot,

@@ -27,7 +27,7 @@ from struprune_plugin.export.any_class import describe_form
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
-from struprune_plugin.modifiers import RecoveryModifier, StruPruneModifier
+from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
@@ -80,9 +80,6 @@ def oneshot(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     join_processes()
     loaded = load_recipe(recipe)
-    for modifier in loaded.modifiers:
-        if isinstance(modifier, RecoveryModifier):
-            modifier.take_tokenizer(kwargs.get("tokenizer") or kwargs.get("processor"))
     check_arguments(model, loaded, kwargs)
     check_offload(model, offload_folder, offload_memory)
     model = model if isinstance(model, PreTrainedModel) else os.fspath(model)
@@ -131,7 +128,7 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
             not torch.accelerator.is_available()
         ):  # AWQ pins its inputs for faster copies to a device, and fails without one
             stack.enter_context(patch_attr(IntermediatesCache, "pin_memory", lambda *args: None))
-        if all(isinstance(modifier, StructuredModifier | RecoveryModifier) for modifier in modifiers):
+        if all(isinstance(modifier, StructuredModifier | LoRARecoveryModifier) for modifier in modifiers):
             # Quantisers need experts split into linears, which not all classes can save, and norms that scale by
             # ``1 + weight`` replaced, which rounds their weights; StruPrune's modifiers need neither.
             stack.enter_context(patch_attr(host, "get_non_linearized_moes", lambda model: []))
@@ -202,12 +199,8 @@ def list_inputs(
 ) -> list[str | os.PathLike]:
     """Return the paths that a run reads, and its offload folder, which its output must not replace."""
     named = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
-    modifiers = list(modifiers)
-    trained = [
-        path for modifier in modifiers if isinstance(modifier, RecoveryModifier) for path in modifier.list_paths()
-    ]
     offloaded = None if offload_folder is None else Path(offload_folder)  # a path counts even if nothing is there yet
-    candidates = [model, recipe, offloaded, *named, *trained]
+    candidates = [model, recipe, offloaded, *named]
     return [path for path in candidates if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
 
 

@@ -9,7 +9,6 @@ from struprune_plugin.entrypoint import oneshot
 from struprune_plugin.export.classes import register_auto_classes
 from struprune_plugin.modifiers import (
     LoRARecoveryModifier,
-    RecoveryModifier,
     SparsityAllocatorModifier,
     StruPruneModifier,
 )
@@ -17,7 +16,6 @@ from struprune_plugin.storage.manifest import read_manifest
 
 __all__ = [
     "LoRARecoveryModifier",
-    "RecoveryModifier",
     "SparsityAllocatorModifier",
     "StruPruneModifier",
     "oneshot",
@@ -28,5 +26,4 @@ ModifierFactory.register("StruPruneModifier", StruPruneModifier)
 ModifierFactory.register("StructPruneModifier", StruPruneModifier)
 ModifierFactory.register("SparsityAllocatorModifier", SparsityAllocatorModifier)
 ModifierFactory.register("LoRARecoveryModifier", LoRARecoveryModifier)
-ModifierFactory.register("RecoveryModifier", RecoveryModifier)
 register_auto_classes()

@@ -63,7 +63,6 @@ class LayerCall:
     :param wires: index of a part of the previous layer's output, by the place of the argument that receives it
     :param keeps: parts of this layer's output that the next layer receives
     :param shape: batch shape (sequences, tokens); None where it is that of the hidden states
-    :param dtype: dtype of floating-point tensors on the device; unchanged where None
     """
 
     hidden: Tensor
@@ -75,7 +74,6 @@ class LayerCall:
     wires: dict[Place, int] = field(default_factory=dict)
     keeps: tuple[int, ...] = ()
     shape: tuple[int, int] | None = None
-    dtype: torch.dtype | None = None
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -87,9 +85,13 @@ class LayerCall:
         """Tokens per sequence, padding included."""
         return self.batch_shape[1]
 
+    def find_batch_axis(self, hidden: Tensor) -> int:
+        """Return the dimension of hidden states that counts sequences; that of tokens follows."""
+        return next(axis for axis in range(hidden.dim() - 1) if hidden.shape[axis : axis + 2] == self.batch_shape)
+
     def list_tokens(self, hidden: Tensor) -> Tensor:
         """Return hidden states per token, shape [tokens, d]; several streams are concatenated."""
-        before = next(axis for axis in range(hidden.dim() - 1) if hidden.shape[axis : axis + 2] == self.batch_shape)
+        before = self.find_batch_axis(hidden)
         return hidden.movedim((before, before + 1), (0, 1)).flatten(0, 1).flatten(1)
 
     @property
@@ -124,7 +126,7 @@ class LayerCall:
         """
 
         def send(part: Tensor) -> Tensor:
-            return context.to_device(part, self.device, self.dtype if part.is_floating_point() else None)
+            return context.to_device(part, self.device)
 
         states = states or self.states
         wired = {place: states.others[part] for place, part in self.wires.items()}

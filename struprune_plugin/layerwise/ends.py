@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -212,9 +213,24 @@ def leave_layers(model: PreTrainedModel, batch: dict[str, Tensor], hidden: Tenso
         return run_to_head(model, batch)
 
 
+def compute_logits(model: PreTrainedModel, flow: BatchFlow, row: int, hidden: Tensor) -> Tensor:
+    """Return the model's own logits for one sequence of a batch, shape [tokens, V].
+
+    :func:`enter_layers` has run on the batch before.
+
+    :param row: index of the sequence in its batch
+    :param hidden: the last decoder layer's hidden states of the whole batch
+    """
+    last = hidden.narrow(flow.calls[-1].find_batch_axis(hidden), row, 1)
+    mask = flow.batch.get("attention_mask")
+    ids, mask = flow.batch["input_ids"][row : row + 1], None if mask is None else mask[row : row + 1]
+    with bypass_layers([layer for _, layer in find_decoder_layers(model)], last.to):
+        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0]
+
+
 @contextmanager
 def bypass_layers(layers: Sequence[nn.Module], give: Callable[[torch.device], Tensor] | None) -> Iterator[None]:
-    """Skip decoder layers, whose class is known; the last of them returns other hidden states.
+    """Skip decoder layers, whose class is known, and their hooks; the last of them returns other hidden states.
 
     :param give: returns these hidden states on a device; the inputs of the first layer are returned where None
     """
@@ -231,4 +247,6 @@ def bypass_layers(layers: Sequence[nn.Module], give: Callable[[torch.device], Te
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(patch_attr(layer, "forward", make_forward(layer is layers[-1])))
+            for hooks in ("_forward_pre_hooks", "_forward_hooks"):  # which would move weights for a layer that runs
+                stack.enter_context(patch_attr(layer, hooks, OrderedDict()))
         yield

@@ -2,6 +2,6 @@
 
 from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
-from struprune_plugin.modifiers.recovery import LoRARecoveryModifier, RecoveryModifier
+from struprune_plugin.modifiers.recovery import LoRARecoveryModifier
 
-__all__ = ["LoRARecoveryModifier", "RecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier"]
+__all__ = ["LoRARecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier"]

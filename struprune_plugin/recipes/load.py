@@ -13,16 +13,11 @@ from llmcompressor.modifiers import Modifier, ModifierFactory
 from llmcompressor.recipe import Recipe
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from struprune_plugin.modifiers import (
-    LoRARecoveryModifier,
-    RecoveryModifier,
-    SparsityAllocatorModifier,
-    StruPruneModifier,
-)
+from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.modifiers.stages import check_one_pruning
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.files import shorten_value
-from struprune_plugin.storage.registry import describe_error, show_name, suggest
+from struprune_plugin.storage.registry import GONE, describe_error, show_name, suggest
 
 _METHOD_KEYS = ("rule", "method")
 RECIPE_NAME = "recipe.yaml"
@@ -32,7 +27,6 @@ _OURS: dict[str, type[Modifier]] = {
     "StructPruneModifier": StruPruneModifier,
     "SparsityAllocatorModifier": SparsityAllocatorModifier,
     "LoRARecoveryModifier": LoRARecoveryModifier,
-    "RecoveryModifier": RecoveryModifier,
 }
 
 
@@ -144,7 +138,7 @@ def _check_form(where: str, content: Any) -> None:
             for name, fields in modifiers.items():
                 _check_mapping(where, [stage, group, name], fields)
                 if name not in known:
-                    remedy = suggest(str(name), known) or f"StruPrune's modifiers are {', '.join(_OURS)}."
+                    remedy = GONE.get(name) or suggest(str(name), known) or f"StruPrune's modifiers are {', '.join(_OURS)}."
                     raise ValueError(f"{where}: {name!r} is not a modifier of StruPrune or llm-compressor. {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""Recovery training of a pruned model: samples, the teacher's targets, adapters, and optimizer steps.
+"""LoRA training of a pruned model, one decoder layer at a time: fields, adapters, the training loop.
 
-Shapes: B batch, S sequence, V vocabulary, k teacher outcomes kept a token.
+Shapes: S tokens of a sequence, V vocabulary.
 """

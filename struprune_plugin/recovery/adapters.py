@@ -1,4 +1,4 @@
-"""Low-rank adapters on a model, and the model's state around the training."""
+"""Low-rank adapters on a model's linears: peft's own layers, put on, merged and taken off."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from compressed_tensors.offload import remove_dispatch, set_onload_device
-from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.offload import update_offload_parameter
 from compressed_tensors.utils import match_name
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft import LoraConfig
+from peft.tuners.lora import Linear, LoraLayer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from struprune_plugin.export.modeling_struprune import adopt_padded, release_padded
-from struprune_plugin.model.layers import find_decoder_layers, find_layouts
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts, freeze_weights
 from struprune_plugin.recovery.recovery_config import Adapters
 
 
@@ -53,71 +53,76 @@ def _choose(names: list[str], targets: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def lift_dispatch(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a model out of llm-compressor's offloading into plain host memory, and restore the offloading on exit."""
-    dispatched = any(isinstance(module._parameters, OffloadCache) for module in model.modules())
-    remove_dispatch(model)
-    home = next(model.parameters()).device
-    model.to("cpu")
-    try:
-        yield
-    finally:
-        model.to(home)
-        if dispatched:
-            set_onload_device(model, device)
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
-
-
-@contextmanager
-def seed_random(seed: int, device: torch.device) -> Iterator[None]:
+def seed_random(seed: int) -> Iterator[None]:
     """Seed torch, and restore the earlier random state on exit."""
-    with torch.random.fork_rng([] if device.type in ("cpu", "mps") else [device.index or 0]):
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
 
 
 @contextmanager
-def attach_adapters(model: nn.Module, names: list[str], adapters: Adapters) -> Iterator[list[nn.Parameter]]:
-    """Attach float32 adapters to linears; merge them if the block succeeds, remove them if it raises.
+def attach_adapters(model: nn.Module, names: Sequence[str], adapters: Adapters) -> Iterator[list[nn.Parameter]]:
+    """Put peft's LoRA layers in the place of linears, as the model's only weights that learn; take them off on exit.
 
-    The model's own dropout stays off. Weights are merged in float32 and rounded once to their own dtype.
+    They are merged if the block succeeds. Adapters are in float32 or wider; the sum is rounded once to a weight's own dtype.
 
+    :param names: full names of the linears
     :return: the parameters of the adapters
     """
-    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    sizes: dict[str, Any] = {"r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": adapters.dropout}
-    config = LoraConfig(**sizes, target_modules=names, bias="none")
-    adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]  # what it wraps is the model itself, in place
-    padded = [_move_padding(module) for module in model.modules() if isinstance(module, LoraLayer)]
-    try:
-        model.eval()
-        yield [parameter for parameter in model.parameters() if parameter.requires_grad]
-    except BaseException:
-        adapted.unload()
-        raise
-    else:
-        adapted.merge_and_unload()
-    finally:
-        model.eval()
-        for linear, form in filter(None, padded):
-            adopt_padded(linear, *form)
-        for parameter, value in required:
-            parameter.requires_grad_(value)
+    attached: dict[str, Any] = {}
+    padded: list[tuple[nn.Module, tuple[Any, Any]]] = []
+    with freeze_weights(model):
+        try:
+            for name in names:
+                layer = _wrap(model.get_submodule(name), adapters)
+                attached[name] = layer
+                _set_module(model, name, layer)
+                padded += _move_padding(layer)
+            parameters = [part for layer in attached.values() for part in layer.parameters() if part.requires_grad]
+            for parameter in parameters:
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            model.eval()
+            yield parameters
+            for layer in attached.values():
+                _merge(layer)
+        finally:
+            for name, layer in attached.items():
+                _set_module(model, name, layer.get_base_layer())
+            for linear, form in padded:
+                adopt_padded(linear, *form)
 
 
-def _move_padding(adapted: Any) -> tuple[nn.Module, tuple[Any, Any]] | None:
-    """Move the padding of a linear to the module that adds its adapter, whose weights have the same sides; return both.
+def _wrap(linear: nn.Module, adapters: Adapters) -> Linear:
+    """Return peft's LoRA layer around a linear, on the device where it computes."""
+    config = LoraConfig(lora_dropout=adapters.dropout, fan_in_fan_out=isinstance(linear, Conv1D))
+    return Linear(linear, "default", config, r=adapters.rank, lora_alpha=adapters.alpha)  # type: ignore[arg-type]
 
-    None where the linear is not padded.
+
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+@torch.no_grad()
+def _merge(layer: Any) -> None:
+    """Add an adapter's product to the weights of its linear, wherever these are held."""
+    linear, change = layer.get_base_layer(), layer.get_delta_weight("default")
+    weight = linear.weight
+    update_offload_parameter(linear, "weight", (weight.to(change) + change).to(weight.dtype))
+
+
+def _move_padding(adapted: Any) -> list[tuple[nn.Module, tuple[Any, Any]]]:
+    """Move the padding of a linear to the module that adds its adapter, whose weights have the same sides.
+
+    :return: the linear and the form of its padding; empty where it is not padded
     """
     linear = adapted.get_base_layer()
     if not hasattr(linear, "spread"):
-        return None
+        return []
     form = linear.spread, linear.gather
     release_padded(linear)
     adopt_padded(adapted, *form)
-    return linear, form
+    return [(linear, form)]
 
 
 def switch_dropout(model: nn.Module, active: bool) -> None:

@@ -1,89 +1,198 @@
-"""The training loop: sample order, learning rates, held-out losses, checkpoints, best values."""
+"""LoRA training with one decoder layer on the device at a time."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from compressed_tensors.offload import disable_offloading
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
-from struprune_plugin.layerwise.runner import MicroBatch
-from struprune_plugin.layerwise.samples import Sample, make_micro_batches
+from struprune_plugin.layerwise.calls import pair_gradients
+from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_layers
+from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.recovery.adapters import switch_dropout
-from struprune_plugin.recovery.objective import Objective
-from struprune_plugin.recovery.recovery_config import Loss, RecoveryConfig, Schedule
-from struprune_plugin.recovery.step import Stepper
-from struprune_plugin.recovery.teacher import LayerwiseTeacher
-from struprune_plugin.runtime.distributed import split_range
-from struprune_plugin.storage.resume_store import ResumeStore
-
-_STATE = "recovery-"  # of the parts of a store that a run goes on from
+from struprune_plugin.recovery.recovery_config import RecoveryConfig
+from struprune_plugin.runtime.device_context import DeviceContext
 
 
 @dataclass
-class RunCurve:
-    """The manifest's curves of a run: one entry per step, in ``holdout`` one per measurement.
+class TrainingCurve:
+    """Curve of a training.
 
-    ``tokens_seen`` counts predicted tokens; ``seconds`` those spent on steps, without measurements; ``best_step`` 0 is the
-    model as it was.
+    :param losses: cross entropy per predicted token of every step's samples, before the step
+    :param holdout: ``step``, 0 for the model as it was, and held-out ``loss`` of every measurement; empty without a held-out part
+    :param tokens_seen: predicted tokens trained on, counted every time
+    :param best_step: step whose adapters were kept; None without a held-out part
     """
 
-    loss: list[float] = field(default_factory=list)
-    learning_rate: list[float] = field(default_factory=list)
-    tokens_seen: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     holdout: list[dict[str, Any]] = field(default_factory=list)
+    tokens_seen: int = 0
     best_step: int | None = None
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Texts of a run; every process has all of them.
+class AdapterTraining:
+    """Training of a model's adapters on the cross entropy of text, see :class:`RecoveryConfig`.
 
-    :param train: samples to train on
-    :param holdout: samples of which none is trained on; may be empty
+    In a step, all micro-batches pass through each layer together. The forward pass stores every layer's inputs on the host; the
+    model's own head gives the logits of one sequence at a time; then each layer, alone on the device, runs again from its inputs
+    and passes the gradient on. Source: L2L (Pudipeddi et al., 2020).
+
+    :param parameters: of the adapters, the only weights of the model that learn
     :param micro_size: sequences on the device at a time
-    :param watched: more texts whose cross entropy is told with every held-out measurement
     """
 
-    train: list[Sample]
-    holdout: list[Sample]
-    micro_size: int
-    watched: Mapping[str, list[Sample]] = field(default_factory=dict)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parameters: Sequence[nn.Parameter],
+        config: RecoveryConfig,
+        micro_size: int,
+        context: DeviceContext,
+    ):
+        self._model, self._parameters, self._config = model, list(parameters), config
+        self._micro_size, self._context = micro_size, context
 
-    @property
-    def samples(self) -> list[Sample]:
-        """All samples in the teacher's numbering: training samples first."""
-        return [*self.train, *self.holdout]
+    def run(self, samples: Sequence[Tensor], held_out: Sequence[Tensor]) -> TrainingCurve:
+        """Take all steps, and set the adapters that were best on the held-out samples, if there are any.
 
-    def describe(self) -> str:
-        """Return a digest of the training and held-out samples."""
-        digest = hashlib.sha256(f"{len(self.train)} {len(self.holdout)}".encode())
-        for sample in self.samples:
-            digest.update(sample.tokens.numpy().tobytes() + b"|")
-        return digest.hexdigest()
+        :param samples: token ids without padding, shape [S], int64, at least two each
+        :raises ValueError: a loss or a gradient that is not finite
+        """
+        config, curve, best = self._config, TrainingCurve(), list[Tensor]()
+        batches = list_batches(len(samples), config)
+        every = (config.holdout and config.holdout.steps) or math.ceil(len(samples) / config.batch_size)
+        optimizer, scheduler = self.make_optimizer(len(batches))
+        for step in tqdm(range(len(batches) + 1), desc="recovery"):
+            if step:
+                chosen = [samples[number] for number in batches[step - 1]]
+                curve.losses.append(self.take_step(chosen, step, optimizer))
+                scheduler.step()
+                curve.tokens_seen += count_targets(chosen)
+            if held_out and (step % every == 0 or step == len(batches)):
+                loss = self.measure(held_out, step)
+                if all(loss < row["loss"] for row in curve.holdout):
+                    curve.best_step, best = step, [parameter.detach().clone() for parameter in self._parameters]
+                curve.holdout.append({"step": step, "loss": loss})
+        if held_out:
+            for parameter, value in zip(self._parameters, best, strict=True):
+                parameter.data.copy_(value)
+        return curve
 
-
-def list_rates(num_steps: int, peak: float, schedule: Schedule) -> list[float]:
-    """Return the learning rate of every step: transformers' schedule, from its second step on, as the first is at rate 0.
-
-    :param peak: rate after the warm-up
-    """
-    optimizer = torch.optim.SGD([torch.zeros(())], lr=peak)  # a scheduler wants one; it moves nothing
-    name = "constant_with_warmup" if schedule.decay == "constant" else schedule.decay
-    scheduler = get_scheduler(name, optimizer, math.ceil(schedule.warmup_fraction * num_steps), num_steps + 1)
-    rates = []
-    for _ in range(num_steps):
-        optimizer.step()
+    def make_optimizer(self, num_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
+        """Return torch's AdamW and transformers' schedule, moved on by a step, as the rate of its first one is 0."""
+        schedule = self._config.schedule
+        name = "constant_with_warmup" if schedule.decay == "constant" else schedule.decay
+        weight_decay = self._config.optimizer.weight_decay
+        optimizer = torch.optim.AdamW(self._parameters, lr=schedule.learning_rate, weight_decay=weight_decay)
+        warmup = math.ceil(schedule.warmup_fraction * num_steps)
+        scheduler = get_scheduler(name, optimizer, warmup, num_steps + 1)
+        optimizer.step()  # without gradients it moves nothing
         scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
-    return rates
+        return optimizer, scheduler
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def take_step(self, samples: Sequence[Tensor], step: int, optimizer: torch.optim.Optimizer) -> float:
+        """Update the adapters by one batch; return its loss per predicted token before the update."""
+        switch_dropout(self._model, True)
+        count = count_targets(samples)
+        loss = self.accumulate_gradients(samples, step) / count
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad /= count
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optimizer.max_grad_norm)
+        self._check_finite(loss, "the loss", step)
+        self._check_finite(float(norm), "gradients", step)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def accumulate_gradients(self, samples: Sequence[Tensor], step: int = 0) -> float:
+        """Add the gradient of the summed cross entropy to the adapters' ``grad``; return the sum.
+
+        A sum over tokens, so that gradients of 16-bit models do not vanish on their way.
+
+        :param step: seeds the dropout, by layer: it is the same in both runs of a layer
+        """
+        flows = self._run_layers(samples, step)
+        loss = self._run_heads(flows, learns=True)
+        for index, _, layer, following in list_visits(self._model, backward=True):
+            self._seed(step, index)
+            with self._context.hold(layer, following):
+                for flow in flows:
+                    self._run_backward(layer, index, flow)
+        return loss
+
+    def measure(self, samples: Sequence[Tensor], step: int = 0) -> float:
+        """Return the cross entropy per predicted token."""
+        switch_dropout(self._model, False)
+        loss = self._run_heads(self._run_layers(samples, step), learns=False) / count_targets(samples)
+        self._check_finite(loss, "the held-out loss", step)
+        return loss
+
+    def _run_layers(self, samples: Sequence[Tensor], step: int) -> list[BatchFlow]:
+        """Return micro-batches of samples after all layers; their calls hold the layers' inputs, on the host."""
+        flows: list[BatchFlow] = []
+        for micro_batch in make_micro_batches(samples, self._micro_size):
+            known = flows[-1].calls if flows else None
+            flows.append(enter_layers(self._model, {"input_ids": micro_batch}, self._context, known))
+        for index, _, layer, following in list_visits(self._model):
+            self._seed(step, index)
+            with torch.no_grad(), self._context.hold(layer, following):
+                for flow in flows:
+                    flow.leave(flow.enter(index).run(layer, self._context), self._context)
+        return flows
+
+    def _run_heads(self, flows: Sequence[BatchFlow], learns: bool) -> float:
+        """Return the summed cross entropy of micro-batches; store its gradient at the last layer's output if that ``learns``."""
+        total, context = 0.0, self._context
+        with disable_offloading(), torch.set_grad_enabled(learns):
+            for flow in flows:
+                hidden = context.to_device(flow.states.hidden, flow.calls[-1].device).detach().requires_grad_(learns)
+                for row, tokens in enumerate(flow.batch["input_ids"]):
+                    logits = compute_logits(self._model, flow, row, hidden)[:-1]
+                    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                    loss = F.cross_entropy(wide, tokens[1:].to(wide.device), reduction="sum")
+                    if learns:
+                        loss.backward()
+                    total += loss.item()
+                if hidden.grad is not None:
+                    flow.above = [context.park(hidden.grad)]
+        return total
+
+    def _run_backward(self, layer: nn.Module, index: int, flow: BatchFlow) -> None:
+        """Run one layer forward and backward on one micro-batch; store the gradients at its inputs."""
+        call, context = flow.calls[index], self._context
+        states = call.states.map(partial(context.to_device, device=call.device)).watch()
+        assert flow.above is not None
+        above = [context.to_device(gradient, call.device) for gradient in flow.above]
+        with torch.enable_grad():
+            torch.autograd.backward(*pair_gradients(call.run(layer, context, states), above))
+        learning = states.list_learning()
+        below = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in learning]
+        flow.above = [context.park(gradient) for gradient in below]
+        flow.forget(index)
+
+    def _seed(self, step: int, index: int) -> None:
+        if self._config.adapters.dropout:
+            torch.manual_seed(hash((self._config.seed, step, index)) % (1 << 63))
+
+    def _check_finite(self, value: float, what: str, step: int) -> None:
+        if not math.isfinite(value):
+            raise ValueError(
+                f"recovery: {what} must be finite, got NaN or Inf at step {step}. Lower schedule.learning_rate "
+                f"({self._config.schedule.learning_rate:g}), or load the model in a wider dtype (--dtype)."
+            )
 
 
 def list_batches(num_samples: int, config: RecoveryConfig) -> list[list[int]]:
@@ -96,177 +205,14 @@ def list_batches(num_samples: int, config: RecoveryConfig) -> list[list[int]]:
     return batches[: config.schedule.max_steps]
 
 
-def split_over_ranks(numbers: Sequence[int]) -> list[int]:
-    """Return this process' share of a batch or a held-out part."""
-    return [numbers[place] for place in split_range(len(numbers))]
+def make_micro_batches(samples: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Return samples in groups of at most ``size`` of one length, shape [sequences, S] each."""
+    by_length: dict[int, list[Tensor]] = {}
+    for sample in samples:
+        by_length.setdefault(len(sample), []).append(sample)
+    return [part for group in by_length.values() for part in torch.stack(group).split(size)]
 
 
-class RecoveryRun:
-    """One run of training.
-
-    :param stepper: takes the steps
-    :param teacher: tells of samples; None without a loss that asks it
-    :param store: holds the best values and, where it outlasts the run, what a killed one goes on from
-    :param durable: whether it does
-    :ivar curve: how it went
-    :ivar states: the trained parameters with their moments
-    """
-
-    def __init__(
-        self,
-        config: RecoveryConfig,
-        texts: Texts,
-        stepper: Stepper,
-        teacher: LayerwiseTeacher | None,
-        store: ResumeStore,
-        durable: bool,
-    ):
-        self.curve, self.states = RunCurve(), stepper.states
-        self._config, self._texts, self._stepper = config, texts, stepper
-        self._teacher, self._store, self._durable = teacher, store, durable
-        self._objective, self._plain = stepper.objective, Objective(stepper.runner, Loss(cross_entropy=1.0))
-        self._batches = list_batches(len(texts.train), config)
-        self._rates = list_rates(len(self._batches), config.learning_rate, config.schedule)
-        steps = config.holdout.steps if config.holdout else None
-        self._measure_steps = steps or math.ceil(len(texts.train) / config.batch_size)
-
-    def run(self) -> None:
-        """Take all remaining steps; set the best values in the model if there is a held-out part.
-
-        :raises ValueError: a loss, or a gradient, that is not finite
-        """
-        done, total = self._resume(), len(self._batches)
-        if not done:
-            self._measure(0)
-        with tqdm(total=total, initial=done, desc="recovery") as bar:
-            for step in range(done + 1, total + 1):
-                self._take_step(step)
-                bar.set_postfix(loss=f"{self.curve.loss[-1]:.4f}", refresh=False)
-                bar.update()
-                if (step % self._measure_steps == 0 or step == total) and self._measure(step):
-                    break
-                self._keep(step)
-        self._take_best()
-
-    # -- steps ----------------------------------------------------------------------------------------------------
-
-    def _take_step(self, step: int) -> None:
-        start, curve, numbers, rate = time.perf_counter(), self.curve, self._batches[step - 1], self._rates[step - 1]
-        num_targets = sum(self._texts.train[number].num_targets for number in numbers)
-        switch_dropout(self._stepper.runner.model, True)
-        losses = self._stepper.take(self._ask(split_over_ranks(numbers)), num_targets, step, rate)
-        loss = self._objective.weigh(losses)
-        self._check_finite(loss, "the loss", step)
-        curve.loss.append(loss)
-        curve.learning_rate.append(rate)
-        curve.tokens_seen.append(num_targets + (curve.tokens_seen[-1] if curve.tokens_seen else 0))
-        spent = time.perf_counter() - start + (curve.seconds[-1] if curve.seconds else 0.0)
-        curve.seconds.append(round(spent, 3))
-
-    def _look_up(self, samples: Iterable[Sample]) -> list[MicroBatch]:
-        """Return samples as micro-batches."""
-        return [self._stepper.runner.embed(micro) for micro in make_micro_batches(samples, self._texts.micro_size)]
-
-    def _ask(self, numbers: Sequence[int]) -> list[MicroBatch]:
-        """Return samples as micro-batches with the teacher's targets."""
-        known, weights = self._texts.samples, self._objective.weights
-        samples = [known[number] for number in numbers]
-        if self._teacher is not None and "kl" in weights:
-            samples = [self._teacher.read_logits(*pair) for pair in zip(numbers, samples, strict=True)]
-        micro_batches = self._look_up(samples)
-        if self._teacher is not None and "hidden" in weights:
-            self._teacher.show_hidden(micro_batches)
-        return micro_batches
-
-    def list_asked(self) -> list[int]:
-        """Return the numbers of the samples whose distributions this process reads."""
-        return [*{number for batch in self._batches for number in split_over_ranks(batch)}, *self._list_held()]
-
-    def _list_held(self) -> list[int]:
-        """Return the numbers of this process' share of the held-out part."""
-        return split_over_ranks(range(len(self._texts.train), len(self._texts.samples)))
-
-    # -- held-out -------------------------------------------------------------------------------------------------
-
-    def measure_holdout(self) -> dict[str, float]:
-        """Return the held-out losses per predicted token; empty without a held-out part."""
-        if not self._texts.holdout:
-            return {}
-        losses = self._measure_part(self._objective, self._ask(self._list_held()), self._texts.holdout)
-        return {**losses, "loss": self._objective.weigh(losses)}
-
-    def _measure_part(
-        self, objective: Objective, micro_batches: list[MicroBatch], samples: Sequence[Sample]
-    ) -> dict[str, float]:
-        """Return the losses per predicted token of samples.
-
-        :param micro_batches: this process' share of them
-        """
-        switch_dropout(self._stepper.runner.model, False)
-        return objective.average(objective.measure(micro_batches), sum(sample.num_targets for sample in samples))
-
-    def _measure(self, step: int) -> bool:
-        """Record the held-out losses, store the values if they are the best so far; return whether to stop early."""
-        curve, losses = self.curve, self.measure_holdout()
-        for name, samples in self._texts.watched.items():
-            share = self._look_up(samples[number] for number in split_range(len(samples)))
-            losses[name] = self._measure_part(self._plain, share, samples)["cross_entropy"]
-        seen = curve.tokens_seen[-1] if curve.tokens_seen else 0
-        if losses:
-            curve.holdout.append({"step": step, "tokens_seen": seen, **losses})
-        if not self._texts.holdout:
-            return False
-        self._check_finite(losses["loss"], "the held-out loss", step)
-        earlier = [row["loss"] for row in curve.holdout[:-1]]
-        if not earlier or losses["loss"] < min(earlier):
-            curve.best_step = step
-            self._store.write("best", {"step": step}, self.states.list_values())
-        patience = self._config.holdout.patience if self._config.holdout else None
-        since = sum(row["step"] > (curve.best_step or 0) for row in curve.holdout)
-        return patience is not None and since >= patience
-
-    def _take_best(self) -> None:
-        if self.curve.best_step not in (None, len(self.curve.loss)):
-            held = self._store.read("best")
-            if held is None:
-                raise OSError(f"{self._store.folder}: the file of the best weights is missing. Run the recipe again.")
-            self.states.take(held[1])
-        self._check_finite(0.0 if self.states.is_finite() else math.nan, "what is trained", len(self.curve.loss))
-
-    def _check_finite(self, value: float, what: str, step: int) -> None:
-        if not math.isfinite(value):
-            raise ValueError(
-                f"recovery: {what} must be finite, got NaN or Inf at step {step}. Lower schedule.learning_rate "
-                f"({self._config.learning_rate:g}), or compute in a wider dtype."
-            )
-
-    # -- kept -----------------------------------------------------------------------------------------------------
-
-    def _keep(self, step: int) -> None:
-        """Store a checkpoint if one is due, and remove the one before."""
-        if not self._durable or step % self._config.checkpoint_steps:
-            return
-        record = {"step": step, "curve": asdict(self.curve), "data": self._texts.describe()}
-        before = self._store.list_parts(_STATE)
-        self._store.write(f"{_STATE}{step:08d}", record, self.states.list_tensors())
-        for part in before:
-            self._store.remove(part)
-
-    def _resume(self) -> int:
-        """Load the last complete checkpoint; return its step, 0 without one.
-
-        :raises ValueError: it was made of other texts
-        """
-        for part in reversed(self._store.list_parts(_STATE)):
-            held = self._store.read(part)
-            if held is None:
-                continue
-            if held[0]["data"] != self._texts.describe():
-                raise ValueError(
-                    "checkpoint_dir: recovery must continue with the text that it began with, got another. Pass the same data, or "
-                    "choose another folder."
-                )
-            self.curve = RunCurve(**held[0]["curve"])
-            self.states.take(held[1])
-            return int(held[0]["step"])
-        return 0
+def count_targets(samples: Sequence[Tensor]) -> int:
+    """Return the number of predicted tokens."""
+    return sum(len(sample) - 1 for sample in samples)

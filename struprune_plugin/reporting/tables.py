@@ -194,11 +194,8 @@ def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
         (f"stage: {name}", f"{took}, peak {peak}" if peak else took) for name, took, peak in list_stages(manifest)
     ]
     if recovery := manifest.recovery:
-        adapters, weights = (recovery.settings.get(name) for name in ("adapters", "weights"))
-        lora = f"LoRA rank {adapters.get('rank')}" if isinstance(adapters, dict) else ""
-        how = lora or str(weights or "all").replace("_", " ")
         told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.2f} s"
-        facts.append(("recovery", f"{how}, {told}"))
+        facts.append(("recovery", f"LoRA rank {recovery.settings.get('adapters', {}).get('rank')}, {told}"))
     if cache := measure_cache_bytes(folder, manifest):
         told = f"{cache[0]:,} → {cache[1]:,} bytes per token ({cache[1] / cache[0] - 1:+.1%})"
         facts.append(("key-value cache", told))

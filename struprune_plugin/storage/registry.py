@@ -11,12 +11,25 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from struprune_plugin.storage.files import shorten_value
 
-GONE = {  # fields and methods that recipes no longer have, each with what to use instead
+_LONGER = "For other training give the output folder to transformers.Trainer."
+GONE = {  # fields, methods and modifiers that recipes no longer have, each with what to use instead
+    "RecoveryModifier": "Use LoRARecoveryModifier, or transformers.Trainer on the output folder.",
     "cache": "A smaller cache needs fewer heads: set `attention_unit: head` and sparsity.",
+    "checkpoint_steps": "A training that was killed starts anew; pruned layers are kept by checkpoint_dir.",
+    "clipping": "The gradient of all adapters is clipped by its norm, `max_grad_norm`.",
+    "compute": "Load the model in the dtype to compute in (--dtype).",
     "criterion": "Whole experts are ranked by REAP's score: remove the field.",
+    "data": "Training is on the calibration text; for other text train the output in a second run.",
     "engine": "Give `budget: {speedup: 1.3, costs: FILE}`; `python -m eval.costs` makes the file.",
+    "loss": f"The loss is the cross entropy on the text. {_LONGER}",
+    "memory": "One decoder layer is on the device at a time.",
+    "micro_batch_size": "As many sequences as a calibration batch holds are on the device at a time: set batch_size of the run.",
+    "patience": "Set `schedule.max_steps`; the best step is kept.",
     "phase": "A file of `budget.costs` is of one workload: `python -m eval.costs` times it.",
+    "state_dtype": "Moments of the adapters are in float32.",
+    "state_folder": "Moments of the adapters are in memory.",
     "sublayers": "Remove layers in transformers (docs/models.md), then prune widths.",
+    "weights": f"Adapters are trained, all other weights stay. {_LONGER}",
     "whole_layers": "Remove layers in transformers (docs/models.md), then prune widths.",
     "ffn_tuning": "Train the output folder, for instance by a recovery stage behind the pruning.",
     "replay": "Run the output's own recipe.yaml on the same calibration text.",

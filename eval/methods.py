@@ -64,7 +64,7 @@ _FISHER = {**_CURVES, "sensitivity": "fisher"}
 _ROTATED = {**_FISHER, "rotate_values": True}
 _DAMPED = {**_ROTATED, "dampening_frac": "auto"}
 _HALF = {**_DAMPED, "reconstruct": "half_residual"}
-_RECOVERY = {"schedule": {"epochs": 4, "max_steps": 100}, "loss": {"cross_entropy": 1.0}}
+_RECOVERY = {"schedule": {"epochs": 4, "max_steps": 100}}
 BEST = "+ half of inherited errors (default)"
 LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
     "wanda, heads, least squares": Row(spell(importance="wanda", reconstruct="local")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from math import prod
@@ -86,7 +86,7 @@ def oneshot(
     config = _check_model(model, kwargs)
     check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
     source = model if isinstance(model, str) else config.name_or_path
-    inputs = list_inputs(source, recipe, loaded.modifiers, offload_folder, kwargs)
+    inputs = list_inputs(source, recipe, offload_folder, kwargs)
     store = _make_store(checkpoint_dir, output_dir, loaded.modifiers, inputs)
     with ExitStack() as stack:
         folder = None
@@ -193,7 +193,6 @@ def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> Pretra
 def list_inputs(
     model: object,
     recipe: object,
-    modifiers: Iterable[Modifier],
     offload_folder: str | os.PathLike | None,
     kwargs: dict[str, Any],
 ) -> list[str | os.PathLike]:

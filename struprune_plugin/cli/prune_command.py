@@ -71,7 +71,7 @@ def prune(model: Model, run: Run, calibration: Calibration, changes: Changes, sc
     recipe = load_recipe(run.recipe, changes=changed)
     if run.offload is not None:
         check_place("--offload", run.offload)
-    inputs = list_inputs(model, run.recipe, recipe.modifiers, run.offload, {"dataset": calibration.data})
+    inputs = list_inputs(model, run.recipe, run.offload, {"dataset": calibration.data})
     check_output(run.output, run.overwrite, inputs)
     check_checkpoint(model)
     set_seed(run.seed)

@@ -126,7 +126,10 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             """Add the record to the manifest of this run's pruning stage or, without one, of the loaded pruned folder."""
             manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
             if manifest is not None:  # None if nothing was ever pruned
-                told = {"evaluation": EvaluationRecord(), "recovery": RecoveryRecord(**record)}  # earlier scores are void
+                told = {
+                    "evaluation": EvaluationRecord(),
+                    "recovery": RecoveryRecord(**record),
+                }  # earlier scores are void
                 write_manifest(read_manifest(manifest).model_copy(update=told), folder)
 
         wrap_save(state.model, add_record)

@@ -9,7 +9,6 @@ from pydantic import PrivateAttr, model_validator
 
 from struprune_plugin.storage.registry import refuse_gone
 from struprune_plugin.storage.resume_store import ResumeStore
-from struprune_plugin.storage.registry import refuse_gone
 
 
 class StageModifier(Modifier):

@@ -138,7 +138,9 @@ def _check_form(where: str, content: Any) -> None:
             for name, fields in modifiers.items():
                 _check_mapping(where, [stage, group, name], fields)
                 if name not in known:
-                    remedy = GONE.get(name) or suggest(str(name), known) or f"StruPrune's modifiers are {', '.join(_OURS)}."
+                    remedy = (
+                        GONE.get(name) or suggest(str(name), known) or f"StruPrune's modifiers are {', '.join(_OURS)}."
+                    )
                     raise ValueError(f"{where}: {name!r} is not a modifier of StruPrune or llm-compressor. {remedy}")
 
 

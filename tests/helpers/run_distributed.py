@@ -1,4 +1,4 @@
-"""What every process of the distributed tests runs, one job after the other: prune or recover, and leave a digest of its weights.
+"""What every process of the distributed tests runs, one job after the other: prune and leave a digest of its weights.
 
 python -m torch.distributed.run --nproc-per-node 2 tests/helpers/run_distributed.py '[["MODEL", "FOLDER", {"sparsity": 0.3}]]'
 """
@@ -12,27 +12,21 @@ import torch
 from torch import distributed
 
 from helpers.models import make_dataset, run_oneshot
-from struprune_plugin import LoRARecoveryModifier, RecoveryModifier
-
-RECOVERIES = {"recovery": RecoveryModifier, "lora": LoRARecoveryModifier}
+from struprune_plugin import LoRARecoveryModifier
 
 NUM_SAMPLES = 8
 
 
 def read_options(fields: dict) -> dict:
-    """Return what every run of a job is given: fields of a pruning, beside ``num_samples``, or of a recovery under its key."""
+    """Return what every run of a job is given: fields of a pruning, beside ``num_samples``, or of a training, as ``lora``."""
     fields = dict(fields)
     samples = fields.pop("num_samples", NUM_SAMPLES)
     options = {"dataset": make_dataset(samples), "num_calibration_samples": samples, "batch_size": 1}
-    name = next((name for name in RECOVERIES if name in fields), None)
-    return options | (fields if name is None else {"recipe": RECOVERIES[name](**fields[name])})
+    return options | ({"recipe": LoRARecoveryModifier(**fields["lora"])} if "lora" in fields else fields)
 
 
 def run_job(model: str, folder: Path, fields: dict) -> None:
-    """Prune ``model`` into ``folder``/out; leave ``digest<rank>.txt`` there, or ``error<rank>.txt`` where it was refused.
-
-    Of a recovery, ``states<rank>.json`` tells the bytes of the process' optimizer states.
-    """
+    """Prune ``model`` into ``folder``/out; leave ``digest<rank>.txt`` there, or ``error<rank>.txt`` where it was refused."""
     options = read_options(fields)
     try:
         pruned = run_oneshot(model, output_dir=folder / "out", **options)
@@ -43,12 +37,6 @@ def run_job(model: str, folder: Path, fields: dict) -> None:
         for name, value in sorted(pruned.state_dict().items()):
             digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
         (folder / f"digest{distributed.get_rank()}.txt").write_text(digest.hexdigest())
-        if "recipe" in options:
-            states = options["recipe"].record["state_bytes"]
-            (folder / f"states{distributed.get_rank()}.json").write_text(json.dumps(states))
-            linears = [value for name, value in pruned.named_parameters() if "fc1.weight" in name]
-            share = sum(value.is_shared() for value in linears) / len(linears)
-            (folder / f"shared{distributed.get_rank()}.json").write_text(json.dumps(share))
 
 
 def run_jobs(jobs: list) -> None:

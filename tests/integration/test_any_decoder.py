@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from eval.coverage import make_config, run_type
-from struprune_plugin import RecoveryModifier, StruPruneModifier, read_manifest
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export.any_class import list_padded
@@ -73,7 +73,7 @@ def test_padded_linears_are_trained_and_quantised_like_others(model_type, tmp_pa
     groups = {"linears": {"targets": ["Linear"], "weights": weights}}
     recipe = [
         StruPruneModifier(sparsity=0.2, allocation="uniform"),
-        RecoveryModifier(loss={"cross_entropy": 1.0}, adapters={"rank": 2}, schedule={"max_steps": 1}),
+        LoRARecoveryModifier(adapters={"rank": 2}, schedule={"max_steps": 1}),
         GPTQModifier(config_groups=groups, ignore=["lm_head"]),
     ]
     quantised = run_oneshot(

@@ -1,6 +1,5 @@
 """Two processes on one machine, each with half of the calibration data, against one process with all of it."""
 
-import json
 import os
 import socket
 from functools import partial
@@ -27,17 +26,9 @@ FIELDS = {
     },
 }
 TRIED = {"sparsity": 0.3, "num_samples": 16, "allocation": {"rule": "error_curve", "trial_samples": 4, "samples": 8}}
-RECOVERY = {  # an odd batch: the processes' shares differ, and one step has one sequence
-    **{"loss": {"cross_entropy": 0.5, "kl": 0.5}, "batch_size": 3, "micro_batch_size": 1},
-    **{"schedule": {"epochs": 2, "learning_rate": 1e-3}, "holdout": {"steps": 2, "fraction": 0.2}},
-    "optimizer": {"clipping": "global"},
-}
-RECOVERIES = {
-    "recovery": RECOVERY,
-    "lora": {"loss": {"kl": 1.0}, "batch_size": 3, "schedule": {"learning_rate": 1e-3}, "holdout": None},
-}
 REFUSED = {  # fields -> what both processes say
     "admm": ({"weight_update": "admm"}, "weight_update: admm works in one process only, got 2"),
+    "lora": ({"lora": {}}, "LoRARecoveryModifier works in one process only, got 2. Prune with several, then train"),
     "singular": (
         {"dampening_frac": 0.0, "allocation": "uniform"},
         "layers.1.fc2: the least-squares system must have a condition number",
@@ -53,23 +44,19 @@ def make_dead():
     return model
 
 
-def teach(name, teacher):
-    """Return a recovery's fields by its name, with a teacher."""
-    fields = RECOVERIES[name]
-    return {name: fields | {"loss": fields["loss"] | {"teacher": str(teacher)}}}
-
-
 @pytest.fixture(scope="module")
 def two_processes(opt, tmp_path_factory):
     """A folder for every job of ``FIELDS`` and ``REFUSED``, which one pair of processes ran one after the other.
 
     Refusals come first, so that what follows shows that they leave the processes in step.
     """
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried", *RECOVERIES)}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried")}
     dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
-    jobs = [[str(dead), str(folders[name]), {"sparsity": 0.2, **fields}] for name, (fields, _) in REFUSED.items()]
+    jobs = [
+        [str(dead), str(folders[name]), fields if "lora" in fields else {"sparsity": 0.2, **fields}]
+        for name, (fields, _) in REFUSED.items()
+    ]
     jobs += [[str(opt), str(folders[name]), fields] for name, fields in {**FIELDS, "tried": TRIED}.items()]
-    jobs += [[str(opt), str(folders[n]), teach(n, dead)] for n in RECOVERIES]
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -116,28 +103,6 @@ def test_two_processes_try_plans_and_take_the_same(two_processes):
     allocation = read_manifest(folder / "out").allocation
     assert {"error_curve", "uniform"} <= allocation.tried.keys()
     assert allocation.tried[allocation.taken] == min(allocation.tried.values())
-
-
-@pytest.mark.parametrize("name", RECOVERIES)
-def test_two_processes_recover_as_one_does(opt, two_processes, tmp_path, name):
-    folder = two_processes[name]
-    assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
-    teacher = save_model(make_dead(), tmp_path / "dead")
-    options = read_options(teach(name, teacher))
-    recovered = run_oneshot(str(opt), **options)
-    states = [json.loads((folder / f"states{rank}.json").read_text()) for rank in range(2)]
-    assert sum(states) == options["recipe"].record["state_bytes"]
-    assert max(states) < 0.6 * sum(states), "each process holds its own part"
-    weights = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
-    before = AutoModelForCausalLM.from_pretrained(opt).state_dict()
-    assert max((weights[key] - before[key]).abs().max().item() for key in before) > 2e-3, "something was learnt"
-    for key, value in recovered.state_dict().items():  # a key's bias has no gradient but rounding, which Adam magnifies
-        assert "k_proj.bias" in key or (value - weights[key]).abs().max() < 1e-4, key
-
-
-def test_weights_of_a_recovery_lie_in_memory_that_processes_share(two_processes):
-    """Those that it trains; copies for adapters, which each process merges, are its own."""
-    assert [json.loads((two_processes["recovery"] / f"shared{rank}.json").read_text()) for rank in range(2)] == [1, 1]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -28,7 +28,7 @@ pruning_stage:
     StruPruneModifier: {sparsity: 0.3}
 recovery_stage:
   recovery_modifiers:
-    LoRARecoveryModifier: {adapters: {rank: 2}, schedule: {epochs: 1}, loss: {kl: 1.0}}
+    LoRARecoveryModifier: {adapters: {rank: 2}, schedule: {epochs: 1}}
 quantization_stage:
   quantization_modifiers:
     QuantizationModifier: {scheme: W8A8, ignore: [lm_head]}
@@ -38,8 +38,7 @@ STAGES = {  # stage -> what runs in its midst
     "allocation": "struprune_plugin.allocation.curves.sum_increases",
     "statistics": "struprune_plugin.layerwise.statistics.accumulate_visit",
     "pruning": "struprune_plugin.pruning.prune_layer.slice_group",
-    "teacher": "struprune_plugin.recovery.teacher.LayerwiseTeacher.write_logits",
-    "LoRA": "struprune_plugin.recovery.step.Stepper.take",
+    "LoRA": "struprune_plugin.recovery.training.AdapterTraining.take_step",
     "quantising": "llmcompressor.modifiers.quantization.QuantizationModifier.on_calibration_end",
     "saving": "struprune_plugin.modifiers.pruning.write_manifest",
     "the last step": "struprune_plugin.storage.output_folder.flush",

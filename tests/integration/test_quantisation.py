@@ -379,7 +379,7 @@ def test_orders_that_cannot_work_are_refused_before_work(opt, ours, stages, mess
     def fail(*_args, **_kwargs):
         raise AssertionError("work started")
 
-    for work in ("layerwise.statistics.LayerStatistics.run_layer", "recovery.recover.Recovery.run"):
+    for work in ("layerwise.statistics.LayerStatistics.run_layer", "recovery.training.AdapterTraining.run"):
         monkeypatch.setattr(f"struprune_plugin.{work}", fail)
     options = {"dataset": make_dataset(), "output_dir": str(tmp_path / "out"), "num_calibration_samples": 8}
     if "cache" in message and oneshot is host_oneshot and isinstance(ours(), LoRARecoveryModifier):

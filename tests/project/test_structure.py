@@ -144,10 +144,9 @@ def test_modelling_files_are_self_contained(file):
 TYPES_OF = {  # recipe -> model types that it runs on; OPT where it is not here
     "struprune": MODEL_TYPES,
     "struprune_opt": ["opt", "llama"],
-    "struprune_recover": ["opt", "llama", "mistral"],
     "struprune_uniform": ["opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"],
     "struprune_softmax": ["opt", "llama"],
-    "struprune_lora": ["opt", "llama"],
+    "struprune_lora": ["opt", "llama", "mistral"],
 }
 RECIPES = [  # those that a quantiser or the like follows run in test_quantisation.py
     (file, model_type)

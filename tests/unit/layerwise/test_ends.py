@@ -10,8 +10,6 @@ from struprune_plugin.layerwise.calls import LayerCall, States, find_tokens, pai
 from struprune_plugin.layerwise.ends import enter_layers, leave_layers
 from struprune_plugin.layerwise.head import Head
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.layerwise.runner import LayerwiseRunner
-from struprune_plugin.layerwise.samples import Sample
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.locate import locate_layers
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
@@ -120,19 +118,6 @@ def find_gradient(model, first, batch, above):
     for handle in handles:
         handle.remove()
     return torch.autograd.grad(seen["final"], seen["hidden"], above)[0]
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-@torch.no_grad()
-def test_a_runner_gives_the_models_own_logits(model_type):
-    model, _ = build(model_type)
-    runner = LayerwiseRunner(model, DeviceContext(), CPU, torch.float32)
-    ids = [draw_tokens(model.config, 2, 10, seed) for seed in range(2)]
-    micro_batches = [runner.embed([Sample(row) for row in part]) for part in ids]
-    runner.forward(micro_batches)
-    for (_, final), part in zip(runner.finish_all(micro_batches), ids, strict=True):
-        found = torch.cat([logits for _, logits, _ in runner.make_head().compute_logits(final)], -1)
-        assert_logits(found, model(input_ids=part, use_cache=False).logits, torch.ones_like(part))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import yaml
 from datasets import Dataset
 from helpers.families import make_model
-from helpers.models import ROOT, make_dataset, make_opt, run_oneshot, save_model
+from helpers.models import ROOT, make_dataset, make_opt, run_oneshot
 from helpers.recovery_loop import changed, measure_loss, train_plainly, weights_of
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -463,7 +463,9 @@ def test_fields_are_checked(fields, message):
 
 
 def test_the_other_name_says_what_to_use():
-    with pytest.raises(ValueError, match="'RecoveryModifier' is not a modifier .* Use LoRARecoveryModifier, or transf"):
+    with pytest.raises(
+        ValueError, match=r"'RecoveryModifier' is not a modifier .* Use LoRARecoveryModifier, or transf"
+    ):
         load_recipe("x_stage:\n  x_modifiers:\n    RecoveryModifier: {}\n")
 
 

@@ -14,6 +14,12 @@ CLOSED = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
+def _check_kept(keep: list[int], count: int, what: str) -> None:
+    """Raise if no pruning could leave these kept units or experts."""
+    if not keep or not all(first < second for first, second in pairwise(keep)) or keep[-1] >= count:
+        raise ValueError(f"keep must be sorted, unique {what} from 0 to {count - 1}, got {shorten_value(keep)}")
+
+
 @dataclass(frozen=True, config=CLOSED)
 class ModelRecord:
     """Record of the model, before and after pruning.
@@ -29,12 +35,6 @@ class ModelRecord:
     weights_sha256: str
     parameters_before: Count
     parameters_after: Count
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelRecord:
-        if not 1 <= self.parameters_before >= self.parameters_after:
-            raise ValueError("parameters_before must be at least 1, and at least parameters_after")
-        return self
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -197,19 +197,7 @@ class UnitsRecord:
 
     @model_validator(mode="after")
     def _check(self) -> UnitsRecord:
-        """Raise if no pruning could leave these kept units."""
-        keep, units, blocks = self.keep, self.num_units, self.num_blocks
-        if not 1 <= blocks <= units or units % blocks:
-            raise ValueError(f"num_units must be a multiple of num_blocks, both at least 1, got {units} and {blocks}")
-        ordered = all(first < second for first, second in pairwise(keep)) and bool(keep) and keep[-1] < units
-        per_block, size = [0] * min(blocks, len(keep)), units // blocks
-        for unit in keep if ordered and len(keep) >= blocks else ():
-            per_block[unit // size] += 1
-        if not ordered or 0 in per_block or len(set(per_block)) != 1 or self.kept != len(keep):
-            raise ValueError(
-                f"keep must be sorted, unique units from 0 to {units - 1}, the same number in each of {blocks} blocks and as "
-                f"many as kept says, got {shorten_value(keep)} and kept {self.kept}"
-            )
+        _check_kept(self.keep, self.num_units, "units")
         return self
 
 
@@ -235,11 +223,7 @@ class ExpertsRecord:
 
     @model_validator(mode="after")
     def _check(self) -> ExpertsRecord:
-        ordered = all(first < second for first, second in pairwise(self.keep))
-        if not ordered or not self.keep or self.keep[-1] >= self.num_experts:
-            raise ValueError(
-                f"keep must be sorted, unique experts from 0 to {self.num_experts - 1}, got {shorten_value(self.keep)}"
-            )
+        _check_kept(self.keep, self.num_experts, "experts")
         return self
 
 

@@ -90,7 +90,6 @@ def test_what_is_written_is_read_as_it_was(manifest, tmp_path):
         (lambda m: m["budget"].pop("rounding"), r"struprune\.json: budget\.rounding must be .*required"),
         (lambda m: m.update(notes="mine"), r"struprune\.json: notes must be .*not permitted"),
         (lambda m: m.update(groups=m["groups"][:1] * 2), "groups must have different names"),
-        (lambda m: m["model"].update(parameters_before=1), "parameters_before must be at least 1"),
     ],
 )
 def test_another_form_is_refused_by_its_place(manifest, tmp_path, change, message):
@@ -148,22 +147,3 @@ def test_kept_units_that_were_changed_are_refused(out, kind, capsys):
         read_manifest(out)
     assert cli.main(["inspect", str(out)]) == 2
     assert capsys.readouterr().err.startswith("struprune: error: ")
-
-
-def test_value_channels_must_be_as_many_in_every_head(opt, prune_once, tmp_path):
-    out = shutil.copytree(prune_once(opt, "value_channels")[1], tmp_path / "out")
-
-    def change(manifest):
-        group = next(
-            group
-            for group in manifest["groups"]
-            if group["kind"] == "value_channels" and group["kept"] < group["num_units"]
-        )
-        size, kept = group["num_units"] // group["num_blocks"], group["keep"]
-        free = next(unit for unit in range(group["num_units"]) if unit not in kept)
-        gone = next(unit for unit in kept if unit // size != free // size)
-        group["keep"] = sorted({*kept, free} - {gone})
-
-    edit_json(out / "struprune.json", change)
-    with pytest.raises(ValueError, match="the same number in each of 4 blocks"):
-        read_manifest(out)

@@ -54,12 +54,12 @@ def test_run_tasks_scores_what_the_harness_scores(monkeypatch):
     model, tokenizer = load_checkpoint(str(DEMO_MODEL))
     tasks, include = ["struprune_demo_text", "struprune_demo_word_order"], str(ROOT / "eval" / "tasks")
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # of the stock run below
-    ours = run_tasks(model, tokenizer, tasks, check_tasks(tasks, include), batch_size=4, limit=6)
+    ours = run_tasks(model, tokenizer, tasks, check_tasks(tasks, include), batch_size=4, limit=2)
     stock = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, backend="causal"),
         tasks=tasks,
         task_manager=TaskManager(include_path=include),
-        limit=6,
+        limit=2,
         log_samples=False,
         bootstrap_iters=100,
     )["results"]

@@ -11,14 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics, Subject
-from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import split_tokens
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
 from struprune_plugin.linalg.error_curves import (
-    measure_block_influence,
     measure_deletion_curve,
     measure_restored_curve,
     sum_increases,
@@ -31,7 +28,7 @@ from struprune_plugin.pruning.importance import Ranking
 from struprune_plugin.pruning.selection import rank_units, weigh_moments
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks, sum_over_ranks
+from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks
 
 _KEPT = 0.25  # share of the host's free memory for moments
 
@@ -67,28 +64,13 @@ class CurveMeasurer:
         """Return the statistics of every group, by name."""
         measured = dict[str, GroupStatistics]()
         for step in stream_layers(model, batches, self._context, "error curves"):
-            own, influence = select_groups(groups, step.name), torch.zeros(2, dtype=torch.float64)  # sum and tokens
-            for call, output in step.observe(self._statistics, own):
-                if self._rule.compares_layers:
-                    with self._context.stage("statistics"):
-                        influence += self._compare(call, output)
-            total, tokens = sum_over_ranks(influence).tolist()
+            own = select_groups(groups, step.name)
+            for _ in step.observe(self._statistics, own):
+                pass
             for group in own:
-                module = ModuleView(step.layer, group, self._statistics)
-                measured[group.name] = self._measure_group(model, module, total / max(tokens, 1))
+                measured[group.name] = self._measure_group(model, ModuleView(step.layer, group, self._statistics))
             self._statistics.finish_layer()
         return measured
-
-    def _compare(self, call: LayerCall, output: States) -> Tensor:
-        """Return one batch's influence of a layer, summed over tokens, and the number of tokens."""
-        device, outputs = output.hidden.device, call.list_tokens(output.hidden)
-        inputs = call.list_tokens(self._context.to_device(call.hidden, device))
-        tokens = None if call.tokens is None else self._context.to_device(call.tokens, device)
-        total = torch.zeros(2, dtype=torch.float64)
-        for part in split_tokens(tokens, len(inputs), call.length):
-            moved = float(measure_block_influence(inputs[part], outputs[part]))
-            total += torch.tensor([moved, len(inputs[part])], dtype=torch.float64)
-        return total
 
     def _gather(self, module: ModuleView) -> SecondMoments:
         """Return the moments of a group, and store them where they are kept."""
@@ -99,16 +81,14 @@ class CurveMeasurer:
                 self.moments[module.group.name] = replace(gathered, all=moved)
         return gathered.all
 
-    def _measure_group(self, model: PreTrainedModel, module: ModuleView, influence: float) -> GroupStatistics:
+    def _measure_group(self, model: PreTrainedModel, module: ModuleView) -> GroupStatistics:
         """Return the statistics of a group, computed on rank 0."""
         moments = self._gather(module)
         with self._context.stage("curves"), self._context.solving():
             cpu = torch.device("cpu")
-            return compute_on_rank0(lambda: self._measure(model, module, moments, influence), GroupStatistics, cpu)
+            return compute_on_rank0(lambda: self._measure(model, module, moments), GroupStatistics, cpu)
 
-    def _measure(
-        self, model: PreTrainedModel, module: ModuleView, moments: SecondMoments, influence: float
-    ) -> GroupStatistics:
+    def _measure(self, model: PreTrainedModel, module: ModuleView, moments: SecondMoments) -> GroupStatistics:
         """Return a group's importance, error curve, and the scores, order and basis of its units."""
         group, config, sensitivity = module.group, self._config, self._sensitivity
         dense = module.read_dense()
@@ -125,7 +105,7 @@ class CurveMeasurer:
             root = sensitivity.fisher_sqrt.get(group.output_name)
             moved = dense if root is None else self._context.place(root, dense) @ dense
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
-        subject = Subject(model, module.layer, group, scores, moments, dense, influence)
+        subject = Subject(model, module.layer, group, scores, moments, dense)
         parts = (curve, scores, order, basis)
         weight, host = self._rule.weigh(subject), self._context.to_host
         return GroupStatistics(weight, *(None if part is None else host(part) for part in parts))  # type: ignore[arg-type]

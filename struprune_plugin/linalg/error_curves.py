@@ -87,15 +87,3 @@ def _list_rows(order: Tensor, columns_per_unit: int) -> Tensor:
     """Return the row indices of H in reverse removal order: the bias first, then the unit that is removed last."""
     columns = unit_columns(order.flip(0), columns_per_unit)
     return torch.cat([columns.new_tensor([len(columns)]), columns])
-
-
-def measure_block_influence(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """Return the sum over tokens of one minus the cosine of a layer's input and output.
-
-    Source: ShortGPT (Men et al. 2024), Eq. 1, whose mean is the block influence.
-
-    :param inputs: hidden states at the layer's input, shape [tokens, d]
-    :param outputs: hidden states at its output, the same shape
-    :return: scalar, float64, in [0, 2 tokens]
-    """
-    return (1 - torch.cosine_similarity(inputs.double(), outputs.double(), dim=-1)).sum()

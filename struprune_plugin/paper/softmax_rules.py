@@ -1,4 +1,4 @@
-"""``softmax`` and ``softmax_inverse``: Algorithms 2 and 3; ``block_influence``: the same rule over ShortGPT's importance."""
+"""``softmax`` and ``softmax_inverse``: Algorithms 2 and 3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from loguru import logger
@@ -127,17 +127,6 @@ class SoftmaxInverse(SoftmaxRule):
             * self.rho
             * measure_attention_importance(list_head_weights(layer, find_structure(subject.model)[group.layer_index]))
         )
-
-
-@RULES.register
-class BlockInfluence(SoftmaxRule):
-    """Change of the hidden states by a whole layer (ShortGPT), under Algorithm 2's rule."""
-
-    compares_layers: ClassVar[bool] = True
-    rule: Literal["block_influence"] = "block_influence"
-
-    def weigh(self, subject: Subject) -> float:
-        return subject.influence
 
 
 def allocate_softmax(

@@ -35,6 +35,7 @@ GONE = {  # fields, methods and modifiers that recipes no longer have, each with
     "replay": "Run the output's own recipe.yaml on the same calibration text.",
     "calibrate_all_experts": "Use more calibration text, so that every expert sees enough tokens.",
     "owl": "Set `allocation: error_curve`.",
+    "block_influence": "Set `allocation: error_curve`.",
     "fluctuation": "Set `importance: obs`.",
     "taylor": "Set `importance: snip`.",
     "wanda_l2": "Set `importance: wanda`.",

@@ -61,7 +61,6 @@ class Subject:
     :param scores: score of every unit
     :param moments: moments of the consumer's inputs, in unit order
     :param dense: the consumer's weights, in unit order, bias last, shape [d, n + 1]
-    :param influence: one minus the mean cosine of the layer's inputs and outputs, where the rule compares them
     """
 
     model: nn.Module
@@ -70,7 +69,6 @@ class Subject:
     scores: Tensor
     moments: SecondMoments
     dense: Tensor
-    influence: float
 
 
 Sizes = Sequence[GroupSize]
@@ -81,12 +79,10 @@ class AllocationRule(Config):
 
     :cvar measures: whether it needs an allocation pass over the dense model
     :cvar weighs_errors: whether it compares errors of different modules, so that a sensitivity is needed
-    :cvar compares_layers: whether it needs :attr:`Subject.influence`
     """
 
     measures: ClassVar[bool] = True
     weighs_errors: ClassVar[bool] = False
-    compares_layers: ClassVar[bool] = False
     rule: str
 
     @property

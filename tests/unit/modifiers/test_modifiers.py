@@ -172,7 +172,7 @@ def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance
 
 @pytest.mark.portability
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fields", [{}, {"importance": "snip", "allocation": "block_influence"}])
+@pytest.mark.parametrize("fields", [{}, {"importance": "snip", "allocation": "softmax"}])
 def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields, tmp_path):
     """In bfloat16 the activations themselves are rounded as a kernel adds: choices that tie to within that may fall otherwise."""
     data = {"dataset": make_dataset(10), "num_calibration_samples": 10}  # 10: the last batch is a smaller one

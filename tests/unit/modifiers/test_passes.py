@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from helpers.models import make_dataset, make_opt, run_oneshot, save_model, save_opt
+from helpers.models import make_dataset, make_opt, run_oneshot, save_opt
 
 from eval.account import count_memory
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.allocation import measurements
-from struprune_plugin.linalg.error_curves import measure_block_influence
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP
@@ -132,33 +131,3 @@ def test_a_budget_is_kept_where_a_later_layer_is_wider(tmp_path):
 
 
 # -- one of each --------------------------------------------------------------------------------------------------
-
-
-def test_measure_block_influence_is_zero_for_a_layer_that_only_scales():
-    inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    assert measure_block_influence(inputs, 3 * inputs).item() == pytest.approx(0, abs=1e-6)
-    assert measure_block_influence(inputs, -inputs).item() == pytest.approx(10, abs=1e-6)
-
-
-def test_block_influence_prunes(tmp_path):
-    """A layer that changes nothing has no influence and loses most."""
-    model = make_opt()
-    with torch.no_grad():
-        for linear in (model.model.decoder.layers[1].fc2, model.model.decoder.layers[1].self_attn.out_proj):
-            linear.weight.mul_(0.01)
-            linear.bias.mul_(0.01)
-    folder = save_model(model, tmp_path / "model")
-    fields = {
-        "sparsity": 0.3,
-        "importance": "wanda",
-        "allocation": {"rule": "block_influence", "temperature": 1.0},
-    }
-    run_oneshot(str(folder), **fields, output_dir=str(tmp_path / "out"), **FEW)
-    manifest = read_manifest(tmp_path / "out")
-    influence = manifest.allocation.importance
-    by_layer = [{influence[g.name] for g in manifest.groups if g.layer == layer} for layer in range(3)]
-    assert all(len(values) == 1 for values in by_layer), "both modules of a layer weigh the same"
-    least = min(range(3), key=lambda layer: min(by_layer[layer]))
-    lost = {layer: sum(g.sparsity for g in manifest.groups if g.layer == layer) for layer in range(3)}
-    assert least == 1
-    assert max(lost, key=lost.get) == 1

@@ -20,22 +20,25 @@ _MOST = 10.0  # largest factor that a curve is multiplied or divided by
 Block = tuple[int, ...]  # indices of the sizes
 
 
-def list_blocks(sizes: Sizes, layers: Sequence[int], num_layers: int) -> list[Block]:
+def list_blocks(sizes: Sizes, layers: Mapping[str, int]) -> list[Block]:
     """Return blocks of modules of one kind in one part of the depth; none if there were only one.
 
-    :param layers: index of the decoder layer of every size; -1 for tied groups of several layers
+    :param layers: index of the decoder layer, by the name of a group
     """
-    blocks: dict[tuple[str, int], list[int]] = {}
-    for place, (size, layer) in enumerate(zip(sizes, layers, strict=True)):
-        blocks.setdefault((size.kind, -1 if layer < 0 else layer * _PARTS // num_layers), []).append(place)
+    blocks, num_layers = dict[tuple[str, int], list[int]](), max(layers.values()) + 1
+    for place, size in enumerate(sizes):
+        blocks.setdefault((size.kind, layers[size.name] * _PARTS // num_layers), []).append(place)
     return [tuple(block) for block in blocks.values()] if len(blocks) > 1 else []
 
 
-def propose_blocks(sizes: Sizes, counts: Sequence[int], blocks: Sequence[Block]) -> list[Mapping[str, int]]:
-    """Return one plan per block: its modules keep the counts of the allocation, all others every unit."""
+def propose_blocks(sizes: Sizes, kept: Mapping[str, int], blocks: Sequence[Block]) -> list[Mapping[str, int]]:
+    """Return one plan per block: its modules keep the units of an allocation, all others every unit.
+
+    :param kept: kept units of the allocation, by group name
+    """
     plans: list[Mapping[str, int]] = []
     for block in blocks:
-        alone = [count if place in block else sizes[place].num_units for place, count in enumerate(counts)]
+        alone = [kept[size.name] if place in block else size.num_units for place, size in enumerate(sizes)]
         plans.append(expand_counts(sizes, alone))
     return plans
 
@@ -43,16 +46,19 @@ def propose_blocks(sizes: Sizes, counts: Sequence[int], blocks: Sequence[Block])
 def bend_curves(
     statistics: Mapping[str, GroupStatistics],
     sizes: Sizes,
-    counts: Sequence[int],
+    kept: Mapping[str, int],
     divergences: Mapping[Block, float],
 ) -> dict[str, GroupStatistics]:
     """Return the statistics with the curves of every block scaled so that they agree with the measured divergences.
 
     :param statistics: statistics by the name of a size
-    :param counts: kept units of the allocation with which the blocks were tried
+    :param kept: kept units of the allocation with which the blocks were tried, by group name
     :param divergences: divergence of the model's output with a block's units removed, in nats
     """
-    said = {block: sum(float(statistics[sizes[i].name].curve[counts[i]]) for i in block) for block in divergences}
+    said = {
+        block: sum(float(statistics[sizes[place].name].curve[kept[sizes[place].name]]) for place in block)
+        for block in divergences
+    }
     total, measured = sum(said.values()), sum(divergences.values())
     if not (total > 0 and measured > 0):
         return dict(statistics)

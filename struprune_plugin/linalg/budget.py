@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from struprune_plugin.linalg.rounding import GroupSize
+from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
 from struprune_plugin.linalg.ties import round_off
 
 MAX_SPARSITY = 0.95  # paper, Algorithms 2 and 3: the clip of a module's sparsity
@@ -59,6 +59,31 @@ def find_least_share(choose: Callable[[float], list[int]], limit: Limit, low: fl
         else:
             low = middle
     return kept
+
+
+def meet_budget(
+    groups: Sequence[GroupSize], shares: Sequence[float], share: float, limit: Limit | None = None
+) -> list[int]:
+    """Round sparsities to kept counts that meet a budget.
+
+    Under a limit, all sparsities move together towards 0 or towards 1, as far as it needs.
+
+    :param shares: sparsity of each group, in [0, 1)
+    :param share: sparsity over all groups' parameters
+    :param limit: limit to meet in place of ``share``
+    :return: kept units of each group, a multiple of its step
+    :raises ValueError: the counts miss the budget
+    """
+    if limit is None:
+        kept = round_kept_counts(groups, shares)
+        check_budget(groups, kept, share)
+        return kept
+
+    def move(shift: float) -> list[int]:
+        moved = [one + shift * (1 - one if shift > 0 else one) for one in shares]
+        return round_kept_counts(groups, [min(one, MAX_SPARSITY) for one in moved])
+
+    return find_least_share(move, limit, -1.0, 1.0)
 
 
 def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsity: float = MAX_SPARSITY) -> Tensor:

@@ -20,7 +20,6 @@ class GroupSize:
     :param step: kept counts are multiples of this number of units
     :param members: names of the tied groups that this one represents, each with the number of its units per unit here; costs
         are summed; empty for a single group
-    :param layer: position of the decoder layer; -1 for tied groups of several layers
     """
 
     name: str
@@ -29,7 +28,6 @@ class GroupSize:
     unit_cost: int
     step: int
     members: tuple[tuple[str, int], ...] = ()
-    layer: int = -1
 
     @property
     def num_parameters(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 from loguru import logger
 from torch import Tensor
@@ -19,14 +19,15 @@ from struprune_plugin.allocation.curves import (
     take_batches,
 )
 from struprune_plugin.allocation.measurements import measure_sensitivity
+from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.trial_weights import Fit
 from struprune_plugin.allocation.whole_experts import score_experts
+from struprune_plugin.linalg.rounding import expand_counts
 from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating
-from struprune_plugin.modifiers.proposals import Proposer
 from struprune_plugin.modifiers.setup import RunSetup, place_run
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
@@ -115,36 +116,72 @@ class Planner:
         return plan
 
     def _allocate(self, sensitivity: Sensitivity) -> UnitAllocation:
-        """Return the allocation from measurements of the dense model, after comparing it with others."""
-        recipe, setup, model, held = self.recipe, self.setup, self.model, list[dict[str, Tensor]]()
-        rule, fit = recipe.allocation, self.batches
-        if rule.sequences is not None:
-            fit, held = _hold_back(fit, getattr(rule, "trial_samples", 0))
-            fit = take_batches(fit, setup.groups, rule.sequences)
-        context = self.context.replace(place_run(recipe, model, setup.groups, fit, together=True))
-        hidden_size = model.config.get_text_config(decoder=True).hidden_size
-        groups = [group for group in setup.groups if setup.mixture is None or not group.experts]
-        keeps = bool(held) and all(gather(can_keep_moments(groups, hidden_size)))
-        config = recipe.make_config()
-        measurer = CurveMeasurer(rule, config, sensitivity, context, keeps)
-        with calibrating(model):
-            measured = measurer.measure(model, fit, groups)
-        found = Fit(measured, len(fit), measurer.moments)
+        """Return the allocation: measure error curves, propose plans, judge them on held-out text, take the best."""
+        rule, setup = self.recipe.allocation, self.setup
+        fit, probes, judges = self._divide_batches()
+        context = self.context.replace(place_run(self.recipe, self.model, setup.groups, fit, together=True))
+        measured = self._measure_curves(fit, sensitivity, context, keeps=bool(judges))
+        curves, budget = tie_statistics(setup.sizes, measured.measured), setup.make_budget(self.recipe)
+        own = rule.decide(setup.sizes, curves, budget)
+        if not judges:
+            return own
 
-        def measure_plans(plans: Sequence[UnitAllocation], batches: list[dict[str, Tensor]]) -> list[float]:
-            trial = Trial(model, setup.groups, plans, config, found, context)
-            with calibrating(model):
-                trial.run(batches if found.moments else [*fit, *batches])
+        def try_plans(plans: Sequence[UnitAllocation], held: Batches) -> list[float]:
+            """Return the divergence of every plan on held-out batches, in nats."""
+            trial = Trial(self.model, setup.groups, plans, self.recipe.make_config(), measured, context)
+            with calibrating(self.model):
+                trial.run(held if measured.moments else [*fit, *held])
             with context.stage("trials"):
-                return trial.measure(batches)
+                return trial.measure(held)
 
+        decided = {rule.rule: own}
+        if blocks := list_blocks(setup.sizes, {group.name: group.layer_index for group in setup.groups}):
+            alone = propose_blocks(setup.sizes, own.kept, blocks)
+            found = try_plans([replace(own, kept=kept) for kept in alone], probes)
+            logger.debug(f"KL divergence in nats of each block of modules pruned alone: {', '.join(map(str, found))}")
+            bent = bend_curves(curves, setup.sizes, own.kept, dict(zip(blocks, found, strict=True)))
+            decided["probed"] = rule.decide(setup.sizes, bent, budget)
+        plans = self._vary(decided)
+        return take_best(plans, try_plans(list(plans.values()), judges) if len(plans) > 1 else [])
+
+    def _divide_batches(self) -> tuple[Batches, Batches, Batches]:
+        """Return (batches for the curves, to try blocks of modules, to try plans); none to try if a process would hold out fewer
+        than two sequences."""
+        rule = self.recipe.allocation
+        if rule.sequences is None:
+            return self.batches, [], []
+        samples = -(-getattr(rule, "trial_samples", 0) // count_ranks())  # an equal share per process
+        fit, held = hold_batches(self.batches, 2 * samples)
+        counts = gather(sum(len(batch["input_ids"]) for batch in held))
+        if min(counts) < 2:
+            fit, held = self.batches, []
         probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
-        probe, judge = (partial(measure_plans, batches=part) for part in (probes, judges))
-        budget = setup.make_budget(recipe)
-        proposer = Proposer(recipe, setup, budget, tie_statistics(setup.sizes, measured))
-        plans = proposer.propose(probe if held else None)
-        values = judge(list(plans.values())) if len(plans) > 1 and held else []
-        return take_best(plans, values)
+        return take_batches(fit, self.setup.groups, rule.sequences), probes, judges
+
+    def _measure_curves(self, fit: Batches, sensitivity: Sensitivity, context: DeviceContext, keeps: bool) -> Fit:
+        """Return the statistics of every group but those of whole experts and, for trials, their moments if they fit in memory."""
+        hidden_size = self.model.config.get_text_config(decoder=True).hidden_size
+        groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.experts]
+        keeps = keeps and all(gather(can_keep_moments(groups, hidden_size)))
+        measurer = CurveMeasurer(self.recipe.allocation, self.recipe.make_config(), sensitivity, context, keeps)
+        with calibrating(self.model):
+            measured = measurer.measure(self.model, fit, groups)
+        return Fit(measured, len(fit), measurer.moments)
+
+    def _vary(self, decided: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
+        """Return different plans by name: those decided and, of each, the rule's variants that have the required widths."""
+        setup, rule, found = self.setup, self.recipe.allocation, dict[str, UnitAllocation]()
+        for label, own in decided.items():
+            variants = {label: own.kept}
+            for name, counts in rule.propose(setup.sizes, own, setup.make_budget(self.recipe)).items():
+                variants[name if label == rule.rule else f"{label}, {name}"] = expand_counts(setup.sizes, counts)
+            for name, kept in variants.items():
+                with suppress(ValueError):
+                    if name != label:
+                        check_widths(setup.groups, kept, setup.roundings)
+                    if all(kept != other.kept for other in found.values()):
+                        found[name] = replace(decided[rule.rule], kept=kept)
+        return found
 
     def _add_experts(self, plan: UnitAllocation) -> UnitAllocation:
         """Return a plan of the other groups with the whole experts that stay, which keep all channels."""
@@ -156,11 +193,3 @@ class Planner:
             experts = mixture.keep_best(score_experts(self.model, self.batches, mixture, self.context), left)
         whole = {group.name: group.num_units for group in experts.list_left(groups)}
         return replace(plan, kept={**whole, **plan.kept}, experts=experts)
-
-
-def _hold_back(batches: Batches, samples: int) -> tuple[Batches, Batches]:
-    """Return (batches without their last sequences, these sequences): ``samples`` to try blocks of modules and as many to try
-    plans, an equal share per process; none are held out if a process would hold fewer than two."""
-    rest, held = hold_batches(batches, 2 * -(-samples // count_ranks()))
-    counts = gather(sum(len(batch["input_ids"]) for batch in held))
-    return (rest, held) if min(counts) >= 2 else (batches, [])

@@ -16,8 +16,8 @@ from struprune_plugin.allocation.rules import Budget
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.layerwise.samples import find_largest_shape
-from struprune_plugin.linalg.budget import MAX_SPARSITY, find_least_share
-from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.linalg.budget import meet_budget
+from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.layers import count_prunable_parameters
 from struprune_plugin.model.structure.finder import find_structure
@@ -152,8 +152,7 @@ def find_budget(
     sizes = measure_groups([group for group in groups if mixture is None or not group.experts], roundings)
     target = find_target(modifier, model, groups, sizes, num_prunable)
     if target.limit is not None:
-        most = modifier.allocation.most or MAX_SPARSITY
-        kept = find_least_share(lambda share: round_kept_counts(sizes, [share] * len(sizes)), target.limit, 0.0, most)
+        kept = meet_budget(sizes, [0.0] * len(sizes), 0.0, target.limit)
         left = sum(count * size.unit_cost for count, size in zip(kept, sizes, strict=True))
         return sizes, target, 1 - left / sum(size.num_parameters for size in sizes)
     if mixture is None:

@@ -87,7 +87,6 @@ def _measure_tied(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]
         sum(group.unit_cost * factor for group, factor in zip(groups, factors, strict=True)),
         math.lcm(*(step // math.gcd(step, factor) for step, factor in zip(steps, factors, strict=True))),
         tuple((group.name, factor) for group, factor in zip(groups, factors, strict=True)),
-        layer=first.layer_index if len(groups) == 1 else -1,
     )
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget, GroupStatistics, Sizes
 from struprune_plugin.allocation.rules.rule import make_allocation
-from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
+from struprune_plugin.linalg.budget import meet_budget
+from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.linalg.ties import order_scores
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
@@ -31,8 +32,7 @@ class GlobalThreshold(AllocationRule):
 
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
         scores = [statistics[size.name].scores for size in sizes]
-        kept = round_kept_counts(sizes, allocate_global_threshold(sizes, scores, budget.share))
-        check_budget(sizes, kept, budget.share)
+        kept = meet_budget(sizes, allocate_global_threshold(sizes, scores, budget.share), budget.share)
         retention = {s.name: min(max(float(part.mean()), 0.0), 1.0) for s, part in zip(sizes, scores, strict=True)}
         return make_allocation(sizes, kept, AllocationRecord(self.rule, retention=retention))
 

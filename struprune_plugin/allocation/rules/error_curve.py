@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -15,8 +16,8 @@ from struprune_plugin.allocation.rules.rule import (
     Sizes,
     make_allocation,
 )
-from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves
-from struprune_plugin.linalg.rounding import check_budget, round_kept_counts
+from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves, meet_budget
+from struprune_plugin.linalg.rounding import check_budget
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
 
@@ -55,13 +56,14 @@ class ErrorCurve(AllocationRule):
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
         return make_allocation(sizes, kept, AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity))
 
-    def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> dict[str, list[int]]:
-        """Return allocations halfway between the rule's own and uniform, and uniform itself.
+    def propose(self, sizes: Sizes, own: UnitAllocation, budget: Budget) -> dict[str, list[int]]:
+        """Return allocations halfway between the rule's own and uniform, and uniform itself, where they meet the budget.
 
         Curves are used at errors of any size; where they are wrong, it is where a module would lose much more than others.
         """
-        taken = [1 - own.kept[size.name] / size.num_units for size in sizes]
-        return {
-            name: round_kept_counts(sizes, [(1 - part) * sparsity + part * share for sparsity in taken])
-            for name, part in (("half uniform", 0.5), ("uniform", 1.0))
-        }
+        taken, found = [1 - own.kept[size.name] / size.num_units for size in sizes], dict[str, list[int]]()
+        for name, part in (("half uniform", 0.5), ("uniform", 1.0)):
+            shares = [(1 - part) * sparsity + part * budget.share for sparsity in taken]
+            with suppress(ValueError):
+                found[name] = meet_budget(sizes, shares, budget.share, budget.limit)
+        return found

@@ -106,7 +106,7 @@ class AllocationRule(Config):
         """
         raise NotImplementedError
 
-    def propose(self, sizes: Sizes, own: UnitAllocation, share: float) -> Mapping[str, Sequence[int]]:
+    def propose(self, sizes: Sizes, own: UnitAllocation, budget: Budget) -> Mapping[str, Sequence[int]]:
         """Return kept units of allocations to try beside the rule's own, by name; none if the rule's own is used untried."""
         return {}
 

@@ -13,11 +13,10 @@ from struprune_plugin.allocation.rules.rule import (
     Sizes,
     make_allocation,
 )
-from struprune_plugin.linalg.budget import MAX_SPARSITY, Limit, find_least_share
+from struprune_plugin.linalg.budget import MAX_SPARSITY, Limit, find_least_share, meet_budget
 from struprune_plugin.linalg.rounding import (
     check_budget,
     measure_uniform_slack,
-    round_kept_counts,
     round_uniform_counts,
 )
 from struprune_plugin.pruning.config import UnitAllocation
@@ -48,15 +47,11 @@ def allocate_uniformly(
     :param limit: seconds to meet in place of the share
     :raises ValueError: rounding misses the budget
     """
-
-    def choose(sparsity: float) -> list[int]:
-        if allowed is None:
-            return round_kept_counts(sizes, [sparsity] * len(sizes))
-        return round_uniform_counts(sizes, sparsity, allowed)
-
-    if limit is not None:
-        counts = find_least_share(choose, limit, 0.0, MAX_SPARSITY)
+    if allowed is None:
+        counts = meet_budget(sizes, [share] * len(sizes), share, limit)
+    elif limit is not None:
+        counts = find_least_share(lambda one: round_uniform_counts(sizes, one, allowed), limit, 0.0, MAX_SPARSITY)
     else:
-        counts = choose(share)
-        check_budget(sizes, counts, share, None if allowed is None else measure_uniform_slack(sizes))
+        counts = round_uniform_counts(sizes, share, allowed)
+        check_budget(sizes, counts, share, measure_uniform_slack(sizes))
     return make_allocation(sizes, counts, AllocationRecord("uniform"))

@@ -17,7 +17,8 @@ SIZES = [
     for layer in range(6)
     for kind, cost in (("attention", 10), ("ffn", 20))
 ]
-LAYERS = [layer for layer in range(6) for _ in range(2)]
+LAYERS = {size.name: int(size.name[0]) for size in SIZES}
+KEPT = {size.name: 5 for size in SIZES}
 
 
 def make_statistics(scale=None):
@@ -30,16 +31,15 @@ def make_statistics(scale=None):
 
 
 def test_blocks_are_modules_of_one_kind_in_a_third_of_the_depth():
-    blocks = list_blocks(SIZES, LAYERS, 6)
+    blocks = list_blocks(SIZES, LAYERS)
     assert sorted(blocks) == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11)]
     tied = [replace(SIZES[1], members=(("0.ffn", 1), ("1.ffn", 1)))]
-    assert list_blocks(tied, [-1], 6) == []  # one block only: nothing to compare
+    assert list_blocks(tied, LAYERS) == []  # one block only: nothing to compare
 
 
 def test_a_blocks_plan_leaves_all_others_whole():
-    counts = [5] * len(SIZES)
-    blocks = list_blocks(SIZES, LAYERS, 6)
-    for block, plan in zip(blocks, propose_blocks(SIZES, counts, blocks), strict=True):
+    blocks = list_blocks(SIZES, LAYERS)
+    for block, plan in zip(blocks, propose_blocks(SIZES, KEPT, blocks), strict=True):
         assert {name for name, kept in plan.items() if kept == 5} == {SIZES[place].name for place in block}
         assert set(plan.values()) == {5, 8}
 
@@ -48,13 +48,12 @@ def test_a_blocks_plan_leaves_all_others_whole():
 def test_curves_that_are_wrong_for_a_block_are_bent_to_the_truth(truth):
     """The first third of attention costs more, or less, than its curves say."""
     told = make_statistics()
-    blocks = list_blocks(SIZES, LAYERS, 6)
-    counts = [5] * len(SIZES)
+    blocks = list_blocks(SIZES, LAYERS)
 
     def measure(block):
         return sum(9.0 for _ in block) * (truth if block == (0, 2) else 1.0)
 
-    bent = bend_curves(told, SIZES, counts, {block: measure(block) for block in blocks})
+    bent = bend_curves(told, SIZES, KEPT, {block: measure(block) for block in blocks})
     factors = {name: float(bent[name].curve[0] / told[name].curve[0]) for name in told}
     ratio = factors["0.attention"] / factors["5.ffn"]
     assert 1 < (ratio if truth > 1 else 1 / ratio) <= max(truth, 1 / truth)  # towards the truth, not past it
@@ -67,8 +66,8 @@ def test_curves_that_are_wrong_for_a_block_are_bent_to_the_truth(truth):
 
 def test_blocks_that_show_nothing_change_nothing():
     told = make_statistics()
-    blocks = list_blocks(SIZES, LAYERS, 6)
-    bent = bend_curves(told, SIZES, [8] * len(SIZES), dict.fromkeys(blocks, 0.0))
+    blocks = list_blocks(SIZES, LAYERS)
+    bent = bend_curves(told, SIZES, dict.fromkeys(KEPT, 8), dict.fromkeys(blocks, 0.0))
     assert all(torch.equal(bent[name].curve, told[name].curve) for name in told)
 
 

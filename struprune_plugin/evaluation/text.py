@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -105,38 +105,6 @@ def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max
     """
     stream = (token for text in texts for token in tokenizer(text, verbose=False)["input_ids"])
     return torch.tensor(list(islice(stream, max_tokens)), dtype=torch.int64)
-
-
-def pack_windows(
-    sources: Sequence[str | os.PathLike],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    max_tokens: int | None = None,
-    text_column: str = "text",
-) -> Tensor:
-    """Return windows of several sources without padding, interleaved so that every stretch of them is as mixed as the whole.
-
-    :param max_tokens: upper bound for all sources together, in equal shares; None reads all tokens
-    :return: shape [windows, length], int64
-    :raises ValueError: as :func:`stream_texts`; a hub data set without a limit; a source without a whole window
-    """
-    share = None if max_tokens is None else max_tokens // len(sources)
-    ranked: list[tuple[float, Tensor]] = []
-    for source in sources:
-        if share is None and not Path(source).exists():
-            raise ValueError(
-                f"tokens: must be given where data come from the hub, got none for "
-                f"{os.fspath(source)!r}, which may not end. Set tokens."
-            )
-        tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), share)
-        windows = tokens[: len(tokens) // length * length].view(-1, length)
-        if not len(windows):
-            raise ValueError(
-                f"data: {os.fspath(source)!r} must hold a window of {length} tokens, got {len(tokens)} tokens. Lower seq_length, "
-                "or raise tokens."
-            )
-        ranked += [((number + 0.5) / len(windows), window) for number, window in enumerate(windows)]
-    return torch.stack([window for _, window in sorted(ranked, key=lambda pair: pair[0])])
 
 
 def make_calibration_dataset(

@@ -73,12 +73,12 @@ class ResumeStore:
         :raises OSError: the disk cannot be written; earlier parts are kept
         """
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with _tell_of_refusals(self.folder, part), replace_file(self.locate(part)) as partial:
+        with _tell_of_refusals(self.folder, part), replace_file(self._locate(part)) as partial:
             save_file(held, partial, metadata={"record": json.dumps(record)})
 
     def read(self, part: str) -> tuple[Any, dict[str, Tensor]] | None:
         """Return the record and the tensors of a part, on the host; None if it is missing or truncated."""
-        file = self.locate(part)
+        file = self._locate(part)
         if not file.is_file():
             return None
         try:
@@ -89,24 +89,15 @@ class ResumeStore:
             logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
             return None
 
-    def list_parts(self, start: str) -> list[str]:
-        """Return the sorted names of the parts that begin with ``start``; these may be damaged."""
-        return sorted(file.stem for file in self.folder.glob(f"{start}*.safetensors"))
-
-    def locate(self, part: str) -> Path:
-        """Return the path of a part's safetensors file."""
-        return self.folder / f"{part}.safetensors"
-
-    def remove(self, part: str) -> None:
-        """Remove a part."""
-        self.locate(part).unlink(missing_ok=True)
-
     def clear(self) -> None:
         """Remove the files of the store, once the run is over."""
         for file in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.partial"), self.folder / _RUN):
             file.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
+
+    def _locate(self, part: str) -> Path:
+        return self.folder / f"{part}.safetensors"
 
 
 @contextmanager

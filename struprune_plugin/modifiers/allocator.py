@@ -1,47 +1,31 @@
-"""``SparsityAllocatorModifier``: the modifier that runs an allocation pass in a separate stage."""
+"""``SparsityAllocatorModifier``: the stage of a recipe that sets the budget and the allocation of the pruning stage behind it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from llmcompressor.core import Event, State
-from pydantic import Field, PrivateAttr, model_validator
+from llmcompressor.core import State
+from pydantic import Field, model_validator
 
-from struprune_plugin.allocation.curves import CurveMeasurer
-from struprune_plugin.allocation.measurements import measure_sensitivity
-from struprune_plugin.allocation.rules.rule import tie_statistics
-from struprune_plugin.modifiers.checks import check_alone, list_modifiers
-from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
-from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
-from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
-from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.resume import keep_allocation, take_allocation
-from struprune_plugin.pruning.signals import Sensitivity
-from struprune_plugin.runtime.device_context import StageRecord
+from struprune_plugin.modifiers.checks import list_modifiers, split_modifiers
+from struprune_plugin.modifiers.fields import GROUP_FIELDS, AllocationField, StructuredModifier
+from struprune_plugin.modifiers.pruning import StruPruneModifier
+from struprune_plugin.storage.files import shorten_value
+from struprune_plugin.storage.registry import list_differences
 
-
-@dataclass(frozen=True)
-class Allocated:
-    """Result of an allocator stage, for the pruning stage.
-
-    :param sensitivity: sensitivity measured by the stage, which the pruning stage reuses
-    :param measured: seconds and peak bytes of the stage's calibration pass
-    """
-
-    plan: UnitAllocation
-    sensitivity: Sensitivity
-    measured: StageRecord
+_BUDGET = ("sparsity", "budget")
+_DECIDED = ("allocation", "sensitivity")
+_SHARED = (*GROUP_FIELDS, "importance", "rotate_values")
 
 
 class SparsityAllocatorModifier(StructuredModifier):
     """
-    Modifier that allocates sparsity to the modules of all layers in one calibration pass over the dense model, and
-    leaves the plan for a :class:`StruPruneModifier` in a later stage. Source: paper, Algorithms 2 and 3, steps 1, 2
-    and 5.
+    Modifier that sets how a :class:`StruPruneModifier` in a later stage allocates sparsity to the modules of all layers.
+    Source: paper, Algorithms 2 and 3, steps 1, 2 and 5.
 
-    One decoder layer is on the device at a time; only the importance and the error curve of each module are stored.
-    Fields as in :class:`StructuredModifier`; ``sparsity`` or a ``budget`` must be given.
+    It gives that stage its ``sparsity`` or ``budget``, ``allocation`` and ``sensitivity``; the pruning stage then
+    measures the dense model and allocates. Fields as in :class:`StructuredModifier`; ``sparsity`` or a ``budget`` must be
+    given, and the other fields must agree with those of the pruning stage.
 
     :param allocation: by default Algorithm 2
 
@@ -57,16 +41,7 @@ class SparsityAllocatorModifier(StructuredModifier):
             StruPruneModifier: {importance: obs}
     """
 
-    only_plans: ClassVar[bool] = True
     allocation: AllocationField = Field(default="softmax", validate_default=True)  # type: ignore[arg-type]
-
-    _setup: RunSetup | None = PrivateAttr(default=None)
-    _allocated: Allocated | None = PrivateAttr(default=None)
-
-    @property
-    def allocated(self) -> Allocated | None:
-        """Result of this stage; None before its calibration pass."""
-        return self._allocated
 
     @model_validator(mode="after")
     def _check_required(self) -> SparsityAllocatorModifier:
@@ -82,42 +57,42 @@ class SparsityAllocatorModifier(StructuredModifier):
         return self
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        rehearse_units(self, state.model)
-        groups = self.find_groups(state.model)
-        self._setup = prepare_run(self, state.model, groups, state.data.calib)
-        self._check_stages()
+        pruning = self._find_pruning()
+        for name in (*_BUDGET, *_SHARED):
+            if name in _SHARED or getattr(pruning, name) is not None:
+                self._check_same(pruning, name, "Give both stages the same value.")
+        if self.weight_update.solves != pruning.weight_update.solves:  # ADMM starts from and closes with least squares
+            self._check_same(pruning, "weight_update", "Give both stages the same value.")
+        for name in _DECIDED:
+            if name in pruning.model_fields_set:
+                self._check_same(pruning, name, "The stage sets it: remove it here.")
+        for name in (*_BUDGET, *_DECIDED):
+            setattr(pruning, name, getattr(self, name))
         return True
 
-    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        check_alone(self)
-        assert self._setup is not None
-        setup = self._setup = drop_lost_experts(self._setup, self, state.model)
-        if done := take_allocation(self._store, "allocator"):
-            plan, sensitivity = done
-            self._allocated = Allocated(plan, sensitivity, StageRecord())
-            return
-        model, batches = state.model, list(state.data.calib)
-        with enter_device_context(model, setup.placement) as context, context.stage("allocate"):
-            sensitivity = measure_sensitivity(model, batches, setup.groups, context, self.asked)
-            measurer = CurveMeasurer(self.allocation, self.make_config(), sensitivity, context)
-            with calibrating(model):
-                measured = measurer.measure(model, batches, setup.groups)
-        tied = tie_statistics(setup.sizes, measured)
-        budget = setup.make_budget(self)
-        plan = self.allocation.decide(setup.sizes, tied, budget)
-        self._allocated = Allocated(plan, sensitivity, context.stages["allocate"])
-        if self._store is not None:
-            keep_allocation(self._store, "allocator", plan, sensitivity)
+    def _find_pruning(self) -> StruPruneModifier:
+        """Return the pruning stage behind this one.
 
-    def _check_stages(self) -> None:
-        """Raise unless the recipe has exactly one allocator stage and a pruning stage after it.
-
-        :raises ValueError: otherwise
+        :raises ValueError: there is none, or the recipe has several allocator stages
         """
-        names = [type(modifier).__name__ for modifier in list_modifiers()]
-        ours, theirs = "SparsityAllocatorModifier", "StruPruneModifier"
-        if names.count(ours) != 1 or theirs not in names[names.index(ours) :]:
+        modifiers = list_modifiers()
+        pruning = next((other for other in split_modifiers(self)[1] if isinstance(other, StruPruneModifier)), None)
+        if pruning is None or sum(isinstance(other, SparsityAllocatorModifier) for other in modifiers) != 1:
+            ours, names = type(self).__name__, [type(modifier).__name__ for modifier in modifiers]
             raise ValueError(
-                f"recipe: exactly one {ours} must come before the {theirs} that uses its allocation, got {names}. "
+                f"recipe: exactly one {ours} must come before the StruPruneModifier that uses its allocation, got {names}. "
                 "Add or reorder the stages."
+            )
+        return pruning
+
+    def _check_same(self, pruning: StruPruneModifier, name: str, remedy: str) -> None:
+        """Raise if a field of the pruning stage differs from this stage's.
+
+        :raises ValueError: in that case
+        """
+        if getattr(pruning, name) != getattr(self, name):
+            place, mine, theirs = next(list_differences(pruning.dump_fields()[name], self.dump_fields()[name], name))
+            raise ValueError(
+                f"StruPruneModifier: {place} must be {shorten_value(theirs)} as in the {type(self).__name__} stage before, got "
+                f"{shorten_value(mine)}. {remedy}"
             )

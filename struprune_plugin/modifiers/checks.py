@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from compressed_tensors.utils import is_match, patch_attr
+from compressed_tensors.utils import is_match
 from llmcompressor.core import active_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
@@ -39,13 +38,6 @@ def list_modifiers() -> list[Modifier]:
     return active_session().lifecycle.recipe.modifiers
 
 
-@contextmanager
-def seeing_modifiers(modifiers: Sequence[Modifier]) -> Iterator[None]:
-    """Let a stage that runs see all modifiers of the recipe in the block; llm-compressor shows it only itself."""
-    with patch_attr(active_session().lifecycle.recipe, "modifiers", list(modifiers)):
-        yield
-
-
 def split_modifiers(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
     """Return the modifiers before a given one in the recipe, and those after it."""
     modifiers = list_modifiers()
@@ -53,12 +45,13 @@ def split_modifiers(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]
     return modifiers[:place], modifiers[place + 1 :]
 
 
-def check_order(modifier: Modifier) -> None:
+def check_order(modifier: Modifier, before: Sequence[Modifier]) -> None:
     """Raise if a modifier that needs the final weights precedes ``modifier``, which changes them.
 
+    :param before: modifiers before it in the recipe
     :raises ValueError: a quantiser, its smoothing, or a sparsity modifier (whose zeros would be lost) comes first
     """
-    for other in split_modifiers(modifier)[0]:
+    for other in before:
         for kind, name in _FINAL.items():
             if isinstance(other, kind):
                 raise ValueError(
@@ -267,7 +260,7 @@ def check_effects(modifier: Any, groups: Sequence[UnitGroup]) -> None:
         (f"width_multiple: {modifier.width_multiple}", modifier.width_multiple in ("auto", 1) or ffns),
         (
             f"weight_update: {update.method}",
-            modifier.only_plans or not update.refines or any(map(update.can_refine, groups)),
+            not update.refines or any(map(update.can_refine, groups)),
         ),
     ):
         if not is_used:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -36,7 +36,6 @@ from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
 from struprune_plugin.storage.registry import Config
 
 GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "width_multiple")
-PLAN_FIELDS = ("allocation", "sensitivity")  # decided by an allocator stage, if there is one
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
 WeightUpdateField = Annotated[SerializeAsAny[WeightUpdate], BeforeValidator(WEIGHT_UPDATES.parse)]
@@ -138,8 +137,6 @@ class StructuredModifier(StageModifier):
     :param memory_budget: bytes that the device may hold; moments and solves that do not fit move to the host. None uses
         the accelerator's free memory
     """
-
-    only_plans: ClassVar[bool] = False  # True for an allocator stage, which prunes nothing itself
 
     sparsity: float | None = None
     budget: BudgetConfig | None = None

@@ -55,8 +55,6 @@ def find_mixture(
         problem = "needs the same number of experts in every layer, and the model has different numbers. Set `experts: channels`"
     elif any(isinstance(other, REAPPruningModifier) for other in others):
         problem = "cannot be combined with REAPPruningModifier, which removes experts, too. Remove one of the two"
-    elif recipe.only_plans:
-        problem = "cannot be combined with a SparsityAllocatorModifier stage. Remove that stage"
     if problem:
         raise ValueError(f"`{asked}` {problem}.")
     check_one_process(asked, "Set `experts: channels`, or run one process.")

@@ -1,4 +1,4 @@
-"""Plan of how many units each group keeps: uniform, from an allocator stage, or from passes inside the pruning stage."""
+"""Plan of how many units each group keeps: uniform, or from passes over the calibration data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.trial_weights import Fit
 from struprune_plugin.allocation.whole_experts import score_experts
 from struprune_plugin.linalg.rounding import expand_counts
-from struprune_plugin.modifiers.allocator import Allocated
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating
 from struprune_plugin.modifiers.setup import RunSetup, place_run
@@ -76,18 +75,16 @@ class Planner:
     batches: list[dict[str, Tensor]]
     context: DeviceContext
 
-    def decide(
-        self, early: UnitAllocation | None, allocated: Allocated | None, store: ResumeStore | None
-    ) -> tuple[UnitAllocation, Sensitivity]:
+    def decide(self, early: UnitAllocation | None, store: ResumeStore | None) -> tuple[UnitAllocation, Sensitivity]:
         """Return the plan and the measured sensitivity, from the store if an earlier process has made them.
 
         :param early: plan made before calibration
-        :param allocated: result of an allocator stage
         """
-        if done := take_allocation(store, "allocation"):
-            return done  # speeds that were timed anew would give another plan
-        groups, sensitivity = self.setup.groups, self._measure_sensitivity(allocated)
-        plan = early or self._plan(allocated, sensitivity)
+        if done := take_allocation(store):
+            return done
+        groups = self.setup.groups
+        sensitivity = measure_sensitivity(self.model, self.batches, groups, self.context, self.recipe.asked)
+        plan = early or self._plan(sensitivity)
         if self.setup.mixture is not None and plan.experts is None:
             plan = self._add_experts(plan)
         if early is None:
@@ -95,19 +92,11 @@ class Planner:
         if plan.experts is not None:
             sensitivity = replace(sensitivity, saliency=plan.experts.rename(groups, sensitivity.saliency))
         if store is not None:
-            keep_allocation(store, "allocation", plan, sensitivity)
+            keep_allocation(store, plan, sensitivity)
         return plan, sensitivity
 
-    def _measure_sensitivity(self, allocated: Allocated | None) -> Sensitivity:
-        """Measure what the methods need of the dense model, unless an allocator stage has done so."""
-        known = allocated.sensitivity if allocated is not None else None
-        return measure_sensitivity(self.model, self.batches, self.setup.groups, self.context, self.recipe.asked, known)
-
-    def _plan(self, allocated: Allocated | None, sensitivity: Sensitivity) -> UnitAllocation:
-        """Return the plan of an allocator stage or, without one, that of this stage's own allocation pass."""
-        if allocated is not None:
-            self.context.stages["allocate"] = allocated.measured
-            return allocated.plan
+    def _plan(self, sensitivity: Sensitivity) -> UnitAllocation:
+        """Return the plan of an allocation pass."""
         logger.info(f"measuring the dense model for allocation: {self.recipe.allocation.rule}")
         with self.context.stage("allocate"):
             plan = self._allocate(sensitivity)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from llmcompressor.core import Event, State
+from llmcompressor.modifiers import Modifier
 from loguru import logger
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
@@ -19,14 +21,13 @@ from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, describe_weights
 from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.allocator import SparsityAllocatorModifier
-from struprune_plugin.modifiers.checks import check_alone
+from struprune_plugin.modifiers.checks import check_alone, split_modifiers
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
 from struprune_plugin.modifiers.mixtures import describe_experts, find_whole, tell_lost_experts
 from struprune_plugin.modifiers.planning import Planner, plan_early
-from struprune_plugin.modifiers.setup import RunSetup, drop_lost_experts, prepare_run, rehearse_units
-from struprune_plugin.modifiers.stages import agree_on_budget, check_curves, find_allocator
+from struprune_plugin.modifiers.setup import RunSetup, open_store, prepare_run, rehearse_units
+from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.modifiers.targets import describe_target
 from struprune_plugin.modifiers.uniform_output import check_uniform
 from struprune_plugin.modifiers.widths import describe_roundings
@@ -51,14 +52,14 @@ class StruPruneModifier(StructuredModifier):
     the host.
 
     Lifecycle, by llm-compressor's events:
-        - on_initialize: read and check recipe, model and data
+        - on_initialize: find the groups, check recipe, model and data
         - on_calibration_start: measure, allocate, prune layer by layer
         - on_finalize: update the configuration for the pruned model, and make the manifest that is saved with it
 
     Fields as in :class:`StructuredModifier`, and:
 
-    :param sparsity: required unless there is a ``budget`` or an earlier :class:`SparsityAllocatorModifier` stage, whose
-        plan is then used
+    :param sparsity: required unless there is a ``budget`` or an earlier :class:`SparsityAllocatorModifier` stage, which
+        sets it
     :param allocation: ``uniform``, or a rule that takes an allocation pass of the stage's own
     :param reconstruct: target of a solve (method.md section 2)
     :param output: ``per_layer``: each layer has its own size, and our modelling file travels with the checkpoint;
@@ -76,7 +77,8 @@ class StruPruneModifier(StructuredModifier):
     reconstruct: Literal[tuple(TARGETS)] = "half_residual"  # type: ignore[valid-type]
     output: Literal["per_layer", "uniform"] = "per_layer"
 
-    _stage_before: SparsityAllocatorModifier | None = PrivateAttr(default=None)
+    _before: Sequence[Modifier] = PrivateAttr(default=())  # in the recipe
+    _behind: Sequence[Modifier] = PrivateAttr(default=())
     _setup: RunSetup | None = PrivateAttr(default=None)
     _weights_digest: str = PrivateAttr(default="")
     _plan: UnitAllocation | None = PrivateAttr(default=None)
@@ -95,32 +97,30 @@ class StruPruneModifier(StructuredModifier):
     # -- lifecycle: llm-compressor's events ------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        self._setup = self._prepare(state)
+        self._before, self._behind = split_modifiers(self)
+        self._prepare(state)
         self._weights_digest = describe_weights(state.model)
-        self._plan = self._plan_early(state.model, self._setup)
+        if self._store is not None:
+            open_store(self._store, state.model, state.data.calib)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         check_alone(self)
-        model = state.model
-        assert self._setup is not None
-        setup = drop_lost_experts(self._setup, self, model)
-        if setup is not self._setup:
-            self._setup, self._plan = setup, self._plan_early(model, setup)
+        if any(not isinstance(other, StageModifier) for other in self._before):
+            self._prepare(state)  # a modifier of llm-compressor (REAP) has changed the model
+        model, setup = state.model, self._setup
+        assert setup is not None
         batches, self._num_before = list(state.data.calib), count_parameters(model)
         tokens = setup.num_sequences, setup.num_tokens
         self._calibration = CalibrationRecord(*tokens, digest_tokens(batch["input_ids"] for batch in batches))
         with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
-            config = self.make_config(self.reconstruct)
-            planner = Planner(self, setup, model, batches, context)
-            allocated = self._stage_before.allocated if self._stage_before is not None else None
-            self._plan, measured = planner.decide(self._plan, allocated, self._store)
+            self._plan, measured = Planner(self, setup, model, batches, context).decide(self._plan, self._store)
             adopt_attention(model, setup.groups)
             log = None if self._store is None else LayerLog(self._store)
             plan = replace(
                 self._plan, kept={**self._plan.kept, **{group.name: group.num_units for group in setup.whole}}
             )
-            pruner = LayerPruner(config, plan, measured, context)
+            pruner = LayerPruner(self.make_config(self.reconstruct), plan, measured, context)
             with calibrating(model):
                 self._pruned = prune_layers(model, batches, sort_groups([*setup.groups, *setup.whole]), pruner, log)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
@@ -150,46 +150,29 @@ class StruPruneModifier(StructuredModifier):
 
     # -- before the pass ------------------------------------------------------------------------------------------
 
-    def _prepare(self, state: State) -> RunSetup:
-        """Return the setup of the run on the model as it is now, after checking recipe, model and data.
+    def _prepare(self, state: State) -> None:
+        """Find the groups of the model as it is now, check recipe, model and data, and make the plan if it needs no measurement.
 
         :raises ValueError: the run cannot succeed
         """
         model = state.model
         rehearse_units(self, model)
-        groups = self._find_own_groups(model)
-        if self.output == "uniform":
-            check_uniform(self, model, groups, self._stage_before is not None)
-        return prepare_run(self, model, groups, state.data.calib, find_whole(self, model, groups))
-
-    def _find_own_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
-        """Return the groups to prune, after taking over the budget of an allocator stage, if there is one.
-
-        :raises ValueError: the stages contradict each other, or none gives a sparsity or a budget
-        """
-        self._stage_before = stage = find_allocator(self)
-        if stage is not None:
-            for name, value in agree_on_budget(self, stage).items():
-                setattr(self, name, value)
         if self.sparsity is None and not self.budget:
             raise ValueError(
                 "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes "
                 "before. Add sparsity to the recipe."
             )
         groups = self.find_groups(model)
-        if stage is not None:
-            check_curves(self, stage, groups)
-        return groups
-
-    def _plan_early(self, model: PreTrainedModel, setup: RunSetup) -> UnitAllocation | None:
-        """Return the kept counts if they need no calibration data (a uniform allocation), else None."""
-        if self._stage_before is not None:
-            return None
-
-        def allowed(kind: str, count: int) -> bool:
-            return kind != "attention" or can_hold_heads(model, count)
-
-        return plan_early(self, setup, allowed if self.output == "uniform" else None)
+        if self.output == "uniform":
+            check_uniform(self, model, groups, self._behind)
+        stages, whole = (self._before, self._behind), find_whole(self, model, groups)
+        self._setup = prepare_run(self, model, groups, state.data.calib, stages, whole)
+        allowed = (
+            (lambda kind, count: kind != "attention" or can_hold_heads(model, count))
+            if self.output == "uniform"
+            else None
+        )
+        self._plan = plan_early(self, self._setup, allowed)
 
     def _make_manifest(self, model: PreTrainedModel) -> Manifest:
         setup, pruned = self._setup, self._pruned

@@ -76,8 +76,9 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     # -- lifecycle ------------------------------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        check_order(self)
-        check_targets(state.model, split_modifiers(self)[1])
+        before, behind = split_modifiers(self)
+        check_order(self, before)
+        check_targets(state.model, behind)
         check_one_process("LoRARecoveryModifier", "Prune with several, then train the output in one.")
         check_weights(state.model)
         samples, _ = read_samples(state.data.calib)

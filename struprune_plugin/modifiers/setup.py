@@ -32,7 +32,6 @@ from struprune_plugin.modifiers.checks import (
     check_targets,
     check_weights,
     list_modifiers,
-    split_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.mixtures import find_mixture, split_budget
@@ -99,26 +98,28 @@ def prepare_run(
     model: PreTrainedModel,
     groups: Sequence[UnitGroup],
     loader: Iterable | None,
-    whole: Sequence[UnitGroup] = (),
+    stages: tuple[Sequence[Modifier], Sequence[Modifier]],
+    whole: Sequence[UnitGroup],
 ) -> RunSetup:
-    """Return the setup of a run after checking recipe, model and calibration data, and begin or resume its store.
+    """Return the setup of a run after checking recipe, model and calibration data.
 
     ``sparsity`` or a ``budget`` must be known.
 
     :param groups: groups that the recipe selects
+    :param stages: modifiers before this one in the recipe, and those behind it
     :param whole: as in :class:`RunSetup`
     :raises ValueError: the run cannot succeed
     """
-    check_order(modifier)
+    before, later = stages
+    check_order(modifier, before)
     check_weights(model)
-    later = split_modifiers(modifier)[1]
     check_targets(model, later)
     _check_methods(modifier, model, later)
     check_bytes(modifier, later)
     check_effects(modifier, groups)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     _check_groups(model, groups, roundings)
-    mixture = find_mixture(modifier, model, groups, list_modifiers())
+    mixture = find_mixture(modifier, model, groups, [*before, *later])
     num_prunable = count_prunable_parameters(model, modifier.experts is not None)
     sizes, target, share = find_budget(modifier, model, groups, roundings, num_prunable, mixture)
     most = modifier.allocation.most
@@ -131,9 +132,7 @@ def prepare_run(
     solves = modifier.importance.eliminates or modifier.weight_update.solves
     needed = widest.num_columns + 1 if solves else 1
     sequences, tokens = check_calibration(model, loader, needed, widest.name)
-    placement = place_run(modifier, model, (*groups, *whole), loader, together=modifier.only_plans)
-    if modifier.store is not None:
-        open_store(modifier.store, model, loader)
+    placement = place_run(modifier, model, (*groups, *whole), loader, together=False)
     return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, target, mixture, whole)
 
 
@@ -161,24 +160,6 @@ def find_budget(
     return sizes, replace(target, num_experts=left if left < mixture.counts[0] else None), share
 
 
-def drop_lost_experts(setup: RunSetup, modifier: StructuredModifier, model: PreTrainedModel) -> RunSetup:
-    """Return the setup without the groups of experts that an earlier modifier (REAP) has removed.
-
-    :raises ValueError: the remaining groups cannot meet the budget
-    """
-
-    def is_there(group: UnitGroup) -> bool:
-        experts: Any = model.get_submodule(group.output_name)
-        return group.expert_index < experts.num_experts
-
-    left = [group for group in setup.groups if not group.experts or is_there(group)]
-    if len(left) == len(setup.groups):
-        return setup
-    num_prunable = count_prunable_parameters(model, experts=True)
-    sizes, target, share = find_budget(modifier, model, left, setup.roundings, num_prunable, None)
-    return replace(setup, groups=left, sizes=sizes, num_prunable=num_prunable, share=share, target=target)
-
-
 def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier]) -> None:
     """Raise if a method is not defined for the model or for another method.
 
@@ -191,8 +172,7 @@ def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: 
             f"`importance: {modifier.importance.method}` is not defined for the experts of a mixture. Set `experts: none`, or "
             "another importance."
         )
-    if not modifier.only_plans:
-        modifier.weight_update.check(model, modifier.attention_unit, modifier.prune_ffn)
+    modifier.weight_update.check(model, modifier.attention_unit, modifier.prune_ffn)
     modifier.allocation.check(modifier.importance.method)
 
 

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from transformers import PreTrainedModel
 
 from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.checks import split_modifiers
 from struprune_plugin.modifiers.fields import StructuredModifier
 
 
 def check_uniform(
-    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], has_allocator: bool
+    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
 ) -> None:
     """Raise if a recipe with ``output: uniform`` would give a model that no stock class can load.
 
     :param groups: groups that the recipe selects
-    :param has_allocator: whether an allocator stage comes before
+    :param later: modifiers behind it in the recipe
     :raises ValueError: in that case
     """
     problem = ""
-    if recipe.allocation.measures or has_allocator:
+    if recipe.allocation.measures:
         problem = "needs a uniform allocation, got one that gives layers different sizes. Set `allocation: uniform`"
     elif recipe.attention_unit == "value_channels":
         problem = (
             "needs values as wide as queries and keys, as stock classes do, got `attention_unit: value_channels`. Set "
             "`attention_unit: head` or `attention_unit: none`"
         )
-    elif _is_transposed(model) and any(isinstance(later, QuantizationMixin) for later in split_modifiers(recipe)[1]):
+    elif _is_transposed(model) and any(isinstance(other, QuantizationMixin) for other in later):
         problem = (
             f"gives {model.config.model_type} its stock class, whose transposed weights llm-compressor does not quantise, got a "
             "quantiser behind it. Set `output: per_layer`"

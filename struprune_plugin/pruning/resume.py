@@ -20,6 +20,8 @@ from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.runtime.payload import dump, load
 from struprune_plugin.storage.resume_store import ResumeStore
 
+_ALLOCATION = "allocation"
+
 
 @dataclass(frozen=True)
 class DoneLayer:
@@ -62,14 +64,14 @@ def _name(index: int) -> str:
     return f"layer-{index:05d}"
 
 
-def keep_allocation(store: ResumeStore, stage: str, plan: UnitAllocation, signals: Sensitivity) -> None:
+def keep_allocation(store: ResumeStore, plan: UnitAllocation, signals: Sensitivity) -> None:
     """Write the measurements of the dense model and the plan made from them to the store."""
-    store.write(stage, *dump((plan, signals)))
+    store.write(_ALLOCATION, *dump((plan, signals)))
 
 
-def take_allocation(store: ResumeStore | None, stage: str) -> tuple[UnitAllocation, Sensitivity] | None:
+def take_allocation(store: ResumeStore | None) -> tuple[UnitAllocation, Sensitivity] | None:
     """Return what :func:`keep_allocation` wrote; None if nothing was written."""
-    held = None if store is None else store.read(stage)
+    held = None if store is None else store.read(_ALLOCATION)
     return None if held is None else load(tuple[UnitAllocation, Sensitivity], *held)
 
 

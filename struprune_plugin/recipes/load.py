@@ -14,7 +14,6 @@ from llmcompressor.recipe import Recipe
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
-from struprune_plugin.modifiers.stages import check_one_pruning
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.files import shorten_value
 from struprune_plugin.storage.registry import GONE, describe_error, show_name, suggest
@@ -66,7 +65,11 @@ def load_recipe(
         loaded = Recipe.create_instance(recipe)
     if not loaded.modifiers:
         raise ValueError("recipe: must have at least one modifier, got none. Add a stage with a modifier.")
-    check_one_pruning(loaded.modifiers)
+    count = sum(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers)
+    if count > 1:
+        raise ValueError(
+            f"recipe: must have one StruPruneModifier, got {count}. To prune further, prune the saved output in a second run."
+        )
     return loaded
 
 

@@ -58,7 +58,7 @@ def broken_model(tmp_path, name, value=float("inf")):
         ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
-            r"sparsity: must grow by at least .* got 0\.3 and 0\.2",
+            "recipe: must have one StruPruneModifier, got 2",
         ),
         (
             {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
@@ -196,7 +196,7 @@ def test_oneshot_refuses_quantise_before_prune(opt):
 def test_hosts_sequential_pipeline_shared_with_others_is_refused(opt):
     """Through the host's own oneshot too, where only the modifier can refuse it."""
     modifiers = [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier()]
-    with pytest.raises(ValueError, match="SparsityAllocatorModifier must have a calibration pass of its own"):
+    with pytest.raises(ValueError, match="StruPruneModifier must have a calibration pass of its own"):
         host_oneshot(model=str(opt), recipe=modifiers, dataset=make_dataset(), pipeline="sequential")
 
 

@@ -2,4 +2,7 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["struprune_plugin", "struprune_plugin.*"]), "struprune_plugin.recipe_files"])
+setup(
+    py_modules=["struprune_cli"],
+    packages=[*find_packages(include=["struprune_plugin", "struprune_plugin.*"]), "struprune_plugin.recipe_files"],
+)

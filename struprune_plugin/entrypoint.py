@@ -19,6 +19,7 @@ from llmcompressor.entrypoints import Oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
+from loguru import logger
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.calibration import prepare_dataset
@@ -31,17 +32,24 @@ from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
-from struprune_plugin.modifiers.host_log import log_output, quieten_host
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.model_card import try_write_card
-from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_layers, summarize_manifest
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed, read_tensor_shapes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.records import EvaluationRecord
 from struprune_plugin.storage.resume_store import ResumeStore
+
+_OWN_LOG = (
+    "LLM_COMPRESSOR_LOG_LEVEL",
+    "LLM_COMPRESSOR_LOG_DISABLED",
+)  # variables of llm-compressor; if set, its log is left alone
+_STEPS = ("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe")
+_DEVICE = "llmcompressor.utils.dev"  # warns for every module that there is no accelerator
+_STAGE = "struprune_plugin.modifiers.pruning"  # logs the removed parameters, which the final table tells, too
 
 
 def oneshot(
@@ -52,6 +60,7 @@ def oneshot(
     offload_folder: str | os.PathLike | None = None,
     offload_memory: int | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
+    seed: int | None = 0,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
@@ -72,6 +81,8 @@ def oneshot(
     :param offload_memory: bytes of weights to keep in memory with ``offload_folder``. None is all free memory but 5 GB
     :param checkpoint_dir: folder for finished parts, until the run ends; after a kill the same call continues from there and ends
         with the same weights
+    :param seed: seed of torch in the run, e.g. of llm-compressor's shuffling, after which torch's state is as before; None leaves
+        that state alone
     :param kwargs: all other arguments of llm-compressor's ``oneshot``
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
@@ -89,19 +100,21 @@ def oneshot(
     inputs = list_inputs(source, recipe, offload_folder, kwargs)
     store = _make_store(checkpoint_dir, output_dir, loaded.modifiers, inputs)
     with ExitStack() as stack:
+        stack.enter_context(_seed_torch(seed))
+        stack.enter_context(_quieten(output_dir is not None))
         folder = None
         if output_dir is not None:
             size = estimate_output_bytes(source, loaded.modifiers, kwargs)
             folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs, size))
             kwargs["output_dir"] = str(folder)
         if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
-            revision = kwargs.get("model_revision", "main")
-            kwargs["tokenizer"] = load_tokenizer(model, revision)  # also for a wrapper, whose other files are copied
+            where = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
+            kwargs["tokenizer"] = load_tokenizer(model, *where)  # also for a wrapper, whose other files are copied
         kwargs = prepare_dataset(model, kwargs)
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)
-        with _adapt_host(config, model, loaded.modifiers), quieten_host(output_dir is not None):
+        with _adapt_host(config, model, loaded.modifiers):
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
             write_recipe(loaded, folder, find_checkpoint(source) if source else None)
@@ -110,8 +123,45 @@ def oneshot(
     if store is not None:
         store.clear()
     if output_dir is not None and is_source_process():
-        log_output(Path(output_dir), any(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers))
+        _log_output(Path(output_dir), any(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers))
     return compressed
+
+
+@contextmanager
+def _seed_torch(seed: int | None) -> Iterator[None]:
+    """Seed torch in the block, and restore its state afterwards; None does nothing."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _quieten(summarises: bool) -> Iterator[None]:
+    """Hide llm-compressor's lifecycle steps in the block, and what nobody can act on.
+
+    :param summarises: whether the output's table is logged afterwards
+    """
+    hidden = [*_STEPS, _DEVICE] if not any(name in os.environ for name in _OWN_LOG) else []
+    hidden += [_STAGE] if summarises else []
+    for name in hidden:
+        logger.disable(name)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            logger.enable(name)
+
+
+def _log_output(folder: Path, pruned: bool) -> None:
+    """Log the path of an output and, if it was pruned in this run, its summary."""
+    parts = [f"wrote {folder}"]
+    if pruned:
+        manifest = read_manifest(folder)
+        parts = [str(summarize_layers(manifest)), summarize_manifest(manifest, folder), *parts]
+    logger.info("\n" * pruned + "\n\n".join(parts))
 
 
 @contextmanager

@@ -1,6 +1,18 @@
 """Everything that importing the package promises: modifiers known to the host, pruned model types to transformers."""
 
-from struprune_plugin import _import_host  # noqa: F401  # isort: skip  (before anything that imports the host)
+import os
+import sys
+
+LOG_LEVEL = "LLM_COMPRESSOR_LOG_LEVEL"  # variable of llm-compressor; where it is set, its whole log is shown
+
+if "llmcompressor" not in sys.modules and LOG_LEVEL not in os.environ:
+    os.environ[LOG_LEVEL] = "ERROR"  # while it is imported it logs to stdout that there is no accelerator
+    try:
+        import llmcompressor.modifiers.transform  # noqa: F401  (asks for a device while it is imported)
+        from llmcompressor.logger import LoggerConfig, configure_logger
+    finally:
+        del os.environ[LOG_LEVEL]
+    configure_logger(LoggerConfig())
 
 from llmcompressor.modifiers.factory import ModifierFactory
 

@@ -9,98 +9,77 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, NoReturn, TextIO
+from contextlib import contextmanager
+from typing import Any, NoReturn, TextIO
 
-import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 
-@dataclass
 class Screen:
-    """Output options of every command, and the output itself."""
+    """Output of one command; what else is printed goes to stderr, under ``--quiet`` nowhere, until :func:`run_command` ends.
 
-    title: ClassVar = "Output"
-    json: Annotated[bool, typer.Option("--json", help="print the results as JSON, and nothing else on stdout")] = False
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="print only results and errors: no progress bars, no warnings")
-    ] = False
-    out: TextIO = field(init=False, default_factory=lambda: sys.stdout)
+    :param as_json: print the record of the result and nothing else
+    :param quiet: print no progress bars and no warnings
+    """
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Reserve stdout for :meth:`show` under ``--json``, and hide progress bars under ``--quiet``, in the block."""
-        with redirect_stdout(sys.stderr) if self.json else nullcontext(), _hide_bars() if self.quiet else nullcontext():
-            yield
+    def __init__(self, as_json: bool, quiet: bool):
+        self.as_json, self.quiet, self._out, self._err = as_json, quiet, sys.stdout, sys.stderr
+        if quiet:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+        sys.stdout = sys.stderr
 
-    def show(self, record: Any, *parts: RenderableType) -> None:
-        """Print a command's result: the record under ``--json``, otherwise the parts, separated by empty lines."""
-        if self.json:
-            print(json.dumps(record, indent=1), file=self.out)
-        else:
-            console = _open_console(self.out)
-            for index, part in enumerate(parts):
-                console.print(*([""] if index else []), part, sep="\n", soft_wrap=True)
-        self.out.flush()
-
-    def set_logging(self, verbose: bool = False) -> None:
-        """Show StruPrune's messages and warnings that a user can act on; under ``--quiet`` only errors."""
+    def set_log(self, verbose: bool) -> None:
+        """Show warnings and errors, under ``--quiet`` errors alone, or all that llm-compressor logs."""
         from loguru import logger
 
         if verbose:
             os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "INFO")  # otherwise a run hides llm-compressor's steps
             return
         logger.remove()
-        level = "ERROR" if self.quiet else "WARNING"
-        logger.add(sys.stderr, level=level, format="{level}: {message}", filter=_is_actionable)
-        if self.quiet:
-            from transformers.utils import logging as transformers_logging
-
-            transformers_logging.disable_progress_bar()
-            transformers_logging.set_verbosity_error()
+        level, hidden = (
+            "ERROR" if self.quiet else "WARNING",
+            {"llmcompressor.utils.dev": False},
+        )  # no accelerator, it says
+        logger.add(self._err, level=level, format="{level}: {message}", filter=hidden)  # type: ignore[arg-type]
         for name in ("torch.fx._symbolic_trace", "lm_eval"):
             logging.getLogger(name).setLevel(logging.ERROR)
 
+    def show(self, record: Any, *parts: RenderableType) -> None:
+        """Print a command's result: the record under ``--json``, otherwise the parts, separated by empty lines."""
+        if self.as_json:
+            print(json.dumps(record, indent=1), file=self._out)
+        else:
+            console = _open_console(self._out)
+            for index, part in enumerate(parts):
+                console.print(*([""] if index else []), part, sep="\n", soft_wrap=True)
+        self._out.flush()
 
-@contextmanager
-def _hide_bars() -> Iterator[None]:
-    """Hide all progress bars in the block, including those that llm-compressor enables explicitly."""
-    from tqdm.std import tqdm
-
-    init = tqdm.__init__
-
-    def init_disabled(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **{**kwargs, "disable": True})
-
-    tqdm.__init__ = init_disabled  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        tqdm.__init__ = init  # type: ignore[method-assign]
+    def show_error(self, message: str) -> None:
+        """Print one line on stderr, also under ``--quiet``."""
+        show_error(message, self._err)
 
 
-def _is_actionable(record: Any) -> bool:
-    return "No accelerator available" not in record["message"]
-
-
-def _open_console(stream: TextIO) -> Console:
+def _open_console(stream: Any) -> Console:
     return Console(file=stream, markup=False, highlight=False, emoji=False)
 
 
-def show_error(message: str) -> None:
-    """Print one line on stderr."""
-    _open_console(sys.stderr).print(Text.assemble(("struprune:", "red"), f" {message}"), soft_wrap=True)
+def show_error(message: str, stream: TextIO | None = None) -> None:
+    """Print one line on a stream, stderr by default."""
+    _open_console(stream or sys.stderr).print(Text.assemble(("struprune:", "red"), f" {message}"), soft_wrap=True)
 
 
-def run_command(run: Callable[[], int | None], screen: Screen) -> int:
+def run_command(run: Callable[[], int | None]) -> int:
     """Run a command and return its exit status: 0 when the whole job is done, 2 for bad input, 130 and 143 when stopped."""
+    streams = sys.stdout, sys.stderr
     try:
-        with _raise_on_sigterm(), screen.open():
-            status = run()
-            sys.stdout.flush()
-            return status or 0
+        try:
+            with _raise_on_sigterm():
+                status = run()
+                streams[0].flush()
+                return status or 0
+        finally:
+            sys.stdout, sys.stderr = streams
     except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0

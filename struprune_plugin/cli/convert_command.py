@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import Folder, Overwrite, option
+from struprune_plugin.cli.options import Folder, Json, Overwrite, Quiet, option
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
@@ -16,10 +16,11 @@ _FORMS = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"] 
 
 def convert(
     path: Folder,
-    to: Annotated[_FORMS, option("form to write")],
-    output: Annotated[Path, option("folder to write; it appears when it is complete", "DIR")],
-    screen: Screen,
+    to: Annotated[_FORMS, option("--to", "form to write")],
+    output: Annotated[Path, option("--output", "folder to write; it appears when it is complete", "DIR")],
     overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Convert a pruned folder to another form, for stock classes or other engines.
 
@@ -28,6 +29,7 @@ def convert(
     NAS models (LLaMA only). static: sizes per layer, linears with the same input fused, fastest in transformers. gguf: one file for
     llama.cpp, sizes per layer (LLaMA only).
     """
+    screen = Screen(as_json, quiet)
     if not path.is_dir():
         raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
     from struprune_plugin import registration  # noqa: F401
@@ -35,7 +37,7 @@ def convert(
     from struprune_plugin.reporting.model_card import try_write_card
     from struprune_plugin.storage.output_folder import write_folder
 
-    screen.set_logging()
+    screen.set_log(False)
     with write_folder(output, overwrite, [path], measure_weight_bytes(path)) as partial:
         convert_folder(path, to, partial)
         base = read_manifest(path).model.base if (path / MANIFEST_NAME).is_file() else ""

@@ -1,18 +1,25 @@
-"""``struprune inspect``: the content of a pruned folder."""
+"""``struprune inspect`` and ``struprune recipes``: the content of a pruned folder, the shipped recipes."""
 
 from __future__ import annotations
 
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import Folder
-from struprune_plugin.reporting.tables import summarize_layers, summarize_manifest
+from struprune_plugin.cli.options import Folder, Json, Quiet
+from struprune_plugin.recipes.shipped import describe_recipe, list_recipes
+from struprune_plugin.reporting.tables import format_facts, summarize_layers, summarize_manifest
 from struprune_plugin.storage.manifest import read_manifest
 
 
-def inspect(path: Folder, screen: Screen) -> None:
+def inspect(path: Folder, as_json: Json = False, quiet: Quiet = False) -> None:
     """Show the content of a pruned folder, layer by layer.
 
     The figures come from the folder's manifest (struprune.json), which --json prints.
     """
-    manifest = read_manifest(path)
+    screen, manifest = Screen(as_json, quiet), read_manifest(path)
     folder = path if path.is_dir() else path.parent
     screen.show(manifest.model_dump(), summarize_layers(manifest), summarize_manifest(manifest, folder))
+
+
+def recipes(as_json: Json = False, quiet: Quiet = False) -> None:
+    """List the shipped recipes, for `prune --recipe NAME`."""
+    told = {name: describe_recipe(file) for name, file in list_recipes().items()}
+    Screen(as_json, quiet).show(told, format_facts(list(told.items())))

@@ -1,28 +1,28 @@
-"""``struprune``: the command line, assembled from one file per command."""
+"""``struprune``: the command line, assembled from its commands."""
 
 from __future__ import annotations
 
 import io
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from functools import partial, wraps
+from inspect import cleandoc
+from typing import Annotated, Any
 
 import typer
 
 from struprune_plugin import __version__
-from struprune_plugin.cli.console import show_error
+from struprune_plugin.cli.console import run_command, show_error
 from struprune_plugin.cli.convert_command import convert
 from struprune_plugin.cli.eval_command import score
-from struprune_plugin.cli.inspect_command import inspect
-from struprune_plugin.cli.options import make_callback
+from struprune_plugin.cli.inspect_command import inspect, recipes
 from struprune_plugin.cli.plan_command import plan
 from struprune_plugin.cli.prune_command import prune
-from struprune_plugin.cli.recipes_command import recipes
 from struprune_plugin.cli.report_command import report
 from struprune_plugin.cli.sweep_command import sweep
 
 # Commands import torch and llm-compressor only when they run, so that help and early errors take no seconds.
-COMMANDS: dict[str, Callable[..., int | None]] = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "prune": prune,
     "plan": plan,
     "eval": score,
@@ -57,8 +57,20 @@ def make_app() -> typer.Typer:
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback(epilog=_EPILOG)(struprune)
     for name, command in COMMANDS.items():
-        app.command(name)(make_callback(command))
+        paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+        told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        app.command(name, help=told)(_defer(command))
     return app
+
+
+def _defer(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """Return a callback that returns the command with its options, for a call after the parser has ended."""
+
+    @wraps(command)
+    def bind(**options: Any) -> Callable[[], None]:
+        return partial(command, **options)
+
+    return bind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # do not fail on terminals without the tables' characters
     try:
-        status: int = typer.main.get_command(make_app())(argv, prog_name="struprune", standalone_mode=False)
+        run = typer.main.get_command(make_app())(argv, prog_name="struprune", standalone_mode=False)
     except typer.TyperException as error:  # of the parser: print one line in place of typer's panel
         context = getattr(error, "ctx", None)
         message = " ".join(error.format_message().replace("Value error, ", "").split())
-        command = context.command_path if context else "struprune"
-        show_error(f"error: {message.rstrip('.')} (see {command} --help)")
+        where = context.command_path if context else "struprune"
+        show_error(f"error: {message.rstrip('.')} (see {where} --help)")
         return error.exit_code
-    return status
+    return run_command(run) if callable(run) else run  # a status after --help

@@ -2,49 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from dataclasses import asdict
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.cli.options import (
-    DEFAULTED_RECIPE,
-    Amount,
-    Changes,
+    BatchSize,
+    Budget,
+    DefaultedRecipe,
     Device,
     Dtype,
+    Effort,
+    Json,
+    MemoryBudget,
     Model,
+    NumSamples,
+    Quiet,
+    SeqLength,
+    Settings,
+    Sparsity,
+    TrustRemoteCode,
     check_names,
+    count_samples,
     prepare,
+    read_changes,
 )
 
 
-@dataclass(frozen=True)
-class Question:
-    """Settings of the plan."""
-
-    recipe: Annotated[str | None, DEFAULTED_RECIPE] = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-
-
-def plan(model: Model, question: Question, amount: Amount, changes: Changes, screen: Screen) -> None:
+def plan(
+    model: Model,
+    recipe: DefaultedRecipe = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    device: Device = "auto",
+    num_samples: NumSamples = None,
+    seq_length: SeqLength = 256,
+    batch_size: BatchSize = 8,
+    settings: Settings = None,
+    sparsity: Sparsity = None,
+    budget: Budget = None,
+    effort: Effort = None,
+    memory_budget: MemoryBudget = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Predict the sizes of a pruning run's result and the memory of the run, without pruning.
 
     Parameters and bytes of the result, the engines that load it, and the bytes that the run holds on the device
     and on the host. The plan needs the model's configuration alone; it loads no weights.
     """
-    changed = changes.read()
-    check_names(question.device, question.recipe, [model], [])
-    prepare(question.device, screen)
+    screen = Screen(as_json, quiet)
+    changes = read_changes(settings, sparsity=sparsity, budget=budget, effort=effort, memory_budget=memory_budget)
+    check_names(device, recipe, [model], [])
+    prepare(device, screen)
     from struprune_plugin.model.structure.finder import find_structure
     from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.studies import plan as planning
 
-    shapes = planning.read_shapes(model, question.dtype)
-    name = question.recipe or "struprune"
-    modifiers = load_recipe(name, changes=changed).modifiers
+    shapes = planning.read_shapes(model, dtype, trust_remote_code)
+    name = recipe or "struprune"
+    modifiers = load_recipe(name, changes=changes).modifiers
     outline = planning.outline_run(shapes, modifiers)
-    work = planning.Workload(amount.count_samples(changed), amount.seq_length, amount.batch_size)
+    work = planning.Workload(count_samples(num_samples, changes), seq_length, batch_size)
     needs = planning.count_needs(shapes, modifiers, work)
     engines = planning.list_engines(modifiers, find_structure(shapes.model).has_experts)
     layers = planning.list_layer_units(shapes.model)

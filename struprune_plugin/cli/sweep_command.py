@@ -1,133 +1,132 @@
-"""``struprune sweep``: several sparsities and methods."""
+"""``struprune sweep``: several sizes by one command."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.cli.options import (
-    DEFAULTED_RECIPE,
-    Calibration,
+    BatchSize,
+    Data,
+    DefaultedRecipe,
     Device,
     Dtype,
+    IncludePath,
+    Json,
+    Limit,
+    MaxTokens,
     Model,
-    Scores,
+    NumSamples,
+    Quiet,
+    ScoredText,
     Seed,
+    SeqLength,
     Settings,
+    Tasks,
+    TextColumn,
+    TrustRemoteCode,
+    Window,
     check_names,
+    count_samples,
     option,
     prepare,
-    read_yaml,
+    read_changes,
+    read_tasks,
 )
-from struprune_plugin.storage.files import write_whole
+from struprune_plugin.recipes.shipped import find_recipe
 
 _PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
-
-
-@dataclass(frozen=True)
-class Points:
-    """Settings of a sweep."""
-
-    output: Annotated[Path, option("folder for the table, JSON and pictures", "DIR")]
-    sparsities: Annotated[
-        str, option("sparsities: a range, or a list such as 0.2,0.4", "A:B:STEP", name="--sparsity")
-    ] = "0.1:0.6:0.1"
-    budget: Annotated[
-        list[str] | None, option("budget, in place of sparsities, e.g. '{bytes: 400MB}'; may be repeated", "YAML")
-    ] = None
-    methods: Annotated[str, option("methods: default, allocation rules (uniform, …) or names of recipes", "a,b")] = (
-        "default"
-    )
-    recipe: Annotated[str | None, DEFAULTED_RECIPE] = None
-    pick: Annotated[
-        str | None, option("also write the smallest model within this loss, e.g. '+5% perplexity'", "LOSS")
-    ] = None
-    picked: Annotated[Path | None, option("folder for the model of --pick [default: DIR/picked]", "OUT")] = None
-    seed: Seed = 0
-    dtype: Dtype = "auto"
-    device: Device = "auto"
+_METHODS = "methods: default, allocation rules (uniform, …) or names of recipes"
+_WANTED = "also name the smallest model within this loss, e.g. '+5% perplexity'"
 
 
 def sweep(
     model: Model,
-    points: Points,
-    calibration: Calibration,
-    settings: Settings,
-    scores: Scores,
-    screen: Screen,
+    output: Annotated[Path, option("--output", "folder for the models, the table, JSON and a picture", "DIR")],
+    sparsity: Annotated[str, option("--sparsity", "a range, or a list such as 0.2,0.4", "A:B:STEP")] = "0.1:0.6:0.1",
+    methods: Annotated[str, option("--methods", _METHODS, "a,b")] = "default",
+    recipe: DefaultedRecipe = None,
+    pick: Annotated[str | None, option("--pick", _WANTED, "LOSS")] = None,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    device: Device = "auto",
+    num_samples: NumSamples = None,
+    seq_length: SeqLength = 256,
+    batch_size: BatchSize = 8,
+    data: Data = None,
+    text_column: TextColumn = "text",
+    settings: Settings = None,
+    text: ScoredText = None,
+    window: Window = 256,
+    max_tokens: MaxTokens = None,
+    tasks: Tasks = None,
+    include_path: IncludePath = None,
+    limit: Limit = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Prune at several sparsities with several methods, and compare quality.
+    """Prune at several sparsities, each by a run of its own, and compare quality.
 
-    All points share one calibration, one sensitivity and one set of error curves. DIR keeps finished points: after an
-    interruption, the same command continues.
+    DIR holds the model of every point, e.g. DIR/default-0.2; after an interruption, the same command continues.
     """
-    changes, sparsities, tasks = settings.read(), read_sparsities(points.sparsities), scores.read_tasks()
-    wanted = None if points.pick is None else read_pick(points.pick, tasks)
-    if wanted is None and points.picked is not None:
-        raise ValueError(
-            f"--picked: has no effect without --pick, got {points.picked}. Add --pick, or remove --picked."
-        )
-    check_names(points.device, points.recipe, [model], [calibration.data, scores.text])
-    prepare(points.device, screen)
-    from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
-    from struprune_plugin.storage.output_folder import check_output
+    screen = Screen(as_json, quiet)
+    changes, sparsities, names = read_changes(settings), read_sparsities(sparsity), read_tasks(tasks, include_path)
+    wanted = None if pick is None else read_pick(pick, names)
+    check_names(device, recipe, [model], [data, text])
+    prepare(device, screen)
+    from struprune_plugin.entrypoint import oneshot
+    from struprune_plugin.evaluation.calibration import make_dataset
+    from struprune_plugin.evaluation.sampling import SELF
+    from struprune_plugin.evaluation.scoring import check_tasks, check_window, load_checkpoint
+    from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST, load_tokenizer, read_texts
+    from struprune_plugin.storage.checkpoint import check_checkpoint
     from struprune_plugin.studies import sweep as sweeping
-    from struprune_plugin.studies import sweep_results as results
+    from struprune_plugin.studies.scores import Scoring, format_scores, score_model
 
-    asked = sweeping.Sweep(
-        model=model,
-        recipe=points.recipe or "struprune",
-        changes=changes,
-        methods=list(dict.fromkeys(name.strip() for name in points.methods.split(","))),
-        sparsities=sparsities,
-        budgets=read_budgets(points.budget or []),
-        calibration=sweeping.Calibration(
-            calibration.count_samples(changes),
-            calibration.seq_length,
-            calibration.batch_size,
-            calibration.data or str(DEMO_CALIBRATION),
-            calibration.text_column,
-        ),
-        scoring=sweeping.Scoring(
-            **vars(scores) | {"text": scores.text or DEMO_TEST, "tasks": tasks},
-            text_column=calibration.text_column if scores.text else "text",
-        ),
-        seed=points.seed,
-        dtype=points.dtype,
-    )
-    picked, folder = points.picked or points.output / "picked", points.output
+    config = check_checkpoint(model, trust_remote_code)
+    check_window(config, window)
+    name, count = recipe or "struprune", count_samples(num_samples, changes)
+    chosen = list(dict.fromkeys(method.strip() for method in methods.split(",")))
+    recipes = sweeping.load_points(name, chosen, sparsities, changes)
+    texts = read_texts(text or DEMO_TEST, text_column if text else "text")
+    manager = check_tasks(names, include_path) if names else None
+    scoring = Scoring(texts, window, None, max_tokens, names, manager, limit, batch_size, "float32", trust_remote_code)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    own = load_checkpoint(model, "auto", trust_remote_code)[0] if data == SELF else model
+    dataset = make_dataset(own, tokenizer, data or DEMO_CALIBRATION, count, seq_length, text_column)
+    options: dict[str, Any] = {"batch_size": batch_size, "num_calibration_samples": count, "precision": dtype}
+    options |= {"tokenizer": tokenizer, "trust_remote_code_model": trust_remote_code, "seed": seed}
+
+    def prune(recipe: Any, out: Path) -> None:
+        more = {**options, "overwrite": out.exists(), "shuffle_calibration_samples": False}
+        oneshot(model=model, recipe=recipe, output_dir=out, dataset=dataset, **more)
+
+    told = {
+        "model": model,
+        "recipe": find_recipe(name).read_text(encoding="utf-8"),
+        "changes": str(changes),
+        "calibration": [str(data), text_column, count, seq_length, batch_size],
+        "scoring": [str(text), window, max_tokens, names, limit],
+        "run": [seed, dtype],
+    }
+    scores = sweeping.run_points(output, told, recipes, prune, lambda path: score_model(path, scoring))
+    parts: list[Any] = [format_scores(sweeping.add_changes(scores))]
+    parts += [f"{point}: refused, {found['refused']}" for point, found in scores.items() if "refused" in found]
+    parts.append(f"wrote {output}")
+    try:
+        sweeping.draw_sweep(scores, output / sweeping.PICTURE_NAME)
+    except ImportError:
+        parts.append('no picture without matplotlib: pip install "struprune-plugin[plots]"')
+    record: dict[str, Any] = {"scores": scores}
     if wanted is not None:
-        if points.picked is not None and picked.is_dir() and any(picked.iterdir()):
-            raise ValueError(f"--picked: must be empty or absent, {picked} is neither. Choose another folder.")
-        check_output(picked, picked.exists(), [folder] if folder.exists() and picked.parent != folder else [])
-    run = sweeping.SweepRun(asked, folder)
-    record = run.finish()
-    for name, drawn in results.draw_sweep(record).items():
-        write_whole(folder / name, drawn + "\n")
-    told = [*results.format_sweep(record), f"wrote {folder}"]
-    table = "\n\n".join(map(str, told[:-1]))
-    write_whole(folder / "sweep.md", f"# {Path(model).name}\n\n```\n{table}\n```\n")
-    if wanted is not None:
-        name = results.pick_point(record, wanted)
-        run.prune(asked.load(*asked.points[name]), picked)
-        record = {**record, "picked": {"point": name, "output": str(picked)}}
-        told.append(f"picked {name}: wrote {picked}")
-    screen.show({name: part for name, part in record.items() if name != "identity"}, *told)
-
-
-def read_budgets(texts: Sequence[str]) -> dict[str, Any]:
-    """Return budgets by name, which is the text without its brackets.
-
-    :raises ValueError: invalid YAML, or a repeated budget
-    """
-    found = {text.strip().strip("{[]}").strip(): read_yaml("--budget", text) for text in texts}
-    if len(found) < len(texts):
-        raise ValueError(f"--budget: each budget must be given once, got {list(texts)}. Remove the repeated one.")
-    return found
+        point = sweeping.pick_point(scores, wanted)
+        record["picked"] = {"point": point, "output": str(sweeping.find_output(output, point))}
+        parts.append(f"picked {point}: {record['picked']['output']}")
+    screen.show(record, *parts)
 
 
 def read_sparsities(text: str) -> list[float]:

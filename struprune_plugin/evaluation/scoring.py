@@ -63,13 +63,17 @@ def measure_perplexity(
     return math.exp(total / count)
 
 
-def load_checkpoint(path: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_checkpoint(
+    path: str, dtype: str = "float32", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a dense, pruned or quantised checkpoint and its tokenizer, on the accelerator if there is one.
 
+    :param trust_remote_code: run the code that comes with it
     :raises ValueError: nothing to load there; weight files that are broken, or that lack tensors of the configuration
     """
-    model = load_whole(find_auto_class(read_config(path)), path, dtype=dtype)
-    tokenizer = load_tokenizer(path)
+    auto = find_auto_class(read_config(path, trust_remote_code=trust_remote_code))
+    model = load_whole(auto, path, dtype=dtype, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
 
@@ -95,27 +99,6 @@ def _check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
             f"text: token ids must be below {embeddings}, the model's number of embeddings, got {int(tokens.max())}. Use the "
             "model's own tokenizer."
         )
-
-
-@torch.no_grad()
-def continue_texts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], num_tokens: int
-) -> list[str]:
-    """Return a model's greedy continuation of each prompt.
-
-    :raises ValueError: a token has no embedding
-    """
-    texts = []
-    for prompt in tqdm(prompts, desc="samples", leave=False):
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
-        _check_tokens(model, ids.flatten())
-        context = getattr(model.config, "max_position_embeddings", ids.shape[1] + num_tokens) - ids.shape[1]
-        options: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
-        written = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(num_tokens, context), **options
-        )
-        texts.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
-    return texts
 
 
 @functools.cache

@@ -30,15 +30,18 @@ HUB_DATASETS: dict[str, dict[str, Any]] = {  # short names that pruning papers u
 }
 
 
-def load_tokenizer(where: str | os.PathLike, revision: str = "main") -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    where: str | os.PathLike, revision: str = "main", trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer.
 
     :param where: a folder or a hub name
     :param revision: branch, tag or commit on the hub
+    :param trust_remote_code: run the code that comes with it
     :raises ValueError: there is no readable tokenizer
     """
     try:
-        return AutoTokenizer.from_pretrained(where, revision=revision)
+        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files raise errors of many classes
         raise ValueError(
             f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)} Copy it again, "

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from loguru import logger
 
-from struprune_plugin.reporting.results import list_result_rows, name_result
-from struprune_plugin.reporting.tables import Table, list_facts, read_saved_config
-from struprune_plugin.reporting.templates import fill_template
+from struprune_plugin.reporting.pages import fill_template
+from struprune_plugin.reporting.tables import Table, list_facts, list_result_rows, name_result, read_saved_config
 from struprune_plugin.storage.checkpoint import find_checkpoint
-from struprune_plugin.storage.files import is_hub_name
+from struprune_plugin.storage.files import digest_whole_file, is_hub_name
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
-from struprune_plugin.storage.records import EvaluationRecord
+from struprune_plugin.storage.records import EvaluationRecord, PerplexityRecord, TaskRecord
 
 CARD_NAME = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language")  # copied from the dense model's card
@@ -78,6 +78,33 @@ def try_write_card(folder: Path, base: str = "") -> None:
         write_card(folder, base)
     except Exception as error:
         logger.warning(f"{folder.name}: no model card is written: {' '.join(str(error).split())}")
+
+
+def list_results(score: Mapping[str, Any], dense: Mapping[str, Any], settings: Mapping[str, Any]) -> EvaluationRecord:
+    """Return the manifest's record of one model's scores, beside those of the dense model from the same command.
+
+    :param score: scores by the names of ``struprune eval``'s columns
+    :param dense: scores of the dense model; empty if it was not scored
+    :param settings: settings of the command
+    """
+    perplexity, tasks = [], []
+    if "perplexity" in score:
+        told: dict[str, Any] = {name: settings[name] for name in ("window", "stride", "max_tokens", "dtype")}
+        text = Path(settings["text"])
+        told |= {"text": text.name, "sha256": digest_whole_file(text), "tokens": score["tokens"]}
+        perplexity.append(PerplexityRecord(**told, value=score["perplexity"], dense=dense.get("perplexity")))
+    for column, value in score.items():
+        task, _, metric = column.partition(" ")
+        if metric and not metric.endswith("_stderr"):
+            errors = _read_error(score, column), _read_error(dense, column)
+            values = float(value), dense.get(column), *errors
+            tasks.append(TaskRecord(task, metric, settings["limit"], *values, dtype=settings["dtype"]))
+    return EvaluationRecord(perplexity, tasks)
+
+
+def _read_error(score: Mapping[str, Any], column: str) -> float | None:
+    error = score.get(f"{column}_stderr")
+    return float(error) if isinstance(error, int | float) and error == error else None
 
 
 def keep_results(folder: Path, found: EvaluationRecord) -> str:

@@ -12,7 +12,15 @@ from rich.text import Text
 
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import Manifest
-from struprune_plugin.storage.records import BudgetRecord, GroupRecord, LimitRecord, RoundingRecord
+from struprune_plugin.storage.records import (
+    BudgetRecord,
+    EvaluationRecord,
+    GroupRecord,
+    LimitRecord,
+    PerplexityRecord,
+    RoundingRecord,
+    TaskRecord,
+)
 
 _BAR = 20
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -165,6 +173,35 @@ def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
         *([("whole experts", told)] if left else []),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
     ]
+
+
+def name_result(entry: PerplexityRecord | TaskRecord) -> str:
+    """Return the name of a measurement with the settings that its value depends on."""
+    if isinstance(entry, TaskRecord):
+        told = f"{entry.task}, {entry.metric}" + (f", {entry.limit} examples" if entry.limit else "")
+    else:
+        told = f"perplexity, {entry.text}, windows of {entry.window}"
+        told += f", stride {entry.stride}" if entry.stride != entry.window else ""
+        told += f", first {entry.max_tokens:,} tokens" if entry.max_tokens else ""
+    return told + (f", {entry.dtype}" if entry.dtype != "float32" else "")
+
+
+def list_result_rows(evaluation: EvaluationRecord) -> list[list[str]]:
+    """Return (measure, dense, pruned) of all results, with standard errors if they are known."""
+    rows = []
+    for entry in evaluation.perplexity:
+        told = [f"{value:.2f}" if value is not None else "" for value in (entry.dense, entry.value)]
+        rows.append([name_result(entry), *told])
+    for score in evaluation.tasks:
+        cells = [_format_score(score.dense, score.dense_stderr), _format_score(score.value, score.stderr)]
+        rows.append([name_result(score), *cells])
+    return rows
+
+
+def _format_score(value: float | None, error: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
 def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:

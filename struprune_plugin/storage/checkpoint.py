@@ -54,8 +54,10 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # a broken config.json raises errors of many classes
+        trust = " If you trust its code, pass trust_remote_code_model=True, or --trust-remote-code."
         raise ValueError(
             f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
+            f"{trust * ('custom code' in str(error))}"
         ) from None
 
 

@@ -42,7 +42,7 @@ from struprune_plugin.reporting.tables import (
     measure_weight_bytes,
     show_limit,
 )
-from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, find_custom_class, is_packed
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.records import LimitRecord, RoundingRecord
 
@@ -74,15 +74,15 @@ class Shapes:
     weight_bytes: int
 
 
-def read_shapes(model: str, dtype: str = "auto") -> Shapes:
+def read_shapes(model: str, dtype: str = "auto", trust_remote_code: bool = False) -> Shapes:
     """Return a model's shapes from its configuration.
 
     :raises ValueError: no configuration, an unsupported architecture, quantised weights
     """
-    config = check_checkpoint(model)
+    config = check_checkpoint(model, trust_remote_code)
     folder = find_checkpoint(model)
     held = measure_weight_bytes(folder) if folder else 0
-    kind, part = find_class(config)
+    kind, part = find_class(config, find_custom_class(model, config))
     with torch.device("meta"):
         shapes = kind._from_config(copy.deepcopy(part))
     chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -290,7 +290,8 @@ def _count_activations(model: PreTrainedModel, layer: nn.Module, layout: LayerLa
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         inside += (getattr(config, "num_experts_per_tok", None) or 1) * (3 * width + 2 * hidden)
     per_token = model.dtype.itemsize * (max(values, inside) + 7 * hidden + 2 * length) + 20 * hidden
-    maps = 0 if can_fuse_attention(model) else 12 * config.num_attention_heads * length
+    heads = 0 if attention is None else measure_layer(layout, layer).num_heads
+    maps = 0 if can_fuse_attention(model) else 12 * heads * length
     return work.batch_size * length * (per_token + maps)
 
 

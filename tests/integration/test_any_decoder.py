@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from eval.coverage import make_config, run_type
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
+from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export.any_class import list_padded
@@ -270,6 +271,21 @@ def test_code_of_a_folder_is_pruned_where_it_is_trusted(own, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     ids = torch.tensor([make_dataset(1)[0]["input_ids"]])
     torch.testing.assert_close(again(ids).logits, pruned(ids).logits)
+
+
+def test_every_command_that_loads_a_model_may_trust_its_code(own, tmp_path, capsys):
+    small = ["--num-samples", "8", "--seq-length", "32", "--sparsity", "0.3"]
+    out, trust = str(tmp_path / "out"), "--trust-remote-code"
+    commands = [
+        ["plan", str(own), *small],
+        ["prune", str(own), *small, "--recipe", "struprune", "--output", out],
+        ["eval", out, "--window", "16", "--max-tokens", "64"],
+        ["sweep", str(own), *small, "--window", "16", "--max-tokens", "64", "--output", str(tmp_path / "curve")],
+    ]
+    for words in commands:
+        assert cli.main(words) == 2
+        assert "trust_remote_code" in capsys.readouterr().err
+        assert cli.main([*words, trust]) == 0, capsys.readouterr().err
 
 
 def test_code_of_a_folder_is_refused_where_it_is_not_trusted(own):

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from struprune_plugin import read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.cli import options
-from struprune_plugin.cli.eval_command import _name_column
 from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.studies.scores import name_column
 
 RECIPE = str(ROOT / "recipes" / "struprune.yaml")
 SMALL = ["--num-samples", "8", "--seq-length", "128"]
@@ -180,8 +180,10 @@ def test_usage_errors_exit_2_with_one_line(argv, capsys):
 
 
 OPTIONS = {
-    "prune": "--recipe --output --data --text-column --num-samples --seq-length --sparsity --set --seed --device --overwrite",
-    "eval": "--text --window --stride --max-tokens --tasks --output --json --quiet",
+    "prune": "--recipe --output --data --text-column --num-samples --seq-length --set --device --trust-remote-code",
+    "report": "OUT --output --overwrite",
+    "sweep": "--sparsity --methods --pick --trust-remote-code",
+    "eval": "--trust-remote-code --text --window --stride --max-tokens --tasks --output --json --quiet",
     "inspect": "OUT --json",
     "recipes": "",
     "plan": "MODEL --recipe --sparsity --json",
@@ -318,7 +320,7 @@ def test_a_stopped_run_ends_in_one_line_and_leaves_nothing(tmp_path, name, statu
     ],
 )
 def test_a_device_is_counted_among_those_that_are_visible(device, held, visible, monkeypatch):
-    started, screen = [], SimpleNamespace(set_logging=lambda _verbose: None)
+    started, screen = [], SimpleNamespace(set_log=lambda _verbose: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("os.execv", lambda *_: started.append(os.environ["CUDA_VISIBLE_DEVICES"]))
@@ -338,5 +340,5 @@ def test_a_device_is_counted_among_those_that_are_visible(device, held, visible,
 
 def test_metrics_of_several_filters_have_columns_of_their_own():
     metrics = ("acc,none", "acc_stderr,none", "exact_match,strict-match", "exact_match_stderr,strict-match")
-    columns = [_name_column("t", metric) for metric in metrics]
+    columns = [name_column("t", metric) for metric in metrics]
     assert columns == ["t acc", "t acc_stderr", "t exact_match,strict-match", "t exact_match,strict-match_stderr"]

@@ -12,7 +12,7 @@ from helpers.models import ROOT
 def run_command(*words, **environment):
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "struprune_plugin.cli", *words],
+        [sys.executable, "-X", "importtime", "-m", "struprune_cli", *words],
         capture_output=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         timeout=120,
@@ -55,7 +55,7 @@ def test_help_refusals_and_inspect_load_nothing_heavy(words, status, opt, prune_
 def test_a_closed_pipe_and_a_plain_terminal_are_no_failure(opt, prune_once):
     out = str(prune_once(opt, "head")[1])
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "struprune_plugin.cli", "inspect", out]
+    argv = [sys.executable, "-m", "struprune_cli", "inspect", out]
     done = subprocess.run(argv, capture_output=True, env=environment | {"PYTHONIOENCODING": "ascii"}, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
     piped = f"{' '.join([*argv, '--json'])}; echo $? >&2"

@@ -1,7 +1,7 @@
 import pytest
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier
-from struprune_plugin.cli.options import Amount
+from struprune_plugin.cli.options import count_samples
 from struprune_plugin.modifiers.effort import EFFORTS
 from struprune_plugin.recipes.load import load_recipe
 
@@ -46,9 +46,9 @@ def test_stages_of_one_recipe_share_an_effort():
 
 
 def test_the_best_effort_takes_four_times_the_text_where_no_number_is_given():
-    assert Amount().count_samples({}) == Amount().count_samples({"effort": "fast"}) == 64
-    assert Amount().count_samples({"effort": "best"}) == 256
-    assert Amount(num_samples=8).count_samples({"effort": "best"}) == 8
+    assert count_samples(None, {}) == count_samples(None, {"effort": "fast"}) == 64
+    assert count_samples(None, {"effort": "best"}) == 256
+    assert count_samples(8, {"effort": "best"}) == 8
 
 
 def test_an_unknown_effort_is_refused():

@@ -201,7 +201,7 @@ def test_every_recipe_says_what_it_is(capsys):
 def test_a_wheel_holds_the_package_and_its_recipes(tmp_path):
     """Built, installed and used away from the checkout."""
     pytest.importorskip("setuptools", minversion="77")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "struprune_cli.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("struprune_plugin", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -218,7 +218,7 @@ def test_a_wheel_holds_the_package_and_its_recipes(tmp_path):
     target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
     elsewhere.mkdir()
     zipfile.ZipFile(wheel).extractall(target)  # all that an installation does with a wheel of Python alone
-    argv = [sys.executable, "-m", "struprune_plugin.cli", "recipes", "--json"]
+    argv = [sys.executable, "-m", "struprune_cli", "recipes", "--json"]
     environment = os.environ | {"PYTHONPATH": str(target)}
     done = subprocess.run(argv, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

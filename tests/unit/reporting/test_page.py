@@ -1,4 +1,4 @@
-"""What goes with an output: its card, its results, its report, and a comparison with others."""
+"""What goes with an output: its card, its results, its report."""
 
 import json
 import shutil
@@ -6,7 +6,6 @@ import struct
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import pytest
 from helpers.models import ROOT, run_oneshot
@@ -15,12 +14,11 @@ from huggingface_hub import ModelCard
 from struprune_plugin import LoRARecoveryModifier, read_manifest
 from struprune_plugin.cli import eval_command
 from struprune_plugin.cli import main as cli
-from struprune_plugin.reporting.html_report import Sample, make_page
 from struprune_plugin.reporting.model_card import find_hub_name, write_card
-from struprune_plugin.reporting.results import name_result
-from struprune_plugin.reporting.svg import draw_layers, draw_points
+from struprune_plugin.reporting.pages import make_page
+from struprune_plugin.reporting.tables import name_result
 from struprune_plugin.storage import checkpoint
-from struprune_plugin.storage.records import ExpertsRecord
+from struprune_plugin.storage.records import EvaluationRecord, ExpertsRecord, PerplexityRecord
 
 EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
 
@@ -151,7 +149,9 @@ class _Reader(HTMLParser):
 
 
 def test_a_report_is_one_page_that_needs_nothing_else(made):
-    page = make_page(made, read_manifest(made), [Sample("<b>&", None, "a<script>alert(1)</script>")])
+    manifest = read_manifest(made)
+    named = manifest.model_copy(update={"model": replace(manifest.model, base="<b>&<script>")})
+    page = make_page(made, named)
     reader = _Reader()
     reader.feed(page)
     assert not reader.open
@@ -164,52 +164,32 @@ def test_a_report_is_one_page_that_needs_nothing_else(made):
     assert "default-src 'none'" in policy
     assert ("html", {"lang": "en"}) in reader.tags
     for tag, attributes in reader.tags:  # what a screen reader asks for
-        assert tag != "svg" or (attributes["role"], bool(attributes["aria-labelledby"])) == ("img", True)
         assert tag != "th" or attributes["scope"] in ("row", "col")
     assert tags.count("table") == tags.count("caption")
-    for group in read_manifest(made).groups:
+    for group in manifest.groups:
         assert group.name in page
-    assert "&lt;b&gt;&amp;" in page
+        assert f'style="width:{100 * group.kept / group.num_units:.1f}%"' in page
+    assert "&lt;b&gt;&amp;&lt;script&gt;" in page
 
 
-def test_the_command_writes_page_and_picture(out, tmp_path, capsys):
-    argv = ["report", str(out), "--picture", str(tmp_path / "layers.svg"), "--tokens", "4", "--quiet"]
+def test_the_report_shows_results_and_whole_experts(made):
+    manifest = read_manifest(made)
+    record = PerplexityRecord("a.jsonl", "0" * 64, 32, 32, None, "float32", 512, 12.345, 10.5)
+    found = {"evaluation": EvaluationRecord([record]), "experts": [ExpertsRecord("experts", 2, 3, [0, 2], 1)]}
+    page = make_page(made, manifest.model_copy(update=found))
+    assert "<td>10.50</td><td>12.35</td>" in page or "<td>10.50</td><td>12.34</td>" in page
+    assert "layer 2: 2 of 3." in page
+
+
+def test_the_command_writes_a_page_beside_the_output(out, tmp_path, capsys):
+    argv = ["report", str(out), "--quiet"]
     assert cli.main(argv) == 0
-    page = (tmp_path / "out.html").read_text()
-    assert page.count('class="pair"') == 3
-    assert "dense model is not" not in page
-    assert ElementTree.parse(tmp_path / "layers.svg").getroot().tag.endswith("svg")
+    assert "Not measured yet" in (tmp_path / "out.html").read_text()
     assert cli.main(argv) == 2
     assert "exists. Choose another path, or pass --overwrite" in capsys.readouterr().err
-    assert cli.main([*argv, "--overwrite", "--no-samples"]) == 0
-    assert "The page was written without sample texts" in (tmp_path / "out.html").read_text()
+    assert cli.main([*argv, "--overwrite"]) == 0
     assert cli.main(["report", str(out), "--output", str(tmp_path / "no" / "x.html")]) == 2
-    assert cli.main(["report", str(out), "--overwrite", "--picture", str(tmp_path / "no" / "x.svg")]) == 2
-    assert "--picture: the folder" in capsys.readouterr().err
-
-
-def test_the_picture_is_to_scale(made):
-    manifest = read_manifest(made)
-    drawn = ElementTree.fromstring(draw_layers(manifest))
-    space = "{http://www.w3.org/2000/svg}"
-    titled = {g.find(f"{space}title").text: g for g in drawn.iter(f"{space}g") if g.find(f"{space}title") is not None}
-    assert len(titled) == len(manifest.groups)
-    for group in manifest.groups:
-        if group.kind == "ffn":
-            name = next(told for told in titled if told.startswith(f"layer {group.layer}: ") and "FFN" in told)
-            whole, kept = (float(box.get("width")) for box in titled[name].iter(f"{space}rect"))
-            assert kept / whole == pytest.approx(group.kept / group.num_units, abs=0.002)
-
-
-def test_points_lie_where_their_values_are():
-    drawn = ElementTree.fromstring(
-        draw_points("t", {"s": [(1, 0, "a"), (10, 1, "b"), (100, 2, "c")]}, ("x", "y"), log_x=True)
-    )
-    space = "{http://www.w3.org/2000/svg}"
-    points = {g.find(f"{space}title").text: g.find(f"{space}circle") for g in drawn.iter(f"{space}g")}
-    a, b, c = (float(points[name].get("cx")) for name in "abc")
-    assert b - a == pytest.approx(c - b, abs=0.2)
-    assert float(points["a"].get("cy")) > float(points["c"].get("cy"))
+    assert "--output: the folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -217,7 +197,7 @@ def test_points_lie_where_their_values_are():
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_browser_draws_the_report(made, tmp_path, width):
     page, shot = tmp_path / "page.html", tmp_path / "shot.png"
-    page.write_text(make_page(made, read_manifest(made), [Sample("A", "b", "c")]))
+    page.write_text(make_page(made, read_manifest(made)))
     argv = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1600", f"--screenshot={shot}"]
     subprocess.run(
         ["chromium", *argv, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()],
@@ -228,12 +208,6 @@ def test_a_browser_draws_the_report(made, tmp_path, width):
     content = shot.read_bytes()
     assert struct.unpack(">II", content[16:24]) == (width, 1600)
     assert len(content) > 30_000  # a blank page takes a tenth
-
-
-# -- compare --------------------------------------------------------------------------------------------------------
-
-
-# -- the hub --------------------------------------------------------------------------------------------------------
 
 
 def test_scores_are_shown_and_written_before_they_are_stored(out, tmp_path, capsys):
@@ -253,19 +227,6 @@ def test_figures_of_other_settings_stand_side_by_side(out, capsys):
     assert names == [f"{start}, {told}" for told in more]
     capsys.readouterr()
     assert cli.main(["inspect", str(out), "--json"]) == 0
-
-
-def test_experts_are_drawn_as_one_bar_and_named(made):
-    manifest = read_manifest(made)
-    ffns = [replace(group, kind="experts") if group.kind == "ffn" else group for group in manifest.groups]
-    drawn = draw_layers(manifest.model_copy(update={"groups": [*ffns, replace(ffns[-1], name="another")]}))
-    last = ffns[-1]
-    assert f"layer {last.layer}: {2 * last.kept} / {2 * last.num_units} channels, 2 / 2 experts" in drawn
-    gone = [ExpertsRecord("experts", last.layer, 3, [0, 2], 1)]
-    drawn = draw_layers(manifest.model_copy(update={"groups": [*ffns, replace(ffns[-1], name="b")], "experts": gone}))
-    assert f"layer {last.layer}: {2 * last.kept} / {3 * last.num_units} channels, 2 / 3 experts" in drawn
-    page = make_page(made, manifest.model_copy(update={"groups": ffns}), [])
-    assert f"{last.layer} expert<" in page
 
 
 def test_a_dense_model_named_by_its_hub_name_is_scored_once(out, opt, tmp_path, monkeypatch, capsys):

@@ -15,14 +15,13 @@ import copy
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from eval.measure import count_own_seconds, time_turns
 from struprune_plugin.allocation.cost_table import CostTable, ModuleCosts, describe_module, describe_shapes
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import adopt_attention
@@ -35,13 +34,12 @@ ROUNDS = {"prompt": 9, "token": 41}
 
 
 def list_grid(group: UnitGroup) -> list[int]:
-    """Return the eighths of a group's units, whole per block, rounded to multiples of 8 where that leaves something."""
+    """Return eighths of a group's units in whole steps of 8, whole per block, and one step less than all: kernels that need equal
+    widths, such as attention's, are fast at all units alone."""
     width = group.num_units // group.num_blocks
     step = 8 if width >= 64 else 1
-    return sorted(
-        {max(step, round(width * part / 8 / step) * step) * group.num_blocks for part in range(1, 8)}
-        | {group.num_units}
-    )
+    widths = {max(step, round(width * part / 8 / step) * step) for part in range(1, 8)} | {width - step, width}
+    return sorted(count * group.num_blocks for count in widths if count > 0)
 
 
 def make_run(model: PreTrainedModel, phase: str, tokens: torch.Tensor) -> Callable[[], object]:
@@ -56,16 +54,11 @@ def make_run(model: PreTrainedModel, phase: str, tokens: torch.Tensor) -> Callab
 @torch.no_grad()
 def compare(dense: PreTrainedModel, changed: PreTrainedModel, phase: str, tokens: torch.Tensor) -> tuple[float, float]:
     """Return the median seconds of the dense model, and those of the changed one over them, run by turns."""
-    runs, seconds = [make_run(model, phase, tokens) for model in (dense, changed)], ([], [])  # type: ignore[var-annotated]
-    for number in range(ROUNDS[phase] + 2):
-        for run, found in zip(runs, seconds, strict=True):
-            start = time.perf_counter()
-            run()
-            if tokens.is_cuda:
-                torch.cuda.synchronize()
-            if number >= 2:  # the first two warm up
-                found.append(time.perf_counter() - start)
-    return statistics.median(seconds[0]), statistics.median(b / a for a, b in zip(*seconds, strict=True))
+    seconds = time_turns(
+        {"dense": make_run(dense, phase, tokens), "changed": make_run(changed, phase, tokens)}, ROUNDS[phase]
+    )
+    ratios = [b / a for a, b in zip(seconds["dense"], seconds["changed"], strict=True)]
+    return statistics.median(seconds["dense"]), statistics.median(ratios)
 
 
 def measure(model: PreTrainedModel, attention_unit: str, phase: str, batch: int, length: int) -> CostTable:
@@ -96,10 +89,10 @@ def measure(model: PreTrainedModel, attention_unit: str, phase: str, batch: int,
     for first in firsts:
         if first.num_units > first.num_blocks:
             grid = list_grid(first)
-            rising = list(accumulate((time_cut(first, units) for units in grid), max))
-            seconds = [statistics.median(dense) * (ratio - rising[0]) / layers for ratio in rising]
+            ratios = [time_cut(first, units) for units in grid]
+            seconds = [statistics.median(dense) * (ratio - min(ratios)) / layers for ratio in ratios]
             modules.append(ModuleCosts(module=describe_module(model, first), units=grid, seconds=seconds))
-            whole.append(rising[-1])
+            whole.append(ratios[-1])
             saved += layers * seconds[-1]
     took = statistics.median(dense)
     about = f"transformers, {phase}, {length} tokens, batch {batch}, {model.dtype}, {torch.get_num_threads()} threads, "
@@ -119,7 +112,8 @@ def main() -> None:
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype="auto").to(device).eval()
-    table = measure(model, asked.attention_unit, asked.phase, asked.batch, asked.length)
+    with count_own_seconds():
+        table = measure(model, asked.attention_unit, asked.phase, asked.batch, asked.length)
     asked.output.write_text(json.dumps(table.model_dump(), indent=1) + "\n", encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -29,7 +29,7 @@ from struprune_plugin.storage.files import shorten_error
 from struprune_plugin.storage.registry import Config, describe_error
 
 _REMEDY = "Make it anew with python -m eval.costs."
-Seconds = Field(ge=0, allow_inf_nan=False)
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ModuleCosts(Config):
@@ -37,18 +37,18 @@ class ModuleCosts(Config):
 
     :param module: kind of the module, see :func:`describe_module`
     :param units: numbers of kept units that were timed, rising
-    :param seconds: seconds at these, never falling; costs between them are interpolated, and those below the first are constant
+    :param seconds: seconds at these, above any common offset; those between are interpolated, those below the first constant
     """
 
     module: str
     units: list[int] = Field(min_length=1)
-    seconds: list[float]
+    seconds: list[Seconds]
 
     @model_validator(mode="after")
     def _check(self) -> ModuleCosts:
-        rising = all(a < b for a, b in pairwise(self.units)) and all(a <= b for a, b in pairwise(self.seconds))
-        if not rising or self.units[0] < 1 or len(self.units) != len(self.seconds) or not self.seconds[0] >= 0:
-            raise ValueError(f"{self.module}: units must rise from 1 or more, with as many seconds, which never fall.")
+        rising = all(a < b for a, b in pairwise(self.units))
+        if not rising or self.units[0] < 1 or len(self.units) != len(self.seconds):
+            raise ValueError(f"{self.module}: units must rise from 1 or more, with as many seconds.")
         return self
 
     def list_costs(self, num_units: int) -> Tensor:
@@ -74,7 +74,7 @@ class CostTable(Config):
     format_version: Literal[2] = 2
     about: str
     dense: float = Field(gt=0, allow_inf_nan=False)
-    rest: float = Seconds
+    rest: Seconds
     shapes: dict[str, int]
     modules: list[ModuleCosts]
 

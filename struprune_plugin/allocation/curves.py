@@ -105,7 +105,7 @@ class CurveMeasurer:
             root = sensitivity.fisher_sqrt.get(group.output_name)
             moved = dense if root is None else self._context.place(root, dense) @ dense
             curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
-        subject = Subject(model, module.layer, group, scores, moments, dense)
+        subject = Subject(model, module.layer, group, scores)
         parts = (curve, scores, order, basis)
         weight, host = self._rule.weigh(subject), self._context.to_host
         return GroupStatistics(weight, *(None if part is None else host(part) for part in parts))  # type: ignore[arg-type]

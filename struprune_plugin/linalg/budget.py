@@ -21,8 +21,7 @@ _HALVINGS = 30  # bisections of a share
 class Limit:
     """Upper bound on the total cost of all groups, such as seconds.
 
-    :param costs: cost of every group with k = 0 ... num_units units kept, never falling, one per group, shape [num_units + 1],
-        float64
+    :param costs: cost of every group with k = 0 ... num_units units kept, one per group, shape [num_units + 1], float64
     :param most: maximum total cost
     """
 
@@ -150,21 +149,23 @@ def allocate_error_curves(
     everything = [group.num_units for group in groups]
     counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
+    costs: list[list[float]] = [[group.unit_cost * k for k in ks] for group, ks in zip(groups, counts, strict=True)]
     if isinstance(budget, Limit):
         is_whole, most = budget.fits(everything), budget.most
-        costs = [cost[ks].tolist() for cost, ks in zip(budget.costs, counts, strict=True)]
+        for g, cost in enumerate(budget.costs):  # more units may cost less: kernels do not like every width
+            own = cost[counts[g]].tolist()
+            front = _find_front(own, errors[g])
+            counts[g], errors[g], costs[g] = ([row[i] for i in front] for row in (counts[g], errors[g], own))
     else:
         is_whole, most = budget >= sum(group.num_parameters for group in groups), budget
-        costs = [[group.unit_cost * k for k in ks] for group, ks in zip(groups, counts, strict=True)]
     if is_whole:
         return everything
-    hulls = [_find_hull(*pair) for pair in zip(costs, errors, strict=True)]
-    at = [hull[0] for hull in hulls]  # index of each group's choice among its counts
-    left = most - sum(costs[g][i] for g, i in enumerate(at))
+    at = [0] * len(groups)  # index of each group's choice among its counts
+    left = most - sum(cost[0] for cost in costs)
     steps = [  # the error saved per cost falls along each hull, so that a global sort keeps the order in each group
         (round_off((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i])), g, i, j)
-        for g, hull in enumerate(hulls)
-        for i, j in itertools.pairwise(hull)
+        for g in range(len(groups))
+        for i, j in itertools.pairwise(_find_hull(costs[g], errors[g]))
     ]
     for _, g, i, j in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
         if at[g] == i and costs[g][j] - costs[g][i] <= left:
@@ -184,6 +185,17 @@ def list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
     return [*range(fewest, group.num_units + 1, step)]
 
 
+def _find_front(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
+    """Return the indices of the points that no other undercuts in both; costs rise and errors fall along them."""
+    front: list[int] = []
+    for i in range(len(costs)):
+        while front and costs[i] <= costs[front[-1]] and errors[i] <= errors[front[-1]]:
+            front.pop()
+        if not front or errors[i] < errors[front[-1]]:
+            front.append(i)
+    return front
+
+
 def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
     """Return the indices of the points on the lower convex hull of an error curve, up to its minimum."""
     hull: list[int] = []
@@ -194,8 +206,6 @@ def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
     for i in range(len(costs)):
         if hull and errors[i] >= errors[hull[-1]]:
             continue
-        if hull and costs[i] <= costs[hull[-1]]:  # as cheap, and better
-            hull.pop()
         while len(hull) > 1 and saving(hull[-2], hull[-1]) <= saving(hull[-1], i):
             hull.pop()
         hull.append(i)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from struprune_plugin.linalg.budget import Limit
 from struprune_plugin.linalg.rounding import GroupSize, expand_counts
-from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
@@ -59,16 +58,12 @@ class Subject:
     """Inputs from which a rule weighs one group.
 
     :param scores: score of every unit
-    :param moments: moments of the consumer's inputs, in unit order
-    :param dense: the consumer's weights, in unit order, bias last, shape [d, n + 1]
     """
 
     model: nn.Module
     layer: nn.Module
     group: UnitGroup
     scores: Tensor
-    moments: SecondMoments
-    dense: Tensor
 
 
 Sizes = Sequence[GroupSize]

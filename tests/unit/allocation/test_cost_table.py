@@ -50,7 +50,7 @@ def test_costs_are_interpolated_and_constant_below_the_first():
 
 CHANGES = {
     "falling units": (lambda c: c["modules"][0].update(units=[4, 2, 8]), "units must rise"),
-    "falling seconds": (lambda c: c["modules"][0].update(seconds=[2, 1, 3]), "which never fall"),
+    "no seconds": (lambda c: c["modules"][0]["seconds"].__setitem__(0, -1.0), "greater than or equal to 0"),
     "no time": (lambda c: c.update(dense=0.0), "dense must be greater than 0"),
     "a field less": (lambda c: c.pop("rest"), "rest"),
     "a field more": (lambda c: c.update(other=2), "other is not a field"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import Folder, Json, Overwrite, Quiet, option
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
@@ -15,12 +15,12 @@ _FORMS = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"] 
 
 
 def convert(
-    path: Folder,
-    to: Annotated[_FORMS, option("--to", "form to write")],
-    output: Annotated[Path, option("--output", "folder to write; it appears when it is complete", "DIR")],
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    path: opt.Folder,
+    to: Annotated[_FORMS, opt.option("--to", "form to write")],
+    output: Annotated[Path, opt.option("--output", "folder to write; it appears when it is complete", "DIR")],
+    overwrite: opt.Overwrite = False,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Convert a pruned folder to another form, for stock classes or other engines.
 

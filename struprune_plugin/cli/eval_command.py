@@ -8,25 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import (
-    Device,
-    Floats,
-    IncludePath,
-    Json,
-    Limit,
-    MaxTokens,
-    Quiet,
-    ScoredText,
-    Tasks,
-    TrustRemoteCode,
-    Window,
-    check_names,
-    option,
-    prepare,
-    read_tasks,
-    whole,
-)
 from struprune_plugin.storage.files import check_place
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
@@ -35,29 +18,31 @@ _NO_KEEP = "do not store the scores in the manifest and the model card"
 
 def score(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="model folders or hub names")],
-    text: ScoredText = None,
-    window: Window = 256,
-    stride: Annotated[int | None, whole("--stride", "tokens between window starts [default: the window]")] = None,
-    max_tokens: MaxTokens = None,
-    text_column: Annotated[str, option("--text-column", "column of the text in --text", "NAME")] = "text",
-    tasks: Tasks = None,
-    include_path: IncludePath = None,
-    limit: Limit = None,
-    batch_size: Annotated[int, whole("--batch-size", "sequences per batch")] = 8,
-    dtype: Annotated[Floats, option("--dtype", "dtype of the computation")] = "float32",
-    trust_remote_code: TrustRemoteCode = False,
-    no_dense: Annotated[bool, option("--no-dense", "do not score the dense model beside a pruned one")] = False,
-    no_keep: Annotated[bool, option("--no-keep", _NO_KEEP)] = False,
-    output: Annotated[Path | None, option("--output", "also write the scores to this file, as JSON", "FILE")] = None,
-    device: Device = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
+    text: opt.ScoredText = None,
+    window: opt.Window = 256,
+    stride: Annotated[int | None, opt.whole("--stride", "tokens between window starts [default: the window]")] = None,
+    max_tokens: opt.MaxTokens = None,
+    text_column: Annotated[str, opt.option("--text-column", "column of the text in --text", "NAME")] = "text",
+    tasks: opt.Tasks = None,
+    include_path: opt.IncludePath = None,
+    limit: opt.Limit = None,
+    batch_size: Annotated[int, opt.whole("--batch-size", "sequences per batch")] = 8,
+    dtype: Annotated[opt.Floats, opt.option("--dtype", "dtype of the computation")] = "float32",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    no_dense: Annotated[bool, opt.option("--no-dense", "do not score the dense model beside a pruned one")] = False,
+    no_keep: Annotated[bool, opt.option("--no-keep", _NO_KEEP)] = False,
+    output: Annotated[
+        Path | None, opt.option("--output", "also write the scores to this file, as JSON", "FILE")
+    ] = None,
+    device: opt.Device = "auto",
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Measure perplexity and lm-eval tasks of dense, pruned or quantised models.
 
     Perplexity is per token, over windows of fixed length; with --tasks alone it is left out. Several models give one table.
     """
-    screen, names = Screen(as_json, quiet), read_tasks(tasks, include_path)
+    screen, names = Screen(as_json, quiet), opt.read_tasks(tasks, include_path)
     idle = {"--include-path": include_path, "--limit": limit} if not names else {}
     if names and text is None:
         idle = {"--stride": stride, "--max-tokens": max_tokens}
@@ -67,8 +52,8 @@ def score(
             raise ValueError(f"{name}: has no effect without {needed}, got {value!r}. Add {needed}, or remove {name}.")
     if output:
         _check_scores_file(output)
-    check_names(device, None, paths, [text])
-    prepare(device, screen)
+    opt.check_names(device, None, paths, [text])
+    opt.prepare(device, screen)
     from struprune_plugin.evaluation.scoring import check_tasks
     from struprune_plugin.evaluation.text import DEMO_TEST, read_texts
     from struprune_plugin.studies.scores import Scoring, format_scores, score_model

@@ -4,46 +4,26 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import (
-    BatchSize,
-    Budget,
-    DefaultedRecipe,
-    Device,
-    Dtype,
-    Effort,
-    Json,
-    MemoryBudget,
-    Model,
-    NumSamples,
-    Quiet,
-    SeqLength,
-    Settings,
-    Sparsity,
-    TrustRemoteCode,
-    check_names,
-    count_samples,
-    prepare,
-    read_changes,
-)
 
 
 def plan(
-    model: Model,
-    recipe: DefaultedRecipe = None,
-    dtype: Dtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    device: Device = "auto",
-    num_samples: NumSamples = None,
-    seq_length: SeqLength = 256,
-    batch_size: BatchSize = 8,
-    settings: Settings = None,
-    sparsity: Sparsity = None,
-    budget: Budget = None,
-    effort: Effort = None,
-    memory_budget: MemoryBudget = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    model: opt.Model,
+    recipe: opt.DefaultedRecipe = None,
+    dtype: opt.Dtype = "auto",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    device: opt.Device = "auto",
+    num_samples: opt.NumSamples = None,
+    seq_length: opt.SeqLength = 256,
+    batch_size: opt.BatchSize = 8,
+    settings: opt.Settings = None,
+    sparsity: opt.Sparsity = None,
+    budget: opt.Budget = None,
+    effort: opt.Effort = None,
+    memory_budget: opt.MemoryBudget = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Predict the sizes of a pruning run's result and the memory of the run, without pruning.
 
@@ -51,9 +31,9 @@ def plan(
     and on the host. The plan needs the model's configuration alone; it loads no weights.
     """
     screen = Screen(as_json, quiet)
-    changes = read_changes(settings, sparsity=sparsity, budget=budget, effort=effort, memory_budget=memory_budget)
-    check_names(device, recipe, [model], [])
-    prepare(device, screen)
+    changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort, memory_budget=memory_budget)
+    opt.check_names(device, recipe, [model], [])
+    opt.prepare(device, screen)
     from struprune_plugin.model.structure.finder import find_structure
     from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.studies import plan as planning
@@ -62,7 +42,7 @@ def plan(
     name = recipe or "struprune"
     modifiers = load_recipe(name, changes=changes).modifiers
     outline = planning.outline_run(shapes, modifiers)
-    work = planning.Workload(count_samples(num_samples, changes), seq_length, batch_size)
+    work = planning.Workload(opt.count_samples(num_samples, changes), seq_length, batch_size)
     needs = planning.count_needs(shapes, modifiers, work)
     engines = planning.list_engines(modifiers, find_structure(shapes.model).has_experts)
     layers = planning.list_layer_units(shapes.model)

@@ -9,33 +9,8 @@ from typing import Annotated, Any
 
 from rich.console import RenderableType
 
+from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import (
-    BatchSize,
-    Budget,
-    Data,
-    Device,
-    Dtype,
-    Effort,
-    Json,
-    MemoryBudget,
-    Model,
-    NumSamples,
-    Overwrite,
-    Quiet,
-    RecipeName,
-    Seed,
-    SeqLength,
-    Settings,
-    Sparsity,
-    TextColumn,
-    TrustRemoteCode,
-    check_names,
-    count_samples,
-    option,
-    prepare,
-    read_changes,
-)
 from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_layers, summarize_manifest
 from struprune_plugin.storage.files import check_place
 from struprune_plugin.storage.manifest import read_manifest
@@ -45,39 +20,39 @@ _CHECKPOINT = "folder for finished layers; after an interruption, the same comma
 
 
 def prune(
-    model: Model,
-    recipe: RecipeName,
-    output: Annotated[Path, option("--output", "folder to write; it appears when it is complete", "OUT")],
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    offload: Annotated[Path | None, option("--offload", _OFFLOAD, "FOLDER")] = None,
-    checkpoint: Annotated[Path | None, option("--checkpoint", _CHECKPOINT, "DIR")] = None,
-    overwrite: Overwrite = False,
-    verbose: Annotated[bool, option("--verbose", "show llm-compressor's log")] = False,
-    device: Device = "auto",
-    num_samples: NumSamples = None,
-    seq_length: SeqLength = 256,
-    batch_size: BatchSize = 8,
-    data: Data = None,
-    text_column: TextColumn = "text",
-    settings: Settings = None,
-    sparsity: Sparsity = None,
-    budget: Budget = None,
-    effort: Effort = None,
-    memory_budget: MemoryBudget = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    model: opt.Model,
+    recipe: opt.RecipeName,
+    output: Annotated[Path, opt.option("--output", "folder to write; it appears when it is complete", "OUT")],
+    seed: opt.Seed = 0,
+    dtype: opt.Dtype = "auto",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    offload: Annotated[Path | None, opt.option("--offload", _OFFLOAD, "FOLDER")] = None,
+    checkpoint: Annotated[Path | None, opt.option("--checkpoint", _CHECKPOINT, "DIR")] = None,
+    overwrite: opt.Overwrite = False,
+    verbose: Annotated[bool, opt.option("--verbose", "show llm-compressor's log")] = False,
+    device: opt.Device = "auto",
+    num_samples: opt.NumSamples = None,
+    seq_length: opt.SeqLength = 256,
+    batch_size: opt.BatchSize = 8,
+    data: opt.Data = None,
+    text_column: opt.TextColumn = "text",
+    settings: opt.Settings = None,
+    sparsity: opt.Sparsity = None,
+    budget: opt.Budget = None,
+    effort: opt.Effort = None,
+    memory_budget: opt.MemoryBudget = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Prune a model by a recipe and write a folder that transformers and lm-eval load.
 
     The recipe may end with quantisers. Without --data, calibration uses a sample of books that ships with the package.
     """
     screen = Screen(as_json, quiet)
-    changes = read_changes(settings, sparsity=sparsity, budget=budget, effort=effort, memory_budget=memory_budget)
-    count = count_samples(num_samples, changes)
-    check_names(device, recipe, [model], [data])
-    prepare(device, screen, verbose)
+    changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort, memory_budget=memory_budget)
+    count = opt.count_samples(num_samples, changes)
+    opt.check_names(device, recipe, [model], [data])
+    opt.prepare(device, screen, verbose)
     from struprune_plugin.entrypoint import list_inputs, oneshot
     from struprune_plugin.evaluation.calibration import make_dataset
     from struprune_plugin.evaluation.sampling import SELF

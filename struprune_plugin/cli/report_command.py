@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import Folder, Json, Quiet, option
 from struprune_plugin.storage.files import write_whole
 from struprune_plugin.storage.manifest import read_manifest
 
@@ -14,11 +14,11 @@ _PAGE = "page to write [default: OUT.html beside the folder]"
 
 
 def report(
-    path: Folder,
-    output: Annotated[Path | None, option("--output", _PAGE, "FILE")] = None,
-    overwrite: Annotated[bool, option("--overwrite", "replace an existing page")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    path: opt.Folder,
+    output: Annotated[Path | None, opt.option("--output", _PAGE, "FILE")] = None,
+    overwrite: Annotated[bool, opt.option("--overwrite", "replace an existing page")] = False,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write an HTML page about a pruned folder.
 

@@ -7,35 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.cli.options import (
-    BatchSize,
-    Data,
-    DefaultedRecipe,
-    Device,
-    Dtype,
-    IncludePath,
-    Json,
-    Limit,
-    MaxTokens,
-    Model,
-    NumSamples,
-    Quiet,
-    ScoredText,
-    Seed,
-    SeqLength,
-    Settings,
-    Tasks,
-    TextColumn,
-    TrustRemoteCode,
-    Window,
-    check_names,
-    count_samples,
-    option,
-    prepare,
-    read_changes,
-    read_tasks,
-)
 from struprune_plugin.recipes.shipped import find_recipe
 
 _PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
@@ -44,40 +17,46 @@ _WANTED = "also name the smallest model within this loss, e.g. '+5% perplexity'"
 
 
 def sweep(
-    model: Model,
-    output: Annotated[Path, option("--output", "folder for the models, the table, JSON and a picture", "DIR")],
-    sparsity: Annotated[str, option("--sparsity", "a range, or a list such as 0.2,0.4", "A:B:STEP")] = "0.1:0.6:0.1",
-    methods: Annotated[str, option("--methods", _METHODS, "a,b")] = "default",
-    recipe: DefaultedRecipe = None,
-    pick: Annotated[str | None, option("--pick", _WANTED, "LOSS")] = None,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    device: Device = "auto",
-    num_samples: NumSamples = None,
-    seq_length: SeqLength = 256,
-    batch_size: BatchSize = 8,
-    data: Data = None,
-    text_column: TextColumn = "text",
-    settings: Settings = None,
-    text: ScoredText = None,
-    window: Window = 256,
-    max_tokens: MaxTokens = None,
-    tasks: Tasks = None,
-    include_path: IncludePath = None,
-    limit: Limit = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    model: opt.Model,
+    output: Annotated[Path, opt.option("--output", "folder for the models, the table, JSON and a picture", "DIR")],
+    sparsity: Annotated[
+        str, opt.option("--sparsity", "a range, or a list such as 0.2,0.4", "A:B:STEP")
+    ] = "0.1:0.6:0.1",
+    methods: Annotated[str, opt.option("--methods", _METHODS, "a,b")] = "default",
+    recipe: opt.DefaultedRecipe = None,
+    pick: Annotated[str | None, opt.option("--pick", _WANTED, "LOSS")] = None,
+    seed: opt.Seed = 0,
+    dtype: opt.Dtype = "auto",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    device: opt.Device = "auto",
+    num_samples: opt.NumSamples = None,
+    seq_length: opt.SeqLength = 256,
+    batch_size: opt.BatchSize = 8,
+    data: opt.Data = None,
+    text_column: opt.TextColumn = "text",
+    settings: opt.Settings = None,
+    text: opt.ScoredText = None,
+    window: opt.Window = 256,
+    max_tokens: opt.MaxTokens = None,
+    tasks: opt.Tasks = None,
+    include_path: opt.IncludePath = None,
+    limit: opt.Limit = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Prune at several sparsities, each by a run of its own, and compare quality.
 
     DIR holds the model of every point, e.g. DIR/default-0.2; after an interruption, the same command continues.
     """
     screen = Screen(as_json, quiet)
-    changes, sparsities, names = read_changes(settings), read_sparsities(sparsity), read_tasks(tasks, include_path)
+    changes, sparsities, names = (
+        opt.read_changes(settings),
+        read_sparsities(sparsity),
+        opt.read_tasks(tasks, include_path),
+    )
     wanted = None if pick is None else read_pick(pick, names)
-    check_names(device, recipe, [model], [data, text])
-    prepare(device, screen)
+    opt.check_names(device, recipe, [model], [data, text])
+    opt.prepare(device, screen)
     from struprune_plugin.entrypoint import oneshot
     from struprune_plugin.evaluation.calibration import make_dataset
     from struprune_plugin.evaluation.sampling import SELF
@@ -89,7 +68,7 @@ def sweep(
 
     config = check_checkpoint(model, trust_remote_code)
     check_window(config, window)
-    name, count = recipe or "struprune", count_samples(num_samples, changes)
+    name, count = recipe or "struprune", opt.count_samples(num_samples, changes)
     chosen = list(dict.fromkeys(method.strip() for method in methods.split(",")))
     recipes = sweeping.load_points(name, chosen, sparsities, changes)
     texts = read_texts(text or DEMO_TEST, text_column if text else "text")

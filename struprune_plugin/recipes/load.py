@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import yaml
 from llmcompressor.modifiers import Modifier, ModifierFactory
 from llmcompressor.recipe import Recipe
+from loguru import logger
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
@@ -78,11 +79,16 @@ def write_recipe(recipe: Recipe, folder: Path, source: Path | None = None) -> No
 
     llm-compressor's own file holds Python objects, which no safe loader reads, and stages that it passes over itself.
 
-    :param source: folder of the model before the run; its recipe comes first
+    :param source: folder of the model before the run; its recipe comes first, unless it does not load
     """
     stages: dict[str, Any] = {}
     if source is not None and (source / RECIPE_NAME).is_file():
-        stages |= yaml.safe_load((source / RECIPE_NAME).read_text(encoding="utf-8"))
+        try:
+            where, stages = _read_recipe(source / RECIPE_NAME)
+            _check_form(where, stages)
+        except ValueError as error:
+            logger.warning(f"{error} {folder.name}/{RECIPE_NAME} holds the recipe of this run alone.")
+            stages = {}
     for modifier in recipe.modifiers:
         group = modifier.group or "default"
         fields = {name for name in type(modifier).model_fields if not name.endswith("_")} - {"index", "group"}

@@ -82,7 +82,7 @@ def broken_model(tmp_path, name, value=float("inf")):
             r"multiples of 64 \(QuantizationModifier: weights in groups of 64\), more than the width 40",
         ),
         (
-            {"recipe": [StruPruneModifier(sparsity=s) for s in (0.2, 0.3)], "pipeline": "sequential"},
+            {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier()], "pipeline": "sequential"},
             "pipeline: must be 'independent'",
         ),
     ],
@@ -328,17 +328,6 @@ def test_a_disk_without_room_is_refused_before_the_run(opt, tmp_path, monkeypatc
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(ValueError, match=r"must have room for at least \d+ kB of weights, got 100 B free"):
         run_oneshot(str(opt), sparsity=0.3, output_dir=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_interrupted_save_leaves_no_folder(opt, tmp_path, monkeypatch, error):
-    def interrupt(*_args, **_kwargs):
-        raise error
-
-    monkeypatch.setattr("struprune_plugin.modifiers.pruning.write_manifest", interrupt)
-    with pytest.raises(error):
-        run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
 

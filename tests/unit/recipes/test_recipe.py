@@ -248,3 +248,6 @@ def test_a_written_recipe_loads_again_as_plain_yaml(tmp_path):
     write_recipe(load_recipe(later), tmp_path, source)  # what came before goes first
     names = [type(m).__name__ for m in load_recipe(tmp_path / "recipe.yaml").modifiers]
     assert names == ["StruPruneModifier", "GPTQModifier", "QuantizationModifier"]
+    (source / "recipe.yaml").write_text("x_stage_0:\n  a: !!python/object/apply:os.system [echo, 1]\n")
+    write_recipe(load_recipe(later), tmp_path, source)  # what does not load is left out
+    assert len(load_recipe(tmp_path / "recipe.yaml").modifiers) == 1

@@ -11,7 +11,6 @@ from struprune_plugin.modifiers.checks import list_modifiers, split_modifiers
 from struprune_plugin.modifiers.fields import GROUP_FIELDS, AllocationField, StructuredModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
 from struprune_plugin.storage.files import shorten_value
-from struprune_plugin.storage.registry import list_differences
 
 _BUDGET = ("sparsity", "budget")
 _DECIDED = ("allocation", "sensitivity")
@@ -91,8 +90,11 @@ class SparsityAllocatorModifier(StructuredModifier):
         :raises ValueError: in that case
         """
         if getattr(pruning, name) != getattr(self, name):
-            place, mine, theirs = next(list_differences(pruning.dump_fields()[name], self.dump_fields()[name], name))
+            mine, theirs = (modifier.dump_fields()[name] for modifier in (pruning, self))
+            if isinstance(mine, dict) and isinstance(theirs, dict):
+                key = next(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
+                name, mine, theirs = f"{name}.{key}", mine.get(key), theirs.get(key)
             raise ValueError(
-                f"StruPruneModifier: {place} must be {shorten_value(theirs)} as in the {type(self).__name__} stage before, got "
+                f"StruPruneModifier: {name} must be {shorten_value(theirs)} as in the {type(self).__name__} stage before, got "
                 f"{shorten_value(mine)}. {remedy}"
             )

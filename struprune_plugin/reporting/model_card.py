@@ -14,7 +14,7 @@ from loguru import logger
 from struprune_plugin.reporting.pages import fill_template
 from struprune_plugin.reporting.tables import Table, list_facts, list_result_rows, name_result, read_saved_config
 from struprune_plugin.storage.checkpoint import find_checkpoint
-from struprune_plugin.storage.files import digest_whole_file, is_hub_name
+from struprune_plugin.storage.files import digest_file, is_hub_name
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from struprune_plugin.storage.records import EvaluationRecord, PerplexityRecord, TaskRecord
 
@@ -91,7 +91,7 @@ def list_results(score: Mapping[str, Any], dense: Mapping[str, Any], settings: M
     if "perplexity" in score:
         told: dict[str, Any] = {name: settings[name] for name in ("window", "stride", "max_tokens", "dtype")}
         text = Path(settings["text"])
-        told |= {"text": text.name, "sha256": digest_whole_file(text), "tokens": score["tokens"]}
+        told |= {"text": text.name, "sha256": digest_file(text), "tokens": score["tokens"]}
         perplexity.append(PerplexityRecord(**told, value=score["perplexity"], dense=dense.get("perplexity")))
     for column, value in score.items():
         task, _, metric = column.partition(" ")

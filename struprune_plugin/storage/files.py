@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-_BLOCK, _NUM_BLOCKS = 1 << 16, 16  # bytes per block, and blocks, that the digest of a large file reads
-
 
 def is_empty(folder: Path) -> bool:
     """Return whether a folder holds nothing but files that a killed process was writing."""
@@ -57,24 +55,10 @@ def check_place(where: str, folder: Path) -> None:
         )
 
 
-def digest_whole_file(path: Path) -> str:
+def digest_file(path: Path) -> str:
     """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digest_file(path: Path) -> str:
-    """Return a digest of a file's size and bytes; for a large file, of blocks spread over it, which any training changes."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= _BLOCK * _NUM_BLOCKS:
-            digest.update(file.read())
-        else:
-            for block in range(_NUM_BLOCKS):
-                file.seek((size - _BLOCK) * block // (_NUM_BLOCKS - 1))
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
 
 
 def is_hub_name(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -136,25 +136,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """Return a question about the nearest known name; empty where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"Did you mean {near[0]}?" if near else ""
-
-
-def list_differences(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place, first value, second value) for each difference of two JSON values; different methods differ by name only.
-
-    :param name: place of the values, such as a recipe's field
-    """
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in ("rule", "method"):
-            if mine.get(key) != theirs.get(key):
-                yield name, mine.get(key), theirs.get(key)
-                return
-        for key in {**mine, **theirs}:
-            yield from list_differences(mine.get(key), theirs.get(key), f"{name}.{key}" if name else str(key))
-    elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
-        for index, pair in enumerate(zip(mine, theirs, strict=True)):
-            yield from list_differences(*pair, f"{name}[{index}]")
-    elif mine != theirs:
-        yield name, mine, theirs
 
 
 def show_name(name: object) -> str:

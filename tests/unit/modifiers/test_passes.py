@@ -43,7 +43,7 @@ def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, w
         (
             {},
             {"allocation": "uniform"},
-            "allocation must be 'softmax' as in the SparsityAllocatorModifier stage before, got 'uni",
+            "allocation.rule must be 'softmax' as in the SparsityAllocatorModifier stage before, got 'uni",
         ),
         (
             {},
@@ -60,8 +60,12 @@ def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, w
             {"allocation": {"rule": "softmax", "as_printed": False}},
             "allocation.as_printed must be True",
         ),
-        ({"importance": "wanda"}, {}, "importance must be 'wanda' .* got 'obs'. Give both stages the same value"),
-        ({"weight_update": "none"}, {}, "weight_update must be 'none'"),
+        (
+            {"importance": "wanda"},
+            {},
+            "importance.method must be 'wanda' .* got 'obs'. Give both stages the same value",
+        ),
+        ({"weight_update": "none"}, {}, "weight_update.method must be 'none'"),
         ({"rotate_values": False}, {}, "rotate_values must be False"),
     ],
 )

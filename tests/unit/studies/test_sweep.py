@@ -7,7 +7,7 @@ import pytest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.sweep_command import read_pick, read_sparsities
 from struprune_plugin.recipes.shipped import find_recipe
-from struprune_plugin.storage.files import digest_whole_file
+from struprune_plugin.storage.files import digest_file
 from struprune_plugin.studies import sweep as sweeping
 from struprune_plugin.studies.sweep import pick_point
 
@@ -33,7 +33,7 @@ def test_a_sweep_leaves_what_single_runs_write_and_goes_on(opt, tmp_path, capsys
     single = tmp_path / "single"
     argv = ["prune", str(opt), "--recipe", "struprune", "--sparsity", "0.4", "--output", str(single), *SMALL]
     assert cli.main([*argv, "--set", "allocation=uniform", "--quiet"]) == 0
-    weights = [digest_whole_file(path / "model.safetensors") for path in (folder / "uniform-0.4", single)]
+    weights = [digest_file(path / "model.safetensors") for path in (folder / "uniform-0.4", single)]
     assert weights[0] == weights[1]
     capsys.readouterr()
 

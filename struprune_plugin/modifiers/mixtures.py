@@ -18,7 +18,7 @@ from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
+from struprune_plugin.pruning.config import KeptExperts
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.records import ExpertsRecord
 
@@ -109,15 +109,12 @@ def describe_experts(mixture: Mixture | None, kept: KeptExperts | None) -> list[
     ]
 
 
-def tell_lost_experts(model: PreTrainedModel, groups: Sequence[UnitGroup], plan: UnitAllocation | None) -> None:
-    """Set the configuration's number of experts to those that a later modifier (REAP) has left: it sets the number itself only
-    after the pruned class has been built.
+def tell_lost_experts(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
+    """Set the configuration's number of experts to those that are left: the pruned class is built with it. A later modifier (REAP)
+    sets the number itself only afterwards.
 
     :param groups: groups of the pruning stage
-    :param plan: its plan; one that removes experts itself sets their number, too
     """
-    if plan is not None and plan.experts is not None:
-        return
     before = Counter(group.output_name for group in groups if group.experts)
     left = {name: cast(Any, model.get_submodule(name)).num_experts for name in before}
     if any(left[name] < before[name] for name in before) and len(set(left.values())) == 1:

@@ -129,9 +129,7 @@ class StruPruneModifier(StructuredModifier):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._pruned is None:
             return True  # llm-compressor finalises an aborted run: nothing to export
-        if self._plan is not None and self._plan.experts is not None:
-            self._plan.experts.tell(state.model.config.get_text_config(decoder=True))
-        tell_lost_experts(state.model, self._setup.groups if self._setup else [], self._plan)
+        tell_lost_experts(state.model, self._setup.groups if self._setup else [])
         finish_model(state.model, self.output == "uniform")
         manifest = self._make_manifest(state.model)
         logger.info(tell_budget(manifest.budget))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from struprune_plugin.layerwise.dense_reference import Target
 from struprune_plugin.model.structure.routing import Routing
@@ -50,15 +50,6 @@ class KeptExperts:
 
     routing: Routing
     keep: Mapping[str, Sequence[int]]
-
-    @property
-    def count(self) -> int:
-        """Number of kept experts per layer."""
-        return len(next(iter(self.keep.values())))
-
-    def tell(self, config: Any) -> None:
-        """Set the number of experts in a text model's configuration."""
-        setattr(config, self.routing.key, self.count)
 
     def list_left(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Return the remaining groups; kept experts are renumbered."""

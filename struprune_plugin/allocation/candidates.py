@@ -88,7 +88,7 @@ class Trial:
                 pass
             weights = {group.name: self._solver.solve(step.layer, group, self._list_counts(group)) for group in cut}
             tried = step.observe(self._statistics, [], slice(num_fit, None))
-            self._dense = [self._context.park(output.hidden) for _, output in tried]
+            self._dense = [self._context.park(output.hidden) for _, output in tried if output is not None]
             for path in self._paths:
                 self._advance(path, step.layer, own, weights)
             self._statistics.finish_layer()

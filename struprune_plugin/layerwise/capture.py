@@ -25,13 +25,13 @@ class Stream:
     :param residual: residual stream that the output is added to, shape [tokens, d]
     :param source: inputs of the producing linears, shape [tokens, d]
     :param inputs: inputs of the consuming linear, shape [tokens, n]
-    :param output: outputs of the consuming linear, shape [tokens, d]; None where the pass stopped before it
+    :param output: outputs of the consuming linear, shape [tokens, d]
     """
 
     residual: Tensor
     source: Tensor
     inputs: Tensor
-    output: Tensor | None
+    output: Tensor
 
 
 class Stopped(Exception):
@@ -44,7 +44,7 @@ def capture_streams(
 ) -> Iterator[Callable[[UnitGroup], Stream]]:
     """Capture streams in a decoder layer's forward passes; yield a function that returns a group's stream of the last pass, once.
 
-    :param stop: end a pass with :class:`Stopped` once a consumer is reached
+    :param stop: end a pass with :class:`Stopped` once a consumer has run
     """
     seen: dict[tuple[str, str], Tensor] = {}
     handles = []
@@ -52,14 +52,14 @@ def capture_streams(
     def see_input(module: nn.Module, key: tuple[str, str]) -> None:
         def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             seen[key] = _flatten(split_call(args, kwargs)[1])
-            if stop and key[1] == "inputs":
-                raise Stopped
 
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def see_output(module: nn.Module, key: tuple[str, str]) -> None:
         def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
             seen[key] = _flatten(output).clone()  # later code may write into it
+            if stop and key[1] == "output":
+                raise Stopped
 
         handles.append(module.register_forward_hook(hook))
 
@@ -73,8 +73,7 @@ def capture_streams(
             see_output(find_linear(layer, group.join.parallel), (group.name, "parallel"))
 
     def take(group: UnitGroup) -> Stream:
-        residual, source, inputs = (seen.pop((group.name, part)) for part in ("residual", "source", "inputs"))
-        stream = Stream(residual, source, inputs, seen.pop((group.name, "output"), None))
+        stream = Stream(*(seen.pop((group.name, part)) for part in ("residual", "source", "inputs", "output")))
         if group.join.parallel:
             stream.residual = stream.residual + group.join.scale * seen.pop((group.name, "parallel"))
         return stream
@@ -84,21 +83,6 @@ def capture_streams(
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def skip_linears(layer: nn.Module, groups: Sequence[UnitGroup]) -> Iterator[None]:
-    """Replace the groups' linears by zeros without computation, in a pass whose output is not read."""
-
-    def answer(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: hidden.new_zeros((*hidden.shape[:-1], linear.out_features))
-
-    with ExitStack() as stack:
-        for group in groups:
-            for name in (*group.producers, group.consumer):
-                linear = find_linear(layer, name)
-                stack.enter_context(patch_attr(linear, "forward", answer(linear)))
-        yield
 
 
 @contextmanager

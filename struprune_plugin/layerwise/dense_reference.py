@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,11 @@ class Target:
         the module's output
     :param share: share of the distance from the present output to that target that a solve asks for: a whole repair of
         inherited errors fits the calibration data too closely
-    :param is_read_again: whether a module is solved more than once; the target then stays that of its first visit
     """
 
     is_dense: bool
     is_residual: bool
     share: float = 1.0
-    is_read_again: bool = False
 
 
 TARGETS = {  # name in recipes
@@ -53,112 +51,86 @@ class DenseReference:
         self._context = context
         self._inputs: list[States] = []  # inputs of the current layer, by batch; empty for the first layer
         self._outputs: list[States] = []
-        self._targets: dict[str, list[Tensor]] = {}  # by group and batch; the residual is not yet subtracted
+        self._wanted: dict[
+            tuple[str, int], Tensor
+        ] = {}  # dense outputs, by group and batch; the residual is not yet subtracted
+        self._asked: dict[tuple[str, int], Tensor] = {}  # what solves ask for, by group and batch
         self._repairs_all = False  # whether the layer has lost experts
-        self._settled: dict[str, list[Tensor]] = {}  # what solves ask for, by group and batch, where it is read again
 
-    @property
-    def is_pruned_path(self) -> bool:
-        """True while the dense and the pruned path are the same, in the first layer."""
-        return self.target.is_dense and not self._inputs
+    def run(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
+        """Run the still dense layer on the next batch of dense hidden states, and store targets and output on the host.
 
-    def run(self, layer: nn.Module, groups: Sequence[UnitGroup], experts: UnitGroup | None, call: LayerCall) -> None:
-        """Run the still dense layer on the next batch of dense hidden states, where the dense path is separate.
-
-        :param groups: groups outside the lists of experts
-        :param experts: a group of an expert, or of a module beside the experts; None without any
+        :param groups: groups of the layer
+        :param call: call of the layer on the pruned path, whose hidden states are the dense ones in the first layer
         """
-        if not self._inputs:
+        if not self.target.is_dense:
             return
-        with capture_streams(layer, groups) as take, capture_sum(layer, experts) as take_sum:
-            output = call.run(layer, self._context, self._inputs[len(self._outputs)])
-            self.keep(groups, {group.name: take(group) for group in groups}, output)
-            self.keep_sum(experts, take_sum)
-
-    def keep(self, groups: Sequence[UnitGroup], streams: Mapping[str, Stream], output: States) -> None:
-        """Store the targets and the output of a dense forward pass on the host."""
+        index, plain = len(self._outputs), [group for group in groups if not group.experts]
+        mixture = next((group for group in groups if group.join.block), None)
+        with capture_streams(layer, plain) as take, capture_sum(layer, mixture) as take_sum:
+            output = call.run(layer, self._context, self._inputs[index] if self._inputs else None)
         self._outputs.append(output.map(self._context.park))
-        for group in groups:
-            if self.repairs(group):  # the stream after the sum is stored
-                continue
-            stream = streams[group.name]
-            assert stream.output is not None
-            wanted = stream.output.float() + (_read_residual(group, stream) if self._is_residual(group) else 0)
-            self._targets.setdefault(group.name, []).append(self._context.park(wanted))
-
-    def suffices(self, group: UnitGroup, num_batches: int) -> bool:
-        """Return whether the targets of all batches are known without the present output."""
-        known = self._targets if self.target.share == 1 else self._settled
-        return not self.repairs(group) and len(known.get(group.name, ())) == num_batches
+        for group in plain:
+            if not self.repairs(group):  # for which the stream after the sum is stored
+                stream = take(group)
+                wanted = stream.output.float() + (_read_residual(group, stream) if self._is_residual(group) else 0)
+                self._wanted[group.name, index] = self._context.park(wanted)
+        if mixture is not None and self.repairs(mixture):
+            self._wanted[_name_sum(mixture), index] = self._context.park(take_sum())
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
-        """Return a consumer's target; a ``local`` target is its output when the group was first visited.
+        """Return a consumer's target, the same at every visit of a group; a ``local`` target is its output at the first one.
 
-        :param index: index of the batch; -1 for the last one
+        :param index: index of the batch
         :return: shape [tokens, d], float32, on the device
         """
-        stored = self._targets.setdefault(group.name, [])
-        if not self.target.is_dense and (index == -1 or index >= len(stored)):
-            assert stream.output is not None
-            stored.append(self._context.park(stream.output.float()))
-        target = self._context.to_device(stored[index], stream.inputs.device)
-        target = target - _read_residual(group, stream) if self._is_residual(group) else target
-        return self._settle(group, index, stream.output, target)
-
-    def _settle(self, group: UnitGroup, index: int, now: Tensor | None, wanted: Tensor) -> Tensor:
-        """Return the point between present and wanted values that a solve asks for, the same at every visit of a group.
-
-        :param now: present values, which only the first visit needs
-        """
-        if self.target.share == 1 or (self._repairs_all and self.repairs(group)):
-            return wanted
-        settled = self._settled.setdefault(group.name, [])
-        if 0 <= index < len(settled):
-            return self._context.to_device(settled[index], wanted.device)
-        assert now is not None
-        asked = torch.lerp(now.float(), wanted, self.target.share)
-        if self.target.is_read_again:
-            settled.append(self._context.park(asked))
+        key, device = (group.name, index), stream.inputs.device
+        if key in self._asked:
+            return self._context.to_device(self._asked[key], device)
+        now = wanted = stream.output.float()
+        if self.target.is_dense:
+            wanted = self._context.to_device(self._wanted.pop(key), device)
+            wanted = wanted - _read_residual(group, stream) if self._is_residual(group) else wanted
+        asked = torch.lerp(now, wanted, self.target.share)
+        self._asked[key] = self._context.park(asked)
         return asked
 
-    def keep_sum(self, group: UnitGroup | None, take: Callable[[], Tensor]) -> None:
-        """Store the stream after the experts' sum of a dense forward pass on the host, where the experts repair it.
-
-        :param group: a group of an expert, or of a module beside the experts; None without any
-        :param take: function that :func:`~struprune_plugin.layerwise.expert_streams.capture_sum` yields
-        """
-        if self.repairs(group):
-            assert group is not None
-            self._targets.setdefault(_name_sum(group), []).append(self._context.park(take()))
-
-    def repairs(self, group: UnitGroup | None) -> bool:
+    def repairs(self, group: UnitGroup) -> bool:
         """Return whether a group belongs to experts, or is beside them, and repairs the layer's inherited error."""
-        return group is not None and bool(group.join.block) and self.target.is_dense and self._is_residual(group)
+        return bool(group.join.block) and self.target.is_dense and self._is_residual(group)
 
     def find_repair(self, group: UnitGroup, take: Callable[[], Tensor], index: int) -> Repair | None:
         """Return the error that experts have to add to their sum, so that the stream after it equals the dense one.
 
         :param group: a group of an expert, or of a module beside the experts
         :param take: returns the present stream
-        :param index: index of the batch; -1 for the last one
+        :param index: index of the batch
         :return: None where the targets are the present outputs
         """
         if not self.repairs(group):
             return None
-        now = take()
-        wanted = self._context.to_device(self._targets[_name_sum(group)][index], now.device)
-        return Repair.of(self._settle(group, index, now, wanted), now)
+        key, now = (group.name, index), take()
+        if key not in self._asked:
+            wanted = self._context.to_device(self._wanted[_name_sum(group), index], now.device)
+            asked = torch.lerp(now, wanted, 1.0 if self._repairs_all else self.target.share)
+            self._asked[key] = self._context.park(asked)
+        return Repair.of(self._context.to_device(self._asked[key], now.device), now)
 
-    def repair_all(self) -> None:
-        """Let experts make up for all of the layer's error: what removed experts leave is not inherited from layers before."""
+    def repair_all(self, groups: Sequence[UnitGroup]) -> None:
+        """Let experts make up for all of the layer's error: what removed experts leave is not inherited from layers before.
+
+        :param groups: groups of the layer before the removal
+        """
         self._repairs_all = True
+        names = {group.name for group in groups if group.join.block}
+        self._asked = {key: asked for key, asked in self._asked.items() if key[0] not in names}
 
     def finish_layer(self) -> None:
         """Drop the layer's targets; its outputs become the next layer's inputs."""
         self._repairs_all = False
         self._inputs, self._outputs = self._outputs, []
-        self._targets.clear()
-        self._settled.clear()
+        self._wanted.clear()
+        self._asked.clear()
 
     def _is_residual(self, group: UnitGroup) -> bool:
         """Return whether a group's target is the residual stream; where a norm lies between, it is the dense output."""

@@ -41,13 +41,13 @@ class LayerStep:
 
     def observe(
         self, statistics: LayerStatistics, groups: Sequence[UnitGroup], batches: slice = slice(None)
-    ) -> Iterator[tuple[LayerCall, States]]:
-        """Run the layer on batches while statistics are gathered; yield each call and its output states."""
+    ) -> Iterator[tuple[LayerCall, States | None]]:
+        """Run the layer on batches while statistics are gathered; yield each call and its output states, if they are known."""
         for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
             call = flow.enter(self.index)
             with self.context.stage("statistics"):
                 output = statistics.run_layer(self.layer, groups, call)
-            if not self.propagates:
+            if output is not None and not self.propagates:
                 flow.leave(output, self.context)
             yield call, output
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import Stopped, Stream, Visit, capture_streams, hold_tokens, skip_linears
+from struprune_plugin.layerwise.capture import Stopped, Stream, Visit, capture_streams, hold_tokens
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
 from struprune_plugin.layerwise.expert_streams import capture_experts, capture_sum
 from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, add_moments, select_inputs
@@ -147,38 +147,39 @@ class LayerStatistics:
         self._moments = MomentGatherer(context, hold_out, num_before)
         self._propagates = propagates
 
-    def run_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> States:
-        """Run a layer on one batch, add its first group to the moments, and run the dense path; return the output states.
+    def run_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> States | None:
+        """Run a layer on one batch, on the dense path, too, and add its first group to the moments.
 
-        In the first layer the two paths are the same and run once.
+        :return: output states; None where a later run gives them
         """
-        self.calls.append(call)
         self._groups = groups
-        plain = [group for group in groups if not group.experts]
+        self.dense.run(layer, groups, call)
+        self.calls.append(call)
         counted = groups if self._all_groups else self._list_together(groups[0]) if groups else groups
-        experts = [group for group in counted if group.experts]
-        is_dense = self.dense.is_pruned_path
-        one = next((group for group in groups if group.join.block), None)
-        self.dense.run(layer, plain, one, call)
-        watched = plain if is_dense else [group for group in counted if not group.experts]
-        skips = self._propagates and not is_dense and not any(group.join.parallel for group in watched)
-        later = [group for group in groups if group not in counted] if skips else []
+        if self._propagates and not groups:
+            return None
+        return self._count(layer, counted, len(self.calls) - 1, stop=self._propagates)
+
+    def _count(self, layer: nn.Module, groups: Sequence[UnitGroup], index: int, stop: bool) -> States | None:
+        """Run the present layer on a recorded batch of the pruned path, and add groups to the moments.
+
+        :param stop: end the pass once a single group's consumer has run
+        :return: output states; None where the pass was stopped
+        """
+        call, output = self.calls[index], None
+        plain, experts = [g for g in groups if not g.experts], [g for g in groups if g.experts]
+        beside = next((group for group in groups if group.join.block), None)
         with (
-            capture_streams(layer, watched) as take,
+            capture_streams(layer, plain, stop and can_stop(groups)) as take,
             capture_experts(layer, experts) as take_experts,
-            capture_sum(layer, one if is_dense or any(g.join.block for g in counted) else None) as take_sum,
-            skip_linears(layer, [] if experts else later),
+            capture_sum(layer, beside) as take_sum,
+            suppress(Stopped),
         ):
             output = call.run(layer, self.context)
-        streams = {group.name: take(group) for group in watched}
-        if is_dense:
-            self.dense.keep(plain, streams, output)
-            self.dense.keep_sum(one, take_sum)
-        for group in counted:
-            if not group.experts:
-                self._moments.add(layer, group, self._make_visit(group, streams[group.name], call, -1, take_sum))
+        for group in plain:
+            self._moments.add(layer, group, self._make_visit(group, take(group), index, take_sum))
         if experts:
-            for group, visit in take_experts(call, self.dense.find_repair(experts[0], take_sum, -1)):
+            for group, visit in take_experts(call, self.dense.find_repair(experts[0], take_sum, index)):
                 self._moments.add(layer, group, visit)
         return output
 
@@ -189,49 +190,35 @@ class LayerStatistics:
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
         """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""
         self._moments.forget(group for group in self._groups if group.experts)
+        self.dense.repair_all(self._groups)
         self._groups = groups
-        self.dense.repair_all()
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
         """Return the moments of the next group: already gathered for a layer's first group, gathered by a pass for the others."""
-        if not self._moments.has(group) and group.experts:
-            self._visit_experts(layer, self._list_together(group), progress)
-        elif not self._moments.has(group):
-            for visit in self.visit_batches(layer, group, progress):
-                self._moments.add(layer, group, visit)
+        if not self._moments.has(group):
+            for index in trange(len(self.calls), desc=progress, leave=False):
+                self._count(layer, self._list_together(group), index, stop=True)
         found = self._moments.finish(group)
         return _imagine(found, layer, group) if found.num_rows == 0 else found
 
-    def _visit_experts(self, layer: nn.Module, groups: Sequence[UnitGroup], progress: str) -> None:
-        """Run the present layer on every recorded batch of the pruned path, and add the experts to the moments."""
-        with capture_experts(layer, groups) as take, capture_sum(layer, groups[0]) as take_sum:
-            for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
-                call.repeat(layer, self.context)
-                for group, visit in take(call, self.dense.find_repair(groups[0], take_sum, index)):
-                    self._moments.add(layer, group, visit)
-
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the present layer on every recorded batch of the pruned path, and yield the group's visits."""
-        stop = self.dense.suffices(group, len(self.calls)) and not group.join.parallel
-        beside = group if self.dense.repairs(group) else None
-        with capture_streams(layer, [group], stop) as take, capture_sum(layer, beside) as take_sum:
+        beside = group if group.join.block else None
+        with capture_streams(layer, [group], can_stop([group])) as take, capture_sum(layer, beside) as take_sum:
             for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
                 with suppress(Stopped):
-                    call.repeat(layer, self.context)
-                yield self._make_visit(group, take(group), call, index, take_sum)
+                    call.run(layer, self.context)
+                yield self._make_visit(group, take(group), index, take_sum)
 
-    def _make_visit(
-        self, group: UnitGroup, stream: Stream, call: LayerCall, index: int, take_sum: Callable[[], Tensor]
-    ) -> Visit:
+    def _make_visit(self, group: UnitGroup, stream: Stream, index: int, take_sum: Callable[[], Tensor]) -> Visit:
         """Return the visit of a group outside the lists of experts.
 
-        :param index: index of the batch; -1 for the last one
+        :param index: index of the batch
         :param take_sum: for a group beside experts, returns the stream after the experts' sum
         """
-        repair = self.dense.find_repair(group, take_sum, index)
+        call, repair = self.calls[index], self.dense.find_repair(group, take_sum, index)
         if repair is None:
             return Visit(stream.source, stream.inputs, self.dense.find_target(group, stream, index), call)
-        assert stream.output is not None
         return Visit(stream.source, stream.inputs, stream.output.float() + repair.error, call, weights=repair.factors)
 
     def finish_layer(self) -> None:
@@ -239,6 +226,11 @@ class LayerStatistics:
         self.dense.finish_layer()
         self.calls.clear()
         self._moments.clear()
+
+
+def can_stop(groups: Sequence[UnitGroup]) -> bool:
+    """Return whether all that is seen of groups is known once the first of them has run."""
+    return len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
 
 
 def make_group_sums(

@@ -231,7 +231,7 @@ class StructuredModifier(StageModifier):
         return PruningConfig(
             importance=self.importance,
             weight_update=self.weight_update,
-            reconstruct=replace(TARGETS[reconstruct], is_read_again=self.weight_update.refines),
+            reconstruct=TARGETS[reconstruct],
             dampening_frac=DAMPING if isinstance(self.dampening_frac, str) else self.dampening_frac,
             chooses_dampening=self.dampening_frac == "auto",
             rotate_values=self.rotate_values,

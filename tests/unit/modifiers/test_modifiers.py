@@ -586,19 +586,16 @@ def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_
     assert set(chosen["many"]) != {0.01}
 
 
-def test_calibration_passes_skip_what_nobody_reads(opt):
-    """Attention's statistics need no FFN: its linears answer zeros. Ridge solutions above show that nobody reads those."""
+def test_calibration_passes_end_where_all_is_seen(opt):
+    """Attention's statistics need no FFN: the pass for them ends once the output projection has run."""
     model = OPTForCausalLM.from_pretrained(opt)
-    skipped = {"ffn": [], "attention": []}
+    calls = {"ffn": 0, "attention": 0}
 
-    def watch(kind, _part, args):
-        skipped[kind].append(not args[0].any())
+    def watch(kind, _part, _args):
+        calls[kind] += 1
 
     for layer in model.model.decoder.layers:
         layer.activation_fn.register_forward_pre_hook(functools.partial(watch, "ffn"))
         layer.self_attn.out_proj.register_forward_pre_hook(functools.partial(watch, "attention"))
     run_oneshot(model, sparsity=0.3, tokenizer=str(opt))
-    assert any(skipped["ffn"])
-    assert not all(skipped["ffn"])
-    assert skipped["attention"]
-    assert not any(skipped["attention"])
+    assert 0 < calls["ffn"] < calls["attention"]

@@ -28,8 +28,7 @@ from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.budget_fields import BudgetConfig, split_parameters
 from struprune_plugin.modifiers.effort import EFFORTS, complete
-from struprune_plugin.modifiers.patterns import check_patterns
-from struprune_plugin.modifiers.stage_modifier import StageModifier
+from struprune_plugin.modifiers.stage_modifier import StageModifier, check_patterns
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate

@@ -25,9 +25,8 @@ from struprune_plugin.modifiers.checks import (
     split_modifiers,
 )
 from struprune_plugin.modifiers.host_pipeline import enter_device_context
-from struprune_plugin.modifiers.patterns import check_patterns
 from struprune_plugin.modifiers.setup import open_store
-from struprune_plugin.modifiers.stage_modifier import StageModifier
+from struprune_plugin.modifiers.stage_modifier import StageModifier, check_patterns
 from struprune_plugin.recovery.adapters import attach_adapters, match_linears, seed_random
 from struprune_plugin.recovery.recovery_config import RecoveryConfig
 from struprune_plugin.recovery.training import AdapterTraining

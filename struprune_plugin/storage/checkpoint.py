@@ -54,10 +54,15 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # a broken config.json raises errors of many classes
-        trust = " If you trust its code, pass trust_remote_code_model=True, or --trust-remote-code."
+        remedy = ""
+        if "custom code" in str(error):
+            remedy = " If you trust its code, pass trust_remote_code_model=True, or --trust-remote-code."
+        elif (Path(model) / "adapter_config.json").is_file():
+            remedy = (
+                " Merge the adapter into its model first (peft's merge_and_unload), and pass the merged model's folder."
+            )
         raise ValueError(
-            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}"
-            f"{trust * ('custom code' in str(error))}"
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}{remedy}"
         ) from None
 
 

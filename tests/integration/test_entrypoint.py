@@ -139,10 +139,10 @@ def test_oneshot_refuses_what_is_no_model_and_no_recipe(opt, tmp_path):
         oneshot(model=str(tmp_path / "empty"), recipe=StruPruneModifier(sparsity=0.3))
 
 
-def test_oneshot_takes_a_json_lines_file(opt):
+def test_oneshot_takes_a_json_lines_file_and_a_recipe_as_a_mapping(opt):
     pruned = oneshot(
         model=str(opt),
-        recipe=StruPruneModifier(sparsity=0.3),
+        recipe=GOOD,
         dataset=str(DEMO_CALIBRATION),
         max_seq_length=32,
         num_calibration_samples=8,

@@ -99,13 +99,6 @@ def test_a_pruned_checkpoint_with_the_dense_config_is_refused(opt, tmp_path):
     assert cli.main(["convert", str(tmp_path / "out"), "--to", "masked", "--output", str(tmp_path / "x")]) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\x08\0\0\0\0\0\0\0{}      ", None])
-def test_a_broken_file_is_named(broken, content):
-    file = broken / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000] if content is None else content)
-    refuse(broken, "must hold every tensor" if content and b"{" in content else "must hold whole weights")
-
-
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
 def test_quantised_checkpoints_are_whole_too(tmp_path, scheme):
     folder = WIDE_MODELS["opt"](tmp_path / "dense")
@@ -123,6 +116,12 @@ def test_quantised_checkpoints_are_whole_too(tmp_path, scheme):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ValueError, match=r"layers\.1\.fc2"):
         load_checkpoint(str(tmp_path / "out"))
+
+
+def test_the_folder_of_an_adapter_is_refused_with_the_remedy(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="Merge the adapter into its model first"):
+        check_checkpoint(str(tmp_path))
 
 
 def test_what_is_not_on_this_machine_has_no_folder():
@@ -145,9 +144,6 @@ def pickled(opt, tmp_path):
 
 def test_bin_files_that_are_whole_pass(pickled):
     load_checkpoint(str(pickled))
-    tensors = torch.load(pickled / "pytorch_model.bin", weights_only=True)
-    torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=False)  # as of old torch
-    load_checkpoint(str(pickled))
 
 
 def test_a_tensor_that_a_bin_file_lacks_or_has_in_another_shape_is_named(pickled):
@@ -160,32 +156,19 @@ def test_a_tensor_that_a_bin_file_lacks_or_has_in_another_shape_is_named(pickled
     refuse(pickled, r"must hold every tensor .*layers\.1\.fc2\.weight missing")
 
 
-def test_bin_shards_are_all_there(pickled):
-    tensors = torch.load(pickled / "pytorch_model.bin", weights_only=True)
-    names = sorted(tensors)
-    for part, held in enumerate((names[::2], names[1::2])):
-        torch.save({name: tensors[name] for name in held}, pickled / f"part{part}.bin")
-    (pickled / "pytorch_model.bin").unlink()
-    index = {"metadata": {}, "weight_map": {name: f"part{place % 2}.bin" for place, name in enumerate(names)}}
-    (pickled / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    load_checkpoint(str(pickled))
-    (pickled / "part1.bin").unlink()
-    refuse(pickled, "must hold whole weights")
-
-
 class Trap:
     def __reduce__(self):
         return (open, ("trapped", "w"))
 
 
-@pytest.mark.parametrize("kind", ["cut", "garbage", "trap"])
+@pytest.mark.parametrize("kind", ["cut", "trap"])
 def test_a_bin_file_that_is_broken_or_hostile_is_refused_unread(kind, pickled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = pickled / "pytorch_model.bin"
     if kind == "trap":
         torch.save({"x": Trap()}, file)
     else:
-        file.write_bytes(file.read_bytes()[:5000] if kind == "cut" else b"x" * 999)
+        file.write_bytes(file.read_bytes()[:5000])
     refuse(pickled, "must hold whole weights that fit its config.json, got")
     assert not (tmp_path / "trapped").exists()
 

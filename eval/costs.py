@@ -25,8 +25,8 @@ from eval.measure import count_own_seconds, time_turns
 from struprune_plugin.allocation.cost_table import CostTable, ModuleCosts, describe_module, describe_shapes
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import adopt_attention
-from struprune_plugin.model.layers import find_decoder_layers, find_layouts
-from struprune_plugin.model.surgery import cut_units
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
+from struprune_plugin.model.surgery import slice_group
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 
@@ -61,6 +61,14 @@ def compare(dense: PreTrainedModel, changed: PreTrainedModel, phase: str, tokens
     return statistics.median(seconds["dense"]), statistics.median(ratios)
 
 
+def cut_group(model: PreTrainedModel, group: UnitGroup, units: int) -> None:
+    """Cut a group to the first units of each block; its consumer gets zeros, which take the same time."""
+    layer, places = model.get_submodule(group.layer_name), torch.arange(group.num_units).view(group.num_blocks, -1)
+    keep, linear = places[:, : units // group.num_blocks].flatten(), find_linear(layer, group.consumer)
+    shape = (linear.out_features, len(keep) * group.columns_per_unit + 1)
+    slice_group(layer, group, keep, torch.zeros(shape, device=linear.weight.device))
+
+
 def measure(model: PreTrainedModel, attention_unit: str, phase: str, batch: int, length: int) -> CostTable:
     """Return the cost table of a dense model.
 
@@ -79,8 +87,9 @@ def measure(model: PreTrainedModel, attention_unit: str, phase: str, batch: int,
         """Return the seconds with the modules of one kind cut, over those of the dense model."""
         changed = copy.deepcopy(model)
         adopt_attention(changed, groups)
-        alike = [group for group in groups if group.consumer == first.consumer]
-        cut_units(changed, alike, {group.name: units for group in alike})
+        for group in groups:
+            if group.consumer == first.consumer:
+                cut_group(changed, group, units)
         took, ratio = compare(model, changed, phase, tokens)
         dense.append(took)
         print(f"{first.consumer}: {units} of {first.num_units} units, {ratio:.3f} of the dense seconds", flush=True)

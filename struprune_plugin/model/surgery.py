@@ -6,7 +6,7 @@ change or ``.data =`` would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,20 +48,6 @@ def slice_group(
         set_weight(find_linear(layer, name), new)
     set_consumer(layer, group, weight)
     group.unit.update_counts(layer, group, len(keep))
-
-
-def cut_units(model: nn.Module, groups: Sequence[UnitGroup], kept: Mapping[str, int]) -> None:
-    """Cut every group in place to the first units of each block, with zero consumer weights: only for shapes and timings.
-
-    :param kept: number of kept units by group name
-    """
-    for group in groups:
-        layer = model.get_submodule(group.layer_name)
-        units = torch.arange(group.num_units).view(group.num_blocks, -1)
-        keep = units[:, : kept[group.name] // group.num_blocks].flatten()
-        linear = find_linear(layer, group.consumer)
-        shape = (linear.out_features, len(keep) * group.columns_per_unit + 1)
-        slice_group(layer, group, keep, torch.zeros(shape, device=linear.weight.device))
 
 
 def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationMetadata
 from torch import nn
@@ -82,19 +80,6 @@ def count_weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's saved weights: those of :func:`list_parameters`, and an estimate of the file's header."""
     named = list_parameters(model)
     return sum(parameter.nbytes + len(name) + _ENTRY for name, parameter in named)
-
-
-def describe_weights(model: nn.Module) -> str:
-    """Return a digest of the decoder layers' parameters (names, dtypes, shapes, sums) that distinguishes dense models."""
-    digest = hashlib.sha256()
-    for layer_name, layer in find_decoder_layers(model):
-        for path, module in layer.named_modules():
-            for key, weight in module._parameters.items():
-                if weight is not None:
-                    sums = [part.sum(dtype=torch.float64).item() for part in (weight.detach(), weight.detach().abs())]
-                    told = (f"{layer_name}.{path}.{key}", str(weight.dtype), tuple(weight.shape), sums)
-                    digest.update(repr(told).encode())
-    return digest.hexdigest()
 
 
 def can_fuse_attention(model: PreTrainedModel) -> bool:

@@ -18,7 +18,7 @@ from struprune_plugin.export.convert import adopt_attention, wrap_save
 from struprune_plugin.export.finish import finish_model
 from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.model.layers import count_parameters, count_weight_bytes, describe_weights
+from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.checks import check_alone, split_modifiers
@@ -80,7 +80,6 @@ class StruPruneModifier(StructuredModifier):
     _before: Sequence[Modifier] = PrivateAttr(default=())  # in the recipe
     _behind: Sequence[Modifier] = PrivateAttr(default=())
     _setup: RunSetup | None = PrivateAttr(default=None)
-    _weights_digest: str = PrivateAttr(default="")
     _plan: UnitAllocation | None = PrivateAttr(default=None)
     _context: DeviceContext = PrivateAttr(default_factory=DeviceContext)
     _calibration: CalibrationRecord | None = PrivateAttr(default=None)
@@ -99,7 +98,6 @@ class StruPruneModifier(StructuredModifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         self._before, self._behind = split_modifiers(self)
         self._prepare(state)
-        self._weights_digest = describe_weights(state.model)
         if self._store is not None:
             open_store(self._store, state.model, state.data.calib)
         return True
@@ -184,7 +182,6 @@ class StruPruneModifier(StructuredModifier):
             model=ModelRecord(
                 base=model.config._name_or_path,
                 type=model.config.model_type,
-                weights_sha256=self._weights_digest,
                 parameters_before=self._num_before,
                 parameters_after=after,
             ),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.model.layers import describe_weights
+from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.surgery import LayerCopy
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.prune_layer import LayerOutcome
@@ -91,6 +91,19 @@ def describe_run(
         "versions": versions,
         "threads": torch.get_num_threads(),
     }
+
+
+def describe_weights(model: PreTrainedModel) -> str:
+    """Return a digest of the decoder layers' parameters (names, dtypes, shapes, sums) that distinguishes dense models."""
+    digest = hashlib.sha256()
+    for layer_name, layer in find_decoder_layers(model):
+        for path, module in layer.named_modules():
+            for key, weight in module._parameters.items():
+                if weight is not None:
+                    sums = [part.sum(dtype=torch.float64).item() for part in (weight.detach(), weight.detach().abs())]
+                    told = (f"{layer_name}.{path}.{key}", str(weight.dtype), tuple(weight.shape), sums)
+                    digest.update(repr(told).encode())
+    return digest.hexdigest()
 
 
 def digest_tokens(batches: Iterable[Tensor]) -> str:

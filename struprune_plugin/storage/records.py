@@ -26,13 +26,10 @@ class ModelRecord:
 
     :param base: folder or hub name of the dense model
     :param type: ``model_type`` of the pruned model
-    :param weights_sha256: digest that identifies the dense model, see
-        :func:`~struprune_plugin.model.layers.describe_weights`
     """
 
     base: str
     type: str
-    weights_sha256: str
     parameters_before: Count
     parameters_after: Count
 

@@ -10,8 +10,8 @@ from helpers.models import make_dataset, run_oneshot, save_model, start_cli
 
 from eval.coverage import make_config
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.model.layers import describe_weights
 from struprune_plugin.model.structure.tiny import build_tiny
+from struprune_plugin.pruning.resume import describe_weights
 from struprune_plugin.storage.resume_store import ResumeStore
 
 pytestmark = pytest.mark.durable

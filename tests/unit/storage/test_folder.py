@@ -17,7 +17,7 @@ pytestmark = pytest.mark.durable
 
 _CONTENT: dict = {
     "versions": {},
-    "model": {"base": "", "type": "", "weights_sha256": "", "parameters_before": 2, "parameters_after": 1},
+    "model": {"base": "", "type": "", "parameters_before": 2, "parameters_after": 1},
     "settings": {},
     "seed": 0,
     "calibration": {"num_sequences": 1, "num_tokens": 1, "sha256": ""},

@@ -34,7 +34,7 @@ def make_manifest():
     ]
     return {
         "versions": {"torch": "2.13.0"},
-        "model": {"base": "m", "type": "t", "weights_sha256": "0", "parameters_before": 200, "parameters_after": 100},
+        "model": {"base": "m", "type": "t", "parameters_before": 200, "parameters_after": 100},
         "settings": StruPruneModifier(sparsity=0.3).dump_fields(),
         "seed": 0,
         "calibration": {"num_sequences": 8, "num_tokens": 256, "sha256": "0"},

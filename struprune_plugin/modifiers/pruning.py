@@ -32,8 +32,7 @@ from struprune_plugin.modifiers.targets import describe_target
 from struprune_plugin.modifiers.uniform_output import check_uniform
 from struprune_plugin.modifiers.widths import describe_roundings
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.layer_loop import prune_layers
-from struprune_plugin.pruning.prune_layer import LayerPruner
+from struprune_plugin.pruning.prune_layer import Pruner
 from struprune_plugin.pruning.resume import LayerLog, digest_tokens
 from struprune_plugin.reporting.tables import tell_budget
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -118,9 +117,9 @@ class StruPruneModifier(StructuredModifier):
             plan = replace(
                 self._plan, kept={**self._plan.kept, **{group.name: group.num_units for group in setup.whole}}
             )
-            pruner = LayerPruner(self.make_config(self.reconstruct), plan, measured, context)
+            pruner = Pruner(self.make_config(self.reconstruct), plan, measured, context)
             with calibrating(model):
-                self._pruned = prune_layers(model, batches, sort_groups([*setup.groups, *setup.whole]), pruner, log)
+                self._pruned = pruner.prune_model(model, batches, sort_groups([*setup.groups, *setup.whole]), log)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
         self._context, self._fisher_means = context, measured.summarize_fisher()
 

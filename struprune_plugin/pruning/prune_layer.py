@@ -1,4 +1,14 @@
-"""Pruning of one decoder layer. Read this file first: everything else in this package serves it."""
+"""Pruning of a model, layer by layer. Read this file first: everything else in this package serves it.
+
+For each group of coupled units of a layer, in the order of computation, with W the weights of the linear that reads the units
+(the consumer), P its inputs and Y its targets on the calibration data:
+
+1. second moments of P and Y, as the groups and layers before have left them (``layerwise/statistics.py``)
+2. order of the units: first those whose loss the others make up best (``importance/``, ``linalg/elimination.py``); the last ones
+   of the order stay, as many as the plan says
+3. new weights W_S on the kept inputs, ``argmin ||Y - W_S P_S||^2 + lambda ||W_S - W||^2`` (``linalg/solve.py``)
+4. the linears that produce the units lose rows, the consumer gets its new weights (``model/surgery.py``)
+"""
 
 from __future__ import annotations
 
@@ -6,23 +16,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
-from struprune_plugin.model.surgery import rotate_group, rotate_producer, slice_group
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.surgery import copy_layer, restore_layer, rotate_group, rotate_producer, slice_group
+from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.importance import Ranking
 from struprune_plugin.pruning.reconstruction import LeastSquaresProblem, refine_group, solve_group
+from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
 from struprune_plugin.pruning.selection import describe_group, select_units, weigh_moments
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import compute_on_rank0
+from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.records import GroupRecord
 
 
 @dataclass(frozen=True)
-class SelectionResult:
+class Decision:
     """Kept units and new weights of one group.
 
     :param keep: sorted kept units, shape [kept], int64
@@ -40,27 +54,59 @@ class SelectionResult:
 
 
 @dataclass(frozen=True)
-class LayerOutcome:
-    """Outcome of the pruning of one decoder layer.
+class Pruner:
+    """Pruner of a model.
 
-    :param groups: one record per group, in order
-    :param changed: whether anything was removed from this layer or from one before it
+    :param config: methods of the recipe
+    :param plan: number of units that every group keeps
+    :param sensitivity: measurements of the dense model
     """
 
-    groups: list[GroupRecord]
-    changed: bool
-
-
-@dataclass(frozen=True)
-class LayerPruner:
-    """Pruner of decoder layers according to an allocation."""
-
     config: PruningConfig
-    allocation: UnitAllocation
+    plan: UnitAllocation
     sensitivity: Sensitivity
     context: DeviceContext
 
-    def prune(
+    def prune_model(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[dict[str, Tensor]],
+        groups: Sequence[UnitGroup],
+        log: LayerLog | None = None,
+    ) -> list[GroupRecord]:
+        """Prune every decoder layer in place, each on inputs from the pruned layers before it; return the groups' records.
+
+        :param groups: groups of all layers, in the order in which the model computes them
+        :param log: log of the finished layers; those of an earlier process are restored from it
+        """
+        config, structure = self.config, find_structure(model)
+        before = count_before(sum(len(batch["input_ids"]) for batch in batches))
+        statistics = LayerStatistics(
+            config.reconstruct, self.context, hold_out=config.chooses_dampening, num_before=before, propagates=True
+        )
+        records, changed = list[GroupRecord](), False
+        for step in stream_layers(model, batches, self.context, "pruning", propagates=True):
+            own, done = select_groups(groups, step.name), None if log is None else log.take(step.index)
+            for _ in step.observe(statistics, [] if done else own):  # a finished layer needs only the dense path
+                pass
+            if done is None:
+                outcome = self.prune_layer(step.layer, own, statistics, changed, step.progress)
+                if log is not None:
+                    with self.context.stage("checkpoint"):
+                        copy = copy_layer(step.layer, structure[step.index]) if outcome.changed else None
+                        log.keep(step.index, outcome, copy)
+            else:
+                outcome = done.outcome
+                if done.copy is not None:
+                    self.drop_experts(step.layer, own)
+                    restore_layer(step.layer, structure[step.index], done.copy)
+                    self.context.release(step.layer)
+            records += outcome.groups
+            changed = outcome.changed
+            statistics.finish_layer()
+        return records
+
+    def prune_layer(
         self,
         layer: nn.Module,
         groups: Sequence[UnitGroup],
@@ -68,19 +114,16 @@ class LayerPruner:
         changed: bool = False,
         progress: str = "",
     ) -> LayerOutcome:
-        """Remove units from every group of a decoder layer, in place, and update the remaining weights.
+        """Remove whole experts from a decoder layer, then units from every group, in place, and update the remaining weights.
 
-        Whole experts are removed first. Each group then goes through the same steps: statistics of its consumer's inputs, as
-        the groups before it left them; selection of the kept units and of the weights on them; and surgery. A layer
-        stays unchanged as long as nothing was removed: its inputs are the dense ones.
+        A layer stays unchanged as long as nothing was removed: its inputs are the dense ones.
 
         :param groups: of this layer, in the order in which the model computes them
         :param statistics: statistics of the layer on the calibration data, which can be gathered again
         :param changed: whether anything was removed from a layer before this one
         :param progress: position of the run, for progress bars
         """
-        records = []
-        left = self.drop_experts(layer, groups)
+        records, left = [], self.drop_experts(layer, groups)
         if len(left) < len(groups):
             statistics.keep_groups(left)
             changed = True
@@ -88,11 +131,11 @@ class LayerPruner:
             module = ModuleView(layer, group, statistics)
             with self.context.stage("statistics"):
                 moments = module.collect_moments(f"{progress}{group.consumer.split('.')[-1]} statistics")
-            changed = changed or self.allocation.kept[group.name] < group.num_units
+            changed = changed or self.plan.kept[group.name] < group.num_units
             with self.context.stage("select and solve"):
-                result = self.decide(module, moments, updates=changed)
+                decision = self.decide(module, moments, updates=changed)
             del moments
-            records.append(self._slice(module, result) if changed else result.record)
+            records.append(self._slice(module, decision) if changed else decision.record)
         return LayerOutcome(records, changed)
 
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -100,57 +143,52 @@ class LayerPruner:
 
         :param groups: groups of the dense layer
         """
-        experts = self.allocation.experts
+        experts = self.plan.experts
         if experts is not None:
             for group in {group.experts: group for group in groups if group.experts}.values():
                 with self.context.stage("surgery"):
                     experts.routing.drop(layer, group.experts, experts.keep[group.output_name])
                     self.context.release(layer)
-        return self.allocation.list_left(groups)
+        return self.plan.list_left(groups)
 
-    def decide(self, module: ModuleView, moments: GroupMoments, updates: bool = True) -> SelectionResult:
+    def decide(self, module: ModuleView, moments: GroupMoments, updates: bool = True) -> Decision:
         """Return the kept units and new weights of one group; rank 0 decides for all processes. The layer is not changed.
 
         :param moments: moments of the group's consumer
         :param updates: whether the remaining weights are re-solved
         """
-        group, config = module.group, self.config
-
-        def decide() -> SelectionResult:
-            problem = LeastSquaresProblem.pose(module, moments, config.dampening_frac)
-            weighed = problem.damped
-            if config.importance.eliminates:
-                weighed = weigh_moments(module, weighed, problem.dense, self.sensitivity)
-            ranking = Ranking(module, moments.all, weighed, self.sensitivity, config.sparsity, config.dampening_frac)
-            selected = select_units(ranking, self.allocation, config)
-            keep, basis, rows = selected.keep, selected.basis, None
-            if basis is not None:
-                problem = problem.rotate(basis)
-                rows = _rotate_kept_rows(module, keep, basis)
-            weight, solve = solve_group(problem, keep, config, updates)
-            return SelectionResult(keep, weight, basis, rows, describe_group(group, keep, selected.scores, solve))
-
         with self.context.solving():
-            return compute_on_rank0(decide, SelectionResult, moments.all.gram.device)
+            device = moments.all.gram.device
+            return compute_on_rank0(lambda: self._decide(module, moments, updates), Decision, device)
 
-    def _slice(self, module: ModuleView, result: SelectionResult) -> GroupRecord:
+    def _decide(self, module: ModuleView, moments: GroupMoments, updates: bool) -> Decision:
+        group, config = module.group, self.config
+        problem = LeastSquaresProblem.pose(module, moments, config.dampening_frac)
+        weighed = problem.damped
+        if config.importance.eliminates:
+            weighed = weigh_moments(module, weighed, problem.dense, self.sensitivity)
+        ranking = Ranking(module, moments.all, weighed, self.sensitivity, config.sparsity, config.dampening_frac)
+        keep, scores, basis = select_units(ranking, self.plan.kept[group.name], config)
+        rows = None
+        if basis is not None:
+            problem = problem.rotate(basis)
+            kept = group.find_kept_rows(next(iter(group.producers)), keep.cpu())
+            producer = rotate_producer(module.layer, group, basis, self.context.fetch)
+            rows = producer[kept.to(producer.device)]
+        weight, solve = solve_group(problem, keep, config, updates)
+        return Decision(keep, weight, basis, rows, describe_group(group, keep, scores, solve))
+
+    def _slice(self, module: ModuleView, decision: Decision) -> GroupRecord:
         """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
-        layer, group, record = module.layer, module.group, result.record
+        layer, group, record = module.layer, module.group, decision.record
         if not self.config.weight_update.can_refine(group):
             with self.context.stage("surgery"):
-                producers = {} if result.rows is None else {next(iter(group.producers)): result.rows}
-                slice_group(layer, group, result.keep, result.weight, producers)
+                producers = {} if decision.rows is None else {next(iter(group.producers)): decision.rows}
+                slice_group(layer, group, decision.keep, decision.weight, producers)
                 self.context.release(layer)
             return record
-        if result.basis is not None:
-            rotate_group(layer, group, result.basis)
+        if decision.basis is not None:
+            rotate_group(layer, group, decision.basis)
         with self.context.stage("admm"):
-            admm = refine_group(module, result.keep, result.weight, self.config)
+            admm = refine_group(module, decision.keep, decision.weight, self.config)
         return replace(record, admm=admm, error_after=admm.error_after)
-
-
-def _rotate_kept_rows(module: ModuleView, keep: Tensor, basis: Tensor) -> Tensor:
-    """Return the kept rows of the linear that produces the values, after rotation, bias last."""
-    rows = module.group.find_kept_rows(next(iter(module.group.producers)), keep.cpu())
-    producer = rotate_producer(module.layer, module.group, basis, module.context.fetch)
-    return producer[rows.to(producer.device)]

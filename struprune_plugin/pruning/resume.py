@@ -14,13 +14,25 @@ from transformers import PreTrainedModel
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.surgery import LayerCopy
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.prune_layer import LayerOutcome
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.runtime.payload import dump, load
+from struprune_plugin.storage.records import GroupRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
 _ALLOCATION = "allocation"
+
+
+@dataclass(frozen=True)
+class LayerOutcome:
+    """Outcome of the pruning of one decoder layer.
+
+    :param groups: one record per group, in order
+    :param changed: whether anything was removed from this layer or from one before it
+    """
+
+    groups: list[GroupRecord]
+    changed: bool
 
 
 @dataclass(frozen=True)

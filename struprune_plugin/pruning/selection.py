@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -13,24 +11,10 @@ from struprune_plugin.linalg.rotation import eliminate_directions, order_directi
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import weigh_outputs
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
+from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import Ranking
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.storage.records import GroupRecord, SolveRecord
-
-
-@dataclass(frozen=True)
-class SelectedUnits:
-    """Units that one group keeps.
-
-    :param keep: kept units, sorted, shape [kept], int64
-    :param scores: score of every unit; None if no ranking was needed
-    :param basis: basis to which the heads' units are rotated first, shape [blocks, width, width]; None without rotation
-    """
-
-    keep: Tensor
-    scores: Tensor | None = None
-    basis: Tensor | None = None
 
 
 def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sensitivity: Sensitivity) -> SecondMoments:
@@ -52,14 +36,14 @@ def rank_units(ranking: Ranking, config: PruningConfig, num_remove: int) -> tupl
     return *order_directions(rotation), rotation.basis
 
 
-def select_units(ranking: Ranking, allocation: UnitAllocation, config: PruningConfig) -> SelectedUnits:
-    """Return the units that an allocation keeps, chosen by the recipe's importance."""
-    group, device = ranking.group, ranking.damped.gram.device
-    num_keep = allocation.kept[group.name]
+def select_units(ranking: Ranking, num_keep: int, config: PruningConfig) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the sorted kept units of a group, chosen by the recipe's importance, shape [kept], int64; every unit's score; and the
+    basis to which the heads' units are rotated first. Without a ranking, the latter two are None; without rotation, the basis."""
+    group = ranking.group
     if num_keep == group.num_units:
-        return SelectedUnits(torch.arange(num_keep, device=device))
+        return torch.arange(num_keep, device=ranking.damped.gram.device), None, None
     order, scores, basis = rank_units(ranking, config, group.num_units - num_keep)
-    return SelectedUnits(keep_last(order, group.num_units, num_keep), scores, basis)
+    return keep_last(order, group.num_units, num_keep), scores, basis
 
 
 def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve: SolveRecord) -> GroupRecord:

@@ -19,7 +19,7 @@ from struprune_plugin.model.layers import find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.prune_layer import LayerPruner, SelectionResult
+from struprune_plugin.pruning.prune_layer import Decision, Pruner
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.payload import dump, load
@@ -59,8 +59,8 @@ def prune_first_layer(model, shares, target="residual", **fields):
     config = modifier.make_config(target)
     observed = observe(layer, groups, calls, target, config.chooses_dampening)
     plan = UnitAllocation(kept, AllocationRecord("by hand"))
-    pruner = LayerPruner(config, plan, Sensitivity(), DeviceContext())
-    return layer, groups, kept, pruner.prune(layer, groups, observed)
+    pruner = Pruner(config, plan, Sensitivity(), DeviceContext())
+    return layer, groups, kept, pruner.prune_layer(layer, groups, observed)
 
 
 @torch.no_grad()
@@ -133,9 +133,9 @@ def test_decisions_survive_the_wire():
     config = replace(StruPruneModifier(sparsity=0.3).make_config("residual"), chooses_dampening=False)
     plan = UnitAllocation({group.name: group.num_units // 2 for group in groups}, AllocationRecord("by hand"))
     moments = observed.collect_moments(layer, groups[0], "")
-    pruner = LayerPruner(config, plan, Sensitivity(), DeviceContext())
+    pruner = Pruner(config, plan, Sensitivity(), DeviceContext())
     decision = pruner.decide(ModuleView(layer, groups[0], observed), moments)
-    again = load(SelectionResult, *dump(decision))
+    again = load(Decision, *dump(decision))
     assert again.record == decision.record
     assert decision.basis is not None
     for name in ("keep", "weight", "basis", "rows"):

@@ -6,7 +6,7 @@ registers by itself when it runs.
 
 import sys
 
-sys.modules[__spec__.name] = sys.modules[__name__]  # also where it runs as the main module
+sys.modules["struprune_cli"] = sys.modules[__name__]  # also where it runs as the main module
 
 
 def main() -> int:

@@ -43,10 +43,7 @@ from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.records import EvaluationRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
-_OWN_LOG = (
-    "LLM_COMPRESSOR_LOG_LEVEL",
-    "LLM_COMPRESSOR_LOG_DISABLED",
-)  # variables of llm-compressor; if set, its log is left alone
+_OWN_LOG = ("LLM_COMPRESSOR_LOG_LEVEL", "LLM_COMPRESSOR_LOG_DISABLED")  # if set, llm-compressor's log is left alone
 _STEPS = ("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe")
 _DEVICE = "llmcompressor.utils.dev"  # warns for every module that there is no accelerator
 _STAGE = "struprune_plugin.modifiers.pruning"  # logs the removed parameters, which the final table tells, too

@@ -24,7 +24,6 @@ from helpers.models import (
     save_model,
     save_opt,
 )
-from llmcompressor.pipelines.sequential import pipeline
 
 
 def pytest_configure() -> None:
@@ -49,40 +48,11 @@ def few_tasks(tmp_path_factory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def few_traces() -> Iterator[None]:
-    """Let the host trace a model once for all runs on models like it."""
-    trace, held = pipeline.trace_subgraphs, {}
-
-    def trace_once(model, sample, *args):
-        shapes = tuple((name, tuple(value.shape), value.device) for name, value in sample.items())
-        kind = (type(model), model.config.to_json_string(), model.training, model.dtype, str(model.device))
-        key = (kind, tuple(name for name, _ in model.named_modules()), shapes, repr(args))
-        if key not in held:
-            graphs = trace(model, sample, *args)
-            held[key] = graphs, find_namespaces(model, graphs)
-        graphs, namespaces = held[key]
-        for name, namespace in namespaces:
-            namespace["self"] = model.get_submodule(name)
-        return graphs
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "trace_subgraphs", trace_once)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def no_waiting_for_disks(request, monkeypatch) -> None:
     """Let no disk be waited for, but by the tests of what outlives a crash (marked `durable`)."""
     if request.node.get_closest_marker("durable") is None:
         monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
-def find_namespaces(model, graphs) -> list[tuple[str, dict]]:
-    """Return the namespaces in which the host's tracer wraps parts of a model's code, with the module that is ``self`` there."""
-    names = {module: name for name, module in model.named_modules()}
-    found = [getattr(node.target, "__globals__", {}) for graph in graphs for node in graph.graph.nodes]
-    return [(names[space["self"]], space) for space in {id(s): s for s in found if "torch.fx.wrap" in s}.values()]
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,6 @@ def test_budget_is_exact_and_sizes_are_what_the_manifest_says(saved, whole):
         assert kept[group.kind] == group.kept == len(group.keep)
 
 
-@pytest.mark.portability
 def test_masked_model_equals_pruned_model(saved):
     folder, model, out = saved
     masked = load(folder)

@@ -51,7 +51,6 @@ def read_bytes(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.portability
 @pytest.mark.parametrize(("name", "counts"), [("default", (1, 3)), ("stage", (1,)), ("admm", (2,)), ("lora", (4,))])
 def test_a_run_that_died_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, name, counts):
     run_oneshot(str(opt), recipe=RECIPES[name](), output_dir=str(tmp_path / "whole"), **OPTIONS)
@@ -197,7 +196,6 @@ def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):
     run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
 
 
-@pytest.mark.portability
 def test_a_process_killed_for_real_goes_on(opt, tmp_path):
     """kill -9 once a layer is done."""
     recipe = tmp_path / "r.yaml"

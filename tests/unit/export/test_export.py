@@ -25,7 +25,6 @@ def prompts():
     return torch.randint(4, 2048, (2, 12), generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.portability
 def test_save_reload_difference_is_zero(saved, prompts, tmp_path):
     model, out = saved
     again = AutoModelForCausalLM.from_pretrained(out)

@@ -23,8 +23,6 @@ from struprune_plugin.paper.softmax_rules import (
 )
 from struprune_plugin.paper.threshold_rule import allocate_global_threshold
 
-pytestmark = pytest.mark.portability
-
 
 def make_groups(layers=4, heads=8, channels=64, head_cost=2000, channel_cost=129, multiple=1):
     pair = [("attention", heads, head_cost, 1), ("ffn", channels, channel_cost, multiple)]

@@ -23,8 +23,6 @@ from struprune_plugin.paper.softmax_rules import allocate_softmax
 from struprune_plugin.paper.threshold_rule import allocate_global_threshold
 from struprune_plugin.pruning.importance.wanda import score_wanda
 
-pytestmark = pytest.mark.portability
-
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**31)
 many = examples(25)

@@ -14,8 +14,6 @@ from struprune_plugin.linalg.rotation import (
 from struprune_plugin.model.surgery import rotate_group
 from struprune_plugin.model.units import find_groups
 
-pytestmark = pytest.mark.portability
-
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2)]  # blocks, copies
 
 

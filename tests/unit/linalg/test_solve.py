@@ -15,8 +15,6 @@ from struprune_plugin.linalg.rotation import eliminate_directions
 from struprune_plugin.linalg.second_moments import append_bias, measure_error
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights, weigh_outputs
 
-pytestmark = pytest.mark.portability
-
 
 @examples(25)
 @given(seed=st.integers(0, 1000), size=st.integers(1, 6), damping=st.sampled_from([1e-4, 0.01, 0.3]))

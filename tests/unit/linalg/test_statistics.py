@@ -11,8 +11,6 @@ from struprune_plugin.linalg.second_moments import (
     measure_error,
 )
 
-pytestmark = pytest.mark.portability
-
 
 def test_accumulate_moments_equals_naive_sums():
     """method.md section 2: H = P P^T, C = Y P^T, tr(Y Y^T), P with a row of ones."""

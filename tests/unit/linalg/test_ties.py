@@ -12,8 +12,6 @@ from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.linalg.ties import argmin_tensor_with_ties, argmin_with_ties, order_scores, round_off
 
-pytestmark = pytest.mark.portability
-
 
 def make_symmetric(num_copies: int = 2, n: int = 6, d: int = 4, seed: int = 0) -> tuple[SecondMoments, torch.Tensor]:
     """SecondMoments of units of which every one comes in exact copies, and the dense weights on them."""

@@ -31,7 +31,6 @@ def assert_same_weights(first, second):
         assert torch.equal(weight, second[name]), name
 
 
-@pytest.mark.portability
 @pytest.mark.parametrize("unit", ["head", "value_channels", "none"])
 def test_pruned_model_equals_the_dense_one_masked_with_the_same_indices(opt_folder, unit, tmp_path):
     out = tmp_path / "out"
@@ -170,7 +169,6 @@ def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance
     assert set(entry.keep) == set(scores.topk(entry.kept).indices.tolist())
 
 
-@pytest.mark.portability
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fields", [{}, {"importance": "snip", "allocation": "softmax"}])
 def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields, tmp_path):

@@ -20,8 +20,6 @@ from struprune_plugin.paper.admm_ffn import (
     update_preactivations_relu,
 )
 
-pytestmark = pytest.mark.portability
-
 PENALTIES = st.floats(0.05, 20)
 
 

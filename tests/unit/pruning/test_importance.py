@@ -1,4 +1,3 @@
-import pytest
 import torch
 from helpers.problems import gather, make_case
 
@@ -10,8 +9,6 @@ from struprune_plugin.paper.softmax_rules import measure_attention_importance, m
 from struprune_plugin.pruning.importance.criterion import sum_columns
 from struprune_plugin.pruning.importance.magnitude import score_magnitude
 from struprune_plugin.pruning.importance.wanda import score_wanda
-
-pytestmark = pytest.mark.portability
 
 UNITS = torch.tensor([[0, 1], [2, 3], [4, 5]])
 

@@ -25,8 +25,6 @@ from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.payload import dump, load
 from struprune_plugin.storage.records import AllocationRecord
 
-pytestmark = pytest.mark.portability
-
 
 def record_calls(model, num_batches=6):
     """Return the arguments with which the first decoder layer is called."""

@@ -257,19 +257,19 @@ def _count_device(
     for group in groups:
         by_layer.setdefault(group.layer_name, []).append(group)
     copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
-    gathered = 0
+    gathered = waiting = 0  # waiting: moments of a layer's experts, beside the solve of one
     for layer in by_layer.values():  # all modules of a layer for error curves, else one module, or all its experts
         experts = _count_moments([group for group in layer if group.experts], hidden)
         one = max(experts, *(_count_moments([group], hidden) for group in layer))
         gathered = max(gathered, _count_moments(layer, hidden) * modifier.allocation.measures, copies * one)
-        solve = max(solve, solve + copies * experts)
+        waiting = max(waiting, copies * experts)
     head: Any = model.get_output_embeddings()
     backward = logits = 0
     if modifier.sensitivity_samples is not None:
         backward = 3 * activations + 4 * hidden * (tokens + hidden)
         logits = 4 * _LOGIT_COPIES * min(_MAX_LOGITS, tokens * head.out_features)
     running = activations + gathered + 12 * tokens * (widest + 1)  # float32 tokens, a tile and its product
-    return max(weights + max(running, solve, backward), _count_bytes(head) + activations + logits)
+    return max(weights + max(running, solve + waiting, backward), _count_bytes(head) + activations + logits)
 
 
 def _count_moments(groups: Sequence[UnitGroup], hidden: int) -> int:

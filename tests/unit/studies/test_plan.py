@@ -16,7 +16,14 @@ from struprune_plugin.model.footprint import count_bytes
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.tables import measure_cache_bytes, measure_weight_bytes
-from struprune_plugin.studies.plan import count_kept_moments, list_engines, outline_run, read_shapes
+from struprune_plugin.studies.plan import (
+    Workload,
+    count_kept_moments,
+    count_needs,
+    list_engines,
+    outline_run,
+    read_shapes,
+)
 
 SMALL = ["--num-samples", "8", "--seq-length", "32"]
 
@@ -98,6 +105,18 @@ def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys)
     printed = capsys.readouterr().out
     assert "stored in mxfp4, dequantised as it is loaded" in printed
     assert "on the device  " in printed
+
+
+def test_the_device_holds_no_more_for_more_layers(tmp_path):
+    needs = []
+    for layers in (2, 6):
+        model = AutoModelForCausalLM.from_config(
+            Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": layers}, head_dim=8, **MIXTURE)
+        )
+        shapes = read_shapes(str(save_model(model, tmp_path / str(layers))))
+        needs.append(count_needs(shapes, load("struprune", sparsity=0.3).modifiers, Workload(8, 32, 8)))
+    assert needs[0].device == needs[1].device
+    assert needs[0].host < needs[1].host
 
 
 def test_sparsity_zero_is_the_model_itself(opt):

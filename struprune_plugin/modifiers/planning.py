@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,6 @@ from struprune_plugin.allocation.curves import (
 from struprune_plugin.allocation.measurements import measure_sensitivity
 from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
 from struprune_plugin.allocation.rules.rule import tie_statistics
-from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.trial_weights import Fit
 from struprune_plugin.allocation.whole_experts import score_experts
 from struprune_plugin.linalg.rounding import expand_counts
@@ -34,31 +33,9 @@ from struprune_plugin.pruning.resume import keep_allocation, take_allocation
 from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks, gather
-from struprune_plugin.storage.records import AllocationRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
 Batches = list[dict[str, Tensor]]
-
-
-def plan_early(
-    recipe: StructuredModifier, setup: RunSetup, allowed: Callable[[str, int], bool] | None
-) -> UnitAllocation | None:
-    """Return the kept counts if they need no calibration data, else None.
-
-    :param allowed: if all layers must have one size: whether a kind of modules may keep n units
-    :raises ValueError: the budget cannot be met
-    """
-    rule = recipe.allocation
-    if not setup.sizes:  # whole experts alone
-        return UnitAllocation({}, AllocationRecord(rule.rule))
-    if rule.measures and rule.sequences is None:
-        return None
-    if rule.measures or allowed is not None:
-        plan = allocate_uniformly(setup.sizes, setup.share, allowed, setup.target.limit)
-    else:
-        plan = rule.decide(setup.sizes, {}, setup.make_budget(recipe))
-    check_widths(setup.groups, plan.kept, setup.roundings)  # if uniform counts do not fit, no others do
-    return None if rule.measures else plan
 
 
 @dataclass(frozen=True)
@@ -75,22 +52,21 @@ class Planner:
     batches: list[dict[str, Tensor]]
     context: DeviceContext
 
-    def decide(self, early: UnitAllocation | None, store: ResumeStore | None) -> tuple[UnitAllocation, Sensitivity]:
-        """Return the plan and the measured sensitivity, from the store if an earlier process has made them.
-
-        :param early: plan made before calibration
-        """
+    def decide(self, store: ResumeStore | None) -> tuple[UnitAllocation, Sensitivity]:
+        """Return the plan and the measured sensitivity, from the store if an earlier process has made them."""
         if done := take_allocation(store):
             return done
         groups = self.setup.groups
         sensitivity = measure_sensitivity(self.model, self.batches, groups, self.context, self.recipe.asked)
-        plan = early or self._plan(sensitivity)
+        plan = self.setup.early or self._plan(sensitivity)
         if self.setup.mixture is not None and plan.experts is None:
             plan = self._add_experts(plan)
-        if early is None:
+        if self.setup.early is None:
             check_widths(plan.list_left(groups), plan.kept, self.setup.roundings)
         if plan.experts is not None:
             sensitivity = replace(sensitivity, saliency=plan.experts.rename(groups, sensitivity.saliency))
+        whole = {group.name: group.num_units for group in self.setup.whole}
+        plan = replace(plan, kept={**plan.kept, **whole})
         if store is not None:
             keep_allocation(store, plan, sensitivity)
         return plan, sensitivity

@@ -1,11 +1,12 @@
-"""Setup and checks before any calibration, from the recipe, the model and the data."""
+"""Setup and checks of a run before any calibration, from the recipe, the model and the data, and its manifest at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from llmcompressor.modifiers import Modifier
 from loguru import logger
 from torch import nn
@@ -13,15 +14,18 @@ from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import Budget
+from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
+from struprune_plugin.export.stock_config import can_hold_heads
 from struprune_plugin.layerwise.samples import find_largest_shape
 from struprune_plugin.linalg.budget import meet_budget
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.footprint import read_sizes
-from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.model.layers import count_parameters, count_prunable_parameters, count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import check_sliceable
+from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
@@ -34,14 +38,25 @@ from struprune_plugin.modifiers.checks import (
     list_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.mixtures import find_mixture, split_budget
-from struprune_plugin.modifiers.targets import Target, check_bytes, find_target
-from struprune_plugin.modifiers.widths import Rounding, find_roundings, measure_groups
-from struprune_plugin.pruning.resume import describe_run
-from struprune_plugin.runtime.device_context import find_free_bytes
+from struprune_plugin.modifiers.mixtures import describe_experts, find_mixture, find_whole, split_budget
+from struprune_plugin.modifiers.targets import Target, check_bytes, describe_target, find_target
+from struprune_plugin.modifiers.uniform_output import check_uniform
+from struprune_plugin.modifiers.widths import Rounding, check_widths, describe_roundings, find_roundings, measure_groups
+from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.pruning.resume import describe_run, digest_tokens
+from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.runtime.device_context import DeviceContext, find_free_bytes
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.runtime.offload_plan import WHOLE, Demands, OffloadPlan, place_parts
-from struprune_plugin.storage.manifest import describe_versions
+from struprune_plugin.storage.manifest import Manifest, describe_versions
+from struprune_plugin.storage.records import (
+    AllocationRecord,
+    BudgetRecord,
+    CalibrationRecord,
+    GroupRecord,
+    ModelRecord,
+    StageEntry,
+)
 from struprune_plugin.storage.resume_store import ResumeStore
 
 
@@ -54,12 +69,13 @@ class RunSetup:
     :param sizes: sizes of the groups for the budget, beside whole experts
     :param num_prunable: parameters that ``sparsity`` is a share of
     :param share: mean sparsity that the groups need
-    :param num_sequences: calibration sequences
-    :param num_tokens: calibration tokens, without padding
+    :param calibration: record of the calibration data
+    :param num_parameters: parameters of the model
     :param placement: parts of the run that are placed on the host
     :param mixture: whole experts that may be removed; None if none may
     :param target: the budget
     :param whole: groups that keep all units and are re-solved
+    :param early: plan, if it needs no calibration data
     """
 
     groups: Sequence[UnitGroup]
@@ -67,12 +83,18 @@ class RunSetup:
     sizes: Sequence[GroupSize]
     num_prunable: int
     share: float
-    num_sequences: int
-    num_tokens: int
+    calibration: CalibrationRecord
+    num_parameters: int
     placement: OffloadPlan
     target: Target
     mixture: Mixture | None = None
     whole: Sequence[UnitGroup] = ()
+    early: UnitAllocation | None = None
+
+    @property
+    def all_groups(self) -> list[UnitGroup]:
+        """Groups that are re-solved, in the order in which the model computes them."""
+        return sort_groups([*self.groups, *self.whole])
 
     def make_budget(self, modifier: StructuredModifier) -> Budget:
         """Return the budget that an allocation must meet."""
@@ -96,21 +118,28 @@ def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None
 def prepare_run(
     modifier: StructuredModifier,
     model: PreTrainedModel,
-    groups: Sequence[UnitGroup],
-    loader: Iterable | None,
+    loader: Any,
     stages: tuple[Sequence[Modifier], Sequence[Modifier]],
-    whole: Sequence[UnitGroup],
+    uniform: bool,
 ) -> RunSetup:
-    """Return the setup of a run after checking recipe, model and calibration data.
+    """Find the groups of the model as it is now, check recipe, model and calibration data, and return the setup of the run.
 
-    ``sparsity`` or a ``budget`` must be known.
-
-    :param groups: groups that the recipe selects
+    :param loader: calibration data; None if none was given
     :param stages: modifiers before this one in the recipe, and those behind it
-    :param whole: as in :class:`RunSetup`
+    :param uniform: whether all layers must have one size, for stock classes
     :raises ValueError: the run cannot succeed
     """
     before, later = stages
+    rehearse_units(modifier, model)
+    if modifier.sparsity is None and modifier.budget is None:
+        raise ValueError(
+            "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes before. "
+            "Add sparsity to the recipe."
+        )
+    groups = modifier.find_groups(model)
+    if uniform:
+        check_uniform(modifier, model, groups, later)
+    whole = find_whole(modifier, model, groups)
     check_order(modifier, before)
     check_weights(model)
     check_targets(model, later)
@@ -133,7 +162,46 @@ def prepare_run(
     needed = widest.num_columns + 1 if solves else 1
     sequences, tokens = check_calibration(model, loader, needed, widest.name)
     placement = place_run(modifier, model, (*groups, *whole), loader, together=False)
-    return RunSetup(groups, roundings, sizes, num_prunable, share, sequences, tokens, placement, target, mixture, whole)
+    calibration = CalibrationRecord(sequences, tokens, digest_tokens(batch["input_ids"] for batch in loader))
+    setup = RunSetup(
+        groups,
+        roundings,
+        sizes,
+        num_prunable,
+        share,
+        calibration,
+        count_parameters(model),
+        placement,
+        target,
+        mixture,
+        whole,
+    )
+    return replace(setup, early=plan_early(modifier, setup, model, uniform))
+
+
+def plan_early(
+    recipe: StructuredModifier, setup: RunSetup, model: PreTrainedModel, uniform: bool
+) -> UnitAllocation | None:
+    """Return the kept counts if they need no calibration data, else None.
+
+    :param uniform: whether all layers must have one size
+    :raises ValueError: the budget cannot be met
+    """
+    rule = recipe.allocation
+    if not setup.sizes:  # whole experts alone
+        return UnitAllocation({}, AllocationRecord(rule.rule))
+    if rule.measures and rule.sequences is None:
+        return None
+    if rule.measures or uniform:
+
+        def allowed(kind: str, count: int) -> bool:
+            return kind != "attention" or can_hold_heads(model, count)
+
+        plan = allocate_uniformly(setup.sizes, setup.share, allowed if uniform else None, setup.target.limit)
+    else:
+        plan = rule.decide(setup.sizes, {}, setup.make_budget(recipe))
+    check_widths(setup.groups, plan.kept, setup.roundings)  # if uniform counts do not fit, no others do
+    return None if rule.measures else plan
 
 
 def find_budget(
@@ -239,3 +307,51 @@ def place_run(
     if placement.gather_on_host or placement.solve_on_host:
         logger.info(f"memory budget of {budget:,} bytes: {placement}")
     return placement
+
+
+def make_manifest(
+    recipe: StructuredModifier,
+    setup: RunSetup,
+    plan: UnitAllocation,
+    groups: list[GroupRecord],
+    sensitivity: Sensitivity,
+    context: DeviceContext,
+    model: PreTrainedModel,
+) -> Manifest:
+    """Return the manifest of a run.
+
+    :param groups: records of all groups
+    :param sensitivity: measurements of the dense model
+    :param context: context of the run, which has counted its seconds and bytes
+    :param model: the pruned model
+    """
+    experts = describe_experts(setup.mixture, plan.experts)
+    removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
+    return Manifest(
+        model=ModelRecord(
+            base=model.config._name_or_path,
+            type=model.config.model_type,
+            parameters_before=setup.num_parameters,
+            parameters_after=count_parameters(model),
+        ),
+        settings=recipe.dump_fields(),
+        seed=torch.initial_seed(),
+        calibration=setup.calibration,
+        budget=BudgetRecord(
+            prunable_parameters=setup.num_prunable,
+            asked_sparsity=setup.target.sparsity,
+            removed_parameters=removed,
+            met_sparsity=removed / setup.num_prunable,
+            rounding=describe_roundings(plan.list_left(setup.groups), setup.roundings),
+            limit=describe_target(recipe, setup.target, count_weight_bytes(model), setup.sizes, plan.kept),
+        ),
+        allocation=plan.record,
+        memory_measure=context.measure,
+        stages=[
+            StageEntry(name=name, seconds=round(stage.seconds, 3), peak_bytes=stage.peak_bytes)
+            for name, stage in context.stages.items()
+        ],
+        groups=groups,
+        experts=experts,
+        sensitivity=sensitivity.summarize_fisher(),
+    )

@@ -8,10 +8,23 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from transformers import PreTrainedModel
 
-from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads
+from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
+
+
+def select_uniform(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+    """Return the groups that a stock class can shrink in all layers alike, and those of whole experts, whose width stays.
+
+    :param groups: groups that the recipe selects
+    """
+    if not are_layers_alike(model):
+        return list(groups)  # refused by :func:`check_uniform`
+    keeps_width = recipe.experts is not None and recipe.experts.drops
+    cut = [group for group in groups if not (group.experts and keeps_width)]
+    chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
+    return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
 
 
 def check_uniform(

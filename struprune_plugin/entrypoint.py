@@ -38,9 +38,8 @@ from struprune_plugin.reporting.model_card import try_write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_layers, summarize_manifest
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed, read_tensor_shapes
-from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from struprune_plugin.storage.manifest import carry_manifest, read_manifest
 from struprune_plugin.storage.output_folder import write_folder
-from struprune_plugin.storage.records import EvaluationRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
 _OWN_LOG = ("LLM_COMPRESSOR_LOG_LEVEL", "LLM_COMPRESSOR_LOG_DISABLED")  # if set, llm-compressor's log is left alone
@@ -115,7 +114,7 @@ def oneshot(
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
             write_recipe(loaded, folder, find_checkpoint(source) if source else None)
-            _carry_manifest(source, folder)
+            carry_manifest(source, folder)
             try_write_card(folder, source)
     if store is not None:
         store.clear()
@@ -276,13 +275,3 @@ def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
         return False
     stated = vars(config).get("num_attention_heads")
     return any(layer.num_attention_heads != stated for layer in config.per_layer_config)
-
-
-def _carry_manifest(source: str, folder: Path) -> None:
-    """Copy the manifest of a pruned folder to the folder made from it, which has the same kept units.
-
-    The evaluation is left out, because it does not apply to the new folder.
-    """
-    manifest = Path(source) / MANIFEST_NAME
-    if source and manifest.is_file() and not (folder / MANIFEST_NAME).exists():
-        write_manifest(read_manifest(manifest).model_copy(update={"evaluation": EvaluationRecord()}), folder)

@@ -9,7 +9,7 @@ from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
+from struprune_plugin.storage.manifest import carry_manifest
 
 _FORMS = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"]  # of struprune_plugin.export.forms
 
@@ -40,8 +40,8 @@ def convert(
     screen.set_log(False)
     with write_folder(output, overwrite, [path], measure_weight_bytes(path)) as partial:
         convert_folder(path, to, partial)
-        base = read_manifest(path).model.base if (path / MANIFEST_NAME).is_file() else ""
-        try_write_card(partial, base)
+        carry_manifest(path, partial)
+        try_write_card(partial)
     how = "; load it with trust_remote_code=True" if any(output.glob("*.py")) else ""
     size = measure_weight_bytes(output)
     record = {"output": str(output), "form": to, "bytes": size}

@@ -91,7 +91,7 @@ def write_recipe(recipe: Recipe, folder: Path, source: Path | None = None) -> No
             stages = {}
     for modifier in recipe.modifiers:
         group = modifier.group or "default"
-        fields = {name for name in type(modifier).model_fields if not name.endswith("_")} - {"index", "group"}
+        fields = {name for name in type(modifier).model_fields.keys() - Modifier.model_fields if not name.endswith("_")}
         told = modifier.model_dump(mode="json", include=fields, exclude_none=True, fallback=str)
         places = (group, *(f"{group}_{number}" for number in range(1, len(stages) + 1)))
         place = next(name for name in places if f"{name}_stage" not in stages)

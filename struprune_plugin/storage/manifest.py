@@ -117,3 +117,12 @@ def read_manifest(path: str | Path) -> Manifest:
             f"{file}: {place or 'the manifest'} must be as this version of StruPrune writes it, got "
             f"{shorten_value(first['input'])}: {told}. Restore the file, or prune again."
         ) from None
+
+
+def carry_manifest(source: str | Path, folder: Path) -> None:
+    """Copy the manifest of a pruned folder to the folder made from it, which has the same kept units.
+
+    The evaluation is left out, because it does not apply to the new folder.
+    """
+    if source and (Path(source) / MANIFEST_NAME).is_file() and not (folder / MANIFEST_NAME).exists():
+        write_manifest(read_manifest(source).model_copy(update={"evaluation": EvaluationRecord()}), folder)

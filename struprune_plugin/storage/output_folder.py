@@ -25,7 +25,7 @@ _NEW, _OLD = "new", "old"  # in the temporary folder: the output, and the earlie
 _WRITTEN = (  # what an output holds; anything else beside a manifest is somebody's own
     *(MANIFEST_NAME, "recipe.yaml", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py", "*.gguf"),
     *("model.safetensors*", "model-?????-of-?????.safetensors", "config.json", "*_config.json", "*token*.json"),
-    *("vocab.*", "merges.txt", "chat_template.*", "*.model", "*.tiktoken"),
+    *("vocab.*", "merges.txt", "chat_template.*", "*.model", "*.tiktoken", "tekken.json", "normalizer.json"),
 )
 
 

@@ -22,14 +22,11 @@ from struprune_plugin.pruning.resume import LayerLog
 
 TYPES = {
     "qwen3_moe": "the plain kind",
-    "olmoe": "norms across heads",
     "mixtral": "weights normed anew",
     "deepseek_v3": "groups of experts, a bias of the choice, a dense layer first",
     "gpt_oss": "a router with a bias, experts with biases",
     "qwen2_moe": "a shared expert",
-    "qwen3_5_moe_text": "linear attention beside",
     "granitemoe": "factors on every output",
-    "glm4_moe": "a bias of the choice",
     "ernie4_5_moe": "a bias of the choice in a module of its own",
     "minimax_m2": "a bias of the choice in the block",
     "phimoe": "a router of its own",

@@ -274,6 +274,7 @@ def test_eval_writes_scores_over_nothing_but_scores(tmp_path, capsys):
 def test_a_folder_without_a_manifest_is_not_overwritten(pruned, tmp_path, capsys):
     argv = ["convert", str(pruned), "--output", str(tmp_path / "out"), "--overwrite", "--to", "masked"]
     assert cli.main(argv) == 0
+    (tmp_path / "out" / "struprune.json").unlink()
     assert cli.main(argv) == 2
     assert "must be an earlier output of StruPrune to be overwritten" in capsys.readouterr().err
 

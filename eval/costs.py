@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from eval.measure import count_own_seconds, time_turns
 from struprune_plugin.allocation.cost_table import CostTable, ModuleCosts, describe_module, describe_shapes
 from struprune_plugin.export.any_class import replace_conv1d
-from struprune_plugin.export.convert import adopt_attention
+from struprune_plugin.export.convert import adopt_paddings
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
 from struprune_plugin.model.surgery import slice_group
 from struprune_plugin.model.units import find_groups
@@ -86,7 +86,7 @@ def measure(model: PreTrainedModel, attention_unit: str, phase: str, batch: int,
     def time_cut(first: UnitGroup, units: int) -> float:
         """Return the seconds with the modules of one kind cut, over those of the dense model."""
         changed = copy.deepcopy(model)
-        adopt_attention(changed, groups)
+        adopt_paddings(changed, groups)
         for group in groups:
             if group.consumer == first.consumer:
                 cut_group(changed, group, units)

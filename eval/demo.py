@@ -15,9 +15,8 @@ from eval.measure import measure_peak_bytes, time_turns
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.evaluation.text import DEMO_MODEL, DEMO_TEST, read_texts, tokenize_texts
-from struprune_plugin.reporting.tables import format_table, measure_cache_bytes, measure_weight_bytes
+from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.manifest import read_manifest
 
 TASKS = ("struprune_demo_text", "struprune_demo_word_order")
 NEW_TOKENS, TURNS = 16, 12  # of what is timed
@@ -70,11 +69,7 @@ def main() -> int:
         "tokens/s, prefill 8 × 256",
         "tokens/s, decode batch 8",
         "peak memory, prefill in float32",
-        "key-value cache, bytes per token, as stored",
     ]
-    cache = measure_cache_bytes(args.output, read_manifest(args.output))
-    for name, count in zip(columns, cache or ("", ""), strict=True):
-        columns[name].append(f"{count:,}" if cache else "")
     print(
         "\n" + format_table(["", "dense", "pruned"], [list(row) for row in zip(names, *columns.values(), strict=True)])
     )

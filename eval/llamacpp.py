@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from eval.ledger import EVAL, PACKAGE, Ledger, Turn, digest_sources, digest_text, identify_model, read_names
-from eval.serve import FACTOR, PROMPTS, TINY, TOLERANCE, compare, load_peer, make_form
+from eval.serve import FACTOR, PROMPTS, TOLERANCE, compare, make_form
+from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.reporting.tables import format_table
 
-FORMS = ("dense", "per_layer-none", "per_layer-vo", "per_layer-head")
+TINY = "tiny-llama"
+FORMS = ("dense", "none", "value_channels", "head")
 TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K_M")
 MULTIPLE = 32  # of channels, for blocks of quantised numbers
 DENSE_OFF = 0.05  # of log-probabilities, of a dense file that is not quantised
@@ -105,12 +107,13 @@ def describe_row(model: str, form: str, sparsity: float, kind: str, args: argpar
 def measure(model: str, form: str, sparsity: float, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one file in llama.cpp, and compare what it says with transformers."""
     folder = make_form(model, form, sparsity or 0.3, args.output / "forms", MULTIPLE)
+    peer = load_checkpoint(str(folder), "float32")[0]
     file = make_file(folder, kind, args)
     job = {"prompts": PROMPTS, "new_tokens": args.new_tokens, "length": args.length, "rounds": args.rounds}
     found = ask_worker(args.python, {"file": str(file), **job})
     answers = list(zip(PROMPTS, found.pop("answers"), strict=True))
     count = sum(len(said["tokens"]) for _, said in answers)
-    pairs = [compare(folder, prompt, said["tokens"], said["logprobs"]) for prompt, said in answers if said["tokens"]]
+    pairs = [compare(peer, prompt, said["tokens"], said["logprobs"]) for prompt, said in answers if said["tokens"]]
     same, worst = sum(same for same, _ in pairs), max((worst for _, worst in pairs), default=math.inf)
     told = {"model": Path(model).name, "form": form, "sparsity": sparsity, "kind": kind, "bytes": file.stat().st_size}
     return {**told, "same": same, "tokens": count, "worst": worst, **found}
@@ -138,7 +141,7 @@ def write_plain(folder: Path, home: Path) -> None:
     if (folder / "struprune.json").is_file():
         convert_folder(folder, "gguf", home)
         return
-    model = load_peer(folder)
+    model = load_checkpoint(str(folder), "float32")[0]
     check_gguf(model.config, folder / "tokenizer.json")
     write_gguf(model, model.config, folder, home / FILE_NAME)
 

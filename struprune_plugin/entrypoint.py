@@ -24,7 +24,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.calibration import prepare_dataset
 from struprune_plugin.evaluation.text import load_tokenizer
-from struprune_plugin.export.any_class import describe_form
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
@@ -271,7 +270,4 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
 
 def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
     """Return whether head counts of a pruned model's layers differ from that of its configuration."""
-    if describe_form(config) != "per_layer":
-        return False
-    stated = vars(config).get("num_attention_heads")
-    return any(layer.num_attention_heads != stated for layer in config.per_layer_config)
+    return is_pruned(type(config)) and "num_attention_heads" in (config.per_layer_attributes or ())

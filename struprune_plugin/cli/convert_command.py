@@ -11,7 +11,7 @@ from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import carry_manifest
 
-_FORMS = Literal["uniform-padded", "masked", "block_configs", "static", "gguf"]  # of struprune_plugin.export.forms
+_FORMS = Literal["uniform-padded", "gguf"]  # of struprune_plugin.export.forms
 
 
 def convert(
@@ -24,10 +24,8 @@ def convert(
 ) -> None:
     """Convert a pruned folder to another form, for stock classes or other engines.
 
-    The model's outputs stay the same. uniform-padded: all layers padded with zeros to the largest, for stock classes. masked: the
-    dense shapes with zeros in place of removed units, for stock classes. block_configs: a width per FFN, in the schema of Nemotron
-    NAS models (LLaMA only). static: sizes per layer, linears with the same input fused, fastest in transformers. gguf: one file for
-    llama.cpp, sizes per layer (LLaMA only).
+    The model's outputs stay the same. uniform-padded: all layers padded with zeros to the largest, for stock classes. gguf: one
+    file for llama.cpp, sizes per layer (LLaMA only).
     """
     screen = Screen(as_json, quiet)
     if not path.is_dir():

@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.structure.locate import find_stock, is_pruned
+from struprune_plugin.model.layers import find_layouts, pads_heads, read_counts, read_padding
+from struprune_plugin.model.structure.locate import PADDING, find_stock, is_pruned
 from struprune_plugin.model.surgery import read_weight, set_weight
 
 Shapes = dict[str, tuple[int, ...]]
@@ -44,54 +45,86 @@ def replace_conv1d(model: nn.Module) -> None:
 
 def restore_conv1d(model: nn.Module) -> None:
     """Undo :func:`replace_conv1d`."""
-    for module in [module for module in model.modules() if hasattr(module, "nf")]:
+    linears: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and hasattr(m, "nf")]
+    for module in linears:
         with keep_offload(module):
-            modeling.restore_conv1d(module)
+            modeling.transpose(module, Conv1D)
+            module.nx, module.nf = module.in_features, module.out_features
 
 
-def mark_padded(linear: nn.Linear, spread: dict[str, Any] | None = None, gather: dict[str, Any] | None = None) -> None:
-    """Mark a linear, sliced or about to be sliced, as padded: the module around it continues to handle the dense width.
+def adopt_padding(layer: nn.Module, name: str, padding: modeling.Padding) -> None:
+    """Let the module around a linear, sliced or about to be sliced, handle the dense width of it from now on.
 
-    Parameters as in :func:`~struprune_plugin.export.modeling_struprune.adopt_padded`.
-
+    :param layer: a decoder layer
+    :param name: name of the linear in it
     :raises ValueError: the sizes do not match the linear's number of rows or columns
     """
-    for name, form, size in (("spread", spread, linear.out_features), ("gather", gather, linear.in_features)):
-        kept = size if form is None else form["outer"] * sum(count * kept for count, kept, _ in form["segments"])
-        if kept != size:
-            raise ValueError(
-                f"{name}: must keep the {size} channels of the linear, got {kept} by {form}. Slice it first."
-            )
-    with keep_offload(linear):
-        modeling.adopt_padded(linear, spread, gather)
+    linear = layer.get_submodule(name)
+    for key, size in (("pad", linear.out_features), ("narrow", linear.in_features)):
+        form = padding.get(key)
+        if form is not None and count_channels(form, 1) != size:
+            raise ValueError(f"{key}: must keep the {size} channels of {name}, got {form}. Slice it first.")
+    owner_name, _, own = name.rpartition(".")
+    owner = layer.get_submodule(owner_name)
+    with keep_offload(owner):
+        modeling.adopt_padding(owner, own, padding)
 
 
-def grow_padded(linear: Any) -> None:
-    """Restore a padded linear's dense shape, with zeros, and its original class; its function does not change."""
-    spread, gather = linear.spread, linear.gather
-    weight, bias = read_weight(linear)
-    if gather is not None:
-        weight = modeling.widen(weight, gather)
-    weight = append_bias(weight, bias)
-    set_weight(linear, weight if spread is None else modeling.widen(weight.mT, spread).mT)
-    with keep_offload(linear):
-        modeling.release_padded(linear)
+def count_channels(form: Any, width: int) -> int:
+    """Return the number of channels that a linear has (``width`` 1) or that the module around it handles (2)."""
+    return form["blocks"] * sum(segment[0] * segment[width] for segment in form["segments"])
+
+
+def grow_padded(model: nn.Module) -> None:
+    """Restore the dense shapes of a model's padded linears, with zeros, and its stock classes; its function does not change."""
+    for owner in list_padded(model):
+        for name, padding in owner.struprune_padding.items():
+            linear = owner.get_submodule(name)
+            weight, bias = read_weight(linear)
+            if "narrow" in padding:
+                weight = modeling.pad(weight, padding["narrow"])
+            weight = append_bias(weight, bias)
+            set_weight(linear, modeling.pad(weight.mT, padding["pad"]).mT if "pad" in padding else weight)
+        with keep_offload(owner):
+            modeling.release_padding(owner)
+
+
+def release_heads(model: nn.Module) -> None:
+    """Let attention modules that see zeros in place of removed heads count the present ones, for a configuration of fewer heads."""
+    for layer, layout in find_layouts(model):
+        if layout.attention is None or not pads_heads(layout.attention, layer):
+            continue
+        _, kept, dense = read_padding(layer, layout.attention.output)["narrow"]["segments"][0]
+        attention = layer.get_submodule(layout.attention.module)
+        for name, count in read_counts(attention).items():
+            setattr(attention, name, count * kept // dense)
+        for owner in list_padded(attention):
+            with keep_offload(owner):
+                modeling.release_padding(owner)
 
 
 def list_padded(model: nn.Module) -> list[Any]:
-    """Return the linears of a model that are padded."""
-    return [module for module in model.modules() if hasattr(module, "spread")]
+    """Return the modules of a model some of whose linears are padded."""
+    return [module for module in model.modules() if PADDING in vars(module)]
 
 
 def make_dense_config(config: PreTrainedConfig) -> Any:
     """Return a copy of the dense class' configuration, from the configuration of a dense or pruned model."""
-    return copy.deepcopy(config) if describe_form(config) == "dense" else modeling.make_dense_config(config)
+    return modeling.make_dense_config(config) if is_pruned(type(config)) else copy.deepcopy(config)
 
 
-def describe_form(config: PreTrainedConfig) -> str:
-    """Return the form of a configuration: ``dense``, ``per_layer`` or ``linears``."""
-    layout = getattr(config, "layout", None) if is_pruned(type(config)) else None
-    return "dense" if layout is None else "linears" if "linears" in layout else "per_layer"
+def copy_settings(old: Any, new: Any) -> None:
+    """Copy the attributes outside the fields from one configuration to another."""
+    new.dtype, new._name_or_path = old.dtype, old._name_or_path
+    new._attn_implementation = old._attn_implementation
+    new._experts_implementation = old._experts_implementation
+
+
+def share_config(model: nn.Module, old: Any, new: Any) -> None:
+    """Set another configuration in all modules that hold the old one."""
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
 
 
 def build_dense(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
@@ -103,57 +136,59 @@ def build_dense(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
         return kind._from_config(copy.deepcopy(config))
 
 
-def describe_linears(model: PreTrainedModel, layers: str) -> dict[str, Any]:
-    """Return the layout of a sliced model: its decoder layers' linears that differ from the dense class'.
+def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
+    """Return the layout of a sliced model: all that differs from its dense class.
 
     :param layers: name of the list of decoder layers
-    :raises ValueError: another tensor differs, or attention modules have been narrowed
+    :raises ValueError: another tensor differs
     """
-    narrowed = any(
-        getattr(module, "value_head_dim", 0) != module.wide for module in model.modules() if hasattr(module, "wide")
-    )
-    if narrowed or describe_form(model.config) == "per_layer":
-        raise ValueError(
-            f"{type(model).__name__}: a model must hold padded linears or narrow attention, got both. Prune the dense model again."
-        )
     dense = build_dense(find_stock(type(model)), make_dense_config(model.config))
-    layout: dict[str, Any] = {"layers": layers, "linears": []}
+    layout: modeling.Layout = {"version": modeling.VERSION, "layers": layers}
     if any(hasattr(module, "nf") and isinstance(module, nn.Linear) for module in model.modules()):
         layout["conv1d"] = True
         modeling.replace_conv1d(dense)
-    pairs = zip(*(m.get_submodule(layout["layers"]).children() for m in (model, dense)), strict=True)
-    for layer, before in pairs:
-        linears, known = {}, dict(before.named_modules())
-        for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear) and name in known:  # excludes experts split by llm-compressor
-                forms = {form: getattr(module, form, None) for form in ("spread", "gather")}
-                said = {"shape": [module.out_features, module.in_features]}
-                said |= {form: value for form, value in forms.items() if value is not None}
-                old: Any = known[name]
-                if said != {"shape": [old.out_features, old.in_features]}:
-                    linears[name] = said
-        layout["linears"].append(linears)
-    modeling.fit_linears(dense, layout)
-    layout |= describe_parameters(model, dense, layers)
-    modeling.fit_parameters(dense, layout)
+    pairs = [*zip(*(m.get_submodule(layers).children() for m in (model, dense)), strict=True)]
+    layout["linears"] = [_describe_linears(*pair) for pair in pairs]
+    for key, describe in (("counts", _describe_counts), ("parameters", _describe_parameters)):
+        if any(found := [describe(*pair) for pair in pairs]):
+            layout[key] = found  # type: ignore[literal-required]
+    modeling.fit_layers(dense, layout)
     problems = list_differences(list_shapes(model), list_shapes(dense))
     if problems:
         raise ValueError(f"{problems[0]}. Only linears of decoder layers may be cut.")
     return layout
 
 
-def describe_parameters(model: nn.Module, dense: nn.Module, layers: str) -> dict[str, Any]:
-    """Return the layout's entry on the shapes of experts' tensors in the decoder layers that differ from the dense class'.
+def _describe_linears(layer: nn.Module, dense: nn.Module) -> dict[str, modeling.LinearLayout]:
+    """Return the linears of a layer that differ from the dense layer's, without experts split by llm-compressor."""
+    known, found = dict(dense.named_modules()), {}
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear) and name in known:
+            old: Any = known[name]
+            said: Any = {"shape": [module.out_features, module.in_features], **copy.deepcopy(read_padding(layer, name))}
+            if said != {"shape": [old.out_features, old.in_features]}:
+                found[name] = said
+    return found
 
-    :param layers: name of the list of decoder layers
-    """
-    found = []
-    for layer, before in zip(*(m.get_submodule(layers).children() for m in (model, dense)), strict=True):
-        wanted, shapes = list_shapes(before), list_shapes(layer)
-        experts = {name.rpartition(".")[0] for name, shape in wanted.items() if len(shape) == 3}
-        of_experts = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in experts}
-        found.append({name: list(shape) for name, shape in of_experts.items() if wanted.get(name, shape) != shape})
-    return {"parameters": found} if any(found) else {}
+
+def _describe_counts(layer: nn.Module, dense: nn.Module) -> dict[str, int]:
+    """Return the numbers of heads that a layer's modules store and that differ from those of the dense layer."""
+    known = dict(dense.named_modules())
+    named = [(name, module) for name, module in layer.named_modules() if name in known]
+    return {
+        f"{name}.{key}": count
+        for name, module in named
+        for key, count in read_counts(module).items()
+        if getattr(known[name], key, count) != count
+    }
+
+
+def _describe_parameters(layer: nn.Module, dense: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of the experts' tensors of a layer that differ from those of the dense layer."""
+    wanted, shapes = list_shapes(dense), list_shapes(layer)
+    experts = {name.rpartition(".")[0] for name, shape in wanted.items() if len(shape) == 3}
+    of_experts = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in experts}
+    return {name: list(shape) for name, shape in of_experts.items() if wanted.get(name, shape) != shape}
 
 
 def list_shapes(model: nn.Module) -> Shapes:
@@ -165,16 +200,17 @@ def list_shapes(model: nn.Module) -> Shapes:
 def list_stock_shapes(model: nn.Module) -> Shapes:
     """Return a model's shapes after growing its padded linears, restoring its transposed modules and packing its experts."""
     shapes = list_shapes(model)
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        size = [module.out_features, module.in_features]
-        for i, form in enumerate((getattr(module, "spread", None), getattr(module, "gather", None))):
-            if form is not None:
-                size[i] = form["outer"] * sum(count * wide for count, _, wide in form["segments"])
-        shapes[f"{name}.weight"] = (size[1], size[0]) if hasattr(module, "nf") else (size[0], size[1])
-        if module.bias is not None:
-            shapes[f"{name}.bias"] = (size[0],)
+    sizes = {name: [m.out_features, m.in_features] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for path, owner in model.named_modules():
+        for own, padding in owner.struprune_padding.items() if PADDING in vars(owner) else ():
+            for i, key in enumerate(("pad", "narrow")):
+                if key in padding:
+                    sizes[f"{path}.{own}"][i] = count_channels(padding[key], 2)
+    for name, (rows, columns) in sizes.items():
+        linear = model.get_submodule(name)
+        shapes[f"{name}.weight"] = (columns, rows) if hasattr(linear, "nf") else (rows, columns)
+        if linear.bias is not None:
+            shapes[f"{name}.bias"] = (rows,)
     return shapes | list_packed_shapes(model)
 
 

@@ -5,14 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from struprune_plugin.export import modeling_struprune as modeling
 
 PRUNED_PREFIX = "struprune_"  # prefix of the model_type of a pruned model
-_AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText)
+_AUTO_CLASSES = (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+)
 
 
 class _PrunedConfigs(dict):
@@ -47,7 +63,7 @@ def register_type(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 def _find_models(stock: type[PreTrainedConfig]) -> dict[Any, Any]:
-    """Return the model classes of a configuration, by auto class, without language models that take only a part of it."""
+    """Return the model classes of a configuration, by auto class, without models that take only a part of it."""
     found = {auto: auto._model_mapping.get(stock, None) for auto in _AUTO_CLASSES}
     found = {auto: model for auto, model in found.items() if getattr(model, "config_class", None) is stock}
     if AutoModelForImageTextToText in found:
@@ -58,11 +74,6 @@ def _find_models(stock: type[PreTrainedConfig]) -> dict[Any, Any]:
             if model_type_to_module_name(kind) == module and getattr(transformers, name).config_class is stock:
                 found.setdefault(AutoModelForCausalLM, getattr(transformers, name))
     return found
-
-
-def list_architectures() -> list[str]:
-    """Return the class names of all pruned causal language models, as used in checkpoints."""
-    return sorted({modeling.PREFIX + name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
 
 
 def name_auto_classes(config: PreTrainedConfig) -> dict[str, str]:

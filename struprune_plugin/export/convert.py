@@ -11,79 +11,48 @@ from typing import Any
 
 from compressed_tensors.distributed import is_source_process
 from loguru import logger
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import (
+    adopt_padding,
     build_dense,
-    describe_form,
-    describe_linears,
-    describe_parameters,
+    copy_settings,
+    describe_layout,
     grow_padded,
     keep_offload,
-    list_padded,
     make_dense_config,
-    mark_padded,
+    replace_conv1d,
     restore_conv1d,
+    share_config,
 )
 from struprune_plugin.export.classes import name_auto_classes, register_type
 from struprune_plugin.export.custom_code import derive_beside, is_custom
+from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.experts import pack_experts
-from struprune_plugin.model.layers import find_layouts, find_linear, measure_layer
+from struprune_plugin.model.layers import find_layouts, measure_layer, pads_heads, read_head_widths, read_padding
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.layout import LayerLayout, Structure
 from struprune_plugin.model.structure.locate import find_stock
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.model.units.kinds import VALUE, describe_padding
+from struprune_plugin.model.units.kinds import HEAD, VALUE, describe_padding
 from struprune_plugin.runtime.residence import compare_embeddings_on_host
 from struprune_plugin.storage.checkpoint import find_checkpoint
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-_WIDTH_KEYS = ("intermediate_size", "ffn_dim")  # in classes whose attention can be narrowed
+_WIDTH_KEYS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "hidden_dim")  # of one FFN per layer
 _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
-
-
-def describe_layout(structure: Structure, width_key: str) -> dict[str, Any]:
-    """Return the layout of the layers' linears for a checkpoint with narrowed attention."""
-    attention = next(kind.attention for kind in structure.kinds if kind.attention)
-    ffns = [ffn for kind in structure.kinds for ffn in kind.ffns]
-    rows = {**attention.producers, **{name: parts for ffn in ffns for name, parts in ffn.producers.items()}}
-    return {
-        "layers": structure.layers,
-        "attention": attention.module,
-        "rows": {name: list(parts) for name, parts in rows.items()},
-        "columns": {attention.output: "attention", **{ffn.output: "ffn" for ffn in ffns}},
-        "width_key": width_key,
-        "interleaved": bool(attention.repeated),
-    }
-
-
-def can_narrow(model: PreTrainedModel) -> bool:
-    """Return whether attention accepts values of any width without padding: in classes whose forward pass is rewritten for it."""
-    config, structure = model.config, find_structure(model)
-    if config.get_text_config(decoder=True) is not config or describe_form(config) == "linears":
-        return False
-    modules = {
-        layout.attention and find_stock(type(_find_attention(layer, layout))) for layer, layout in find_layouts(model)
-    }
-    one_each = all(len(kind.ffns) <= 1 for kind in structure.kinds)
-    known = all(module and module.__name__ in modeling.NARROWING for module in modules)
-    return known and one_each and not is_custom(model) and not list_padded(model)
 
 
 def check_heads(model: PreTrainedModel) -> None:
     """Raise where whole heads cannot be removed from the model's attention.
 
-    :raises ValueError: heads are coupled with each other, or the attention modules do not run with fewer heads
+    :raises ValueError: heads are coupled with each other, or value channels are gone already
     """
-    attentions = [layout.attention for _, layout in find_layouts(model) if layout.attention]
-    if not any(attention.has_heads for attention in attentions):
+    attentions = [(layer, layout.attention) for layer, layout in find_layouts(model) if layout.attention]
+    if not any(attention.has_heads for _, attention in attentions):
         problem = "has none whose heads are independent of each other"
-    elif not all(attention.takes_fewer_heads for attention in attentions) and not can_narrow(model):
-        problem = "has modules that do not run with fewer heads"
-    elif list_padded(model):
-        problem = "has lost value channels, after which whole heads cannot be removed in this class"
+    elif any(len(set(read_head_widths(attention, layer))) > 1 for layer, attention in attentions):
+        problem = "has lost value channels, after which whole heads cannot be removed"
     else:
         return
     raise ValueError(
@@ -92,35 +61,20 @@ def check_heads(model: PreTrainedModel) -> None:
     )
 
 
-def adopt_attention(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
-    """Convert the attention modules of a dense model to accept values of any width; their function does not change.
+def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
+    """Let the modules around linears that will lose value channels, or heads that the class counts, handle the dense width.
+
+    The model's function does not change. FFNs, and heads of classes that count none, need no padding.
 
     :param groups: groups to be pruned
     """
-    if can_narrow(model):
-        said = describe_layout(find_structure(model), _find_width_key(model.config))
-        for attention in [_find_attention(*each) for each in find_layouts(model) if each[1].attention]:
-            with keep_offload(attention):
-                modeling.adopt_attention(attention, said)
-        return
+    layouts = find_layouts(model)
     for group in groups:
-        if group.unit is VALUE:
-            layer = model.get_submodule(group.layer_name)
-            spread, gather = describe_padding(group)
-            linears = {name: find_linear(layer, name) for name in (*spread, group.consumer)}
-            if not any(hasattr(linear, "gather") for linear in linears.values()):
-                for name, linear in linears.items():
-                    mark_padded(linear, spread.get(name), None if name in spread else gather)
-
-
-def _find_attention(layer: nn.Module, layout: LayerLayout) -> nn.Module:
-    assert layout.attention is not None
-    return layer.get_submodule(layout.attention.module)
-
-
-def _find_width_key(config: PreTrainedConfig) -> str:
-    values = config.to_dict()
-    return next(name for name in _WIDTH_KEYS if name in values)
+        layer, layout = layouts[group.layer_index]
+        counts_heads = layout.attention is not None and not layout.attention.takes_fewer_heads
+        if (group.unit is VALUE or (group.unit is HEAD and counts_heads)) and not read_padding(layer, group.consumer):
+            for name, padding in describe_padding(group).items():
+                adopt_padding(layer, name, padding)
 
 
 def adopt_config(model: PreTrainedModel) -> None:
@@ -129,44 +83,53 @@ def adopt_config(model: PreTrainedModel) -> None:
     :raises ValueError: a tensor outside the linears of decoder layers differs from the dense class
     """
     pack_experts(model)
-    old, structure, auto_map = model.config, find_structure(model), None
-    narrows = can_narrow(model)
-    layout = describe_layout(structure, _find_width_key(old)) if narrows else describe_linears(model, structure.layers)
-    if narrows and structure.has_experts:
-        dense = build_dense(find_stock(type(model)), make_dense_config(old))
-        layout |= describe_parameters(model, dense, structure.layers)
+    old, auto_map = model.config, None
+    dense: Any = make_dense_config(old)
+    layout = describe_layout(model, find_structure(model).layers)
     if is_custom(model):
         config_class, model_class, auto_map = derive_beside(model)
     else:
         config_class = register_type(find_stock(type(old)))
         model_class = modeling.derive_class(modeling.PREFIX + find_stock(type(model)).__name__)
+        sizes = _list_stated_sizes(model, dense)
+        layout["states_sizes"] = bool(sizes)
     config: Any = copy.copy(old)  # text and vision configurations stay shared with the modules
     config.__class__, config.layout = config_class, layout
-    if narrows:
-        _set_sizes(config, model)
+    if layout.get("states_sizes"):
+        config.per_layer_config = None  # with that of an earlier run, single values cannot be read
+        config.per_layer_config = sizes
+        if "num_attention_heads" in sizes[0] and not hasattr(config, "head_dim"):
+            config.head_dim = next(
+                s.head_dim for s in list_sizes(model) if s.num_heads
+            )  # else readers divide by the heads
     config.auto_map = auto_map or name_auto_classes(config)
-    modeling.share_config(model, old, config)
+    share_config(model, old, config)
     with keep_offload(model):
         model.__class__ = model_class
     config.architectures = [model_class.__name__]
 
 
-def _set_sizes(config: Any, model: PreTrainedModel) -> None:
-    """Set the sizes of every layer in the configuration of a model with narrowed attention."""
-    sizes = [(layout, measure_layer(layout, layer)) for layer, layout in find_layouts(model)]
-    config.value_head_dim = config.layout["head_dim"] = sizes[0][1].head_dim
-    config.per_layer_config = None  # with that of an earlier run, single values cannot be read
-    has_groups = hasattr(config, "num_key_value_heads")
-    per_layer: dict[int, dict[str, Any]] = {}
-    for index, (layout, size) in enumerate(sizes):
-        per_layer[index] = {}
-        if layout.attention:
-            per_layer[index] |= {"num_attention_heads": size.num_heads, "value_head_dim": size.value_head_dim}
-            if has_groups:
-                per_layer[index]["num_key_value_heads"] = size.num_key_value_heads
-        if layout.ffns:
-            per_layer[index][config.layout["width_key"]] = size.width
-    config.per_layer_config = per_layer
+def _list_stated_sizes(model: PreTrainedModel, dense: Any) -> dict[int, dict[str, int]]:
+    """Return every layer's sizes that the stock configuration has keys for and that differ from the dense model's somewhere.
+
+    :param dense: configuration of the dense model
+    :return: empty where no size differs, where layers of the dense model have sizes of their own, and for wrappers
+    """
+    if dense.get_text_config(decoder=True) is not dense or dense.is_heterogeneous:
+        return {}
+    twin = build_dense(find_stock(type(model)), dense)
+    replace_conv1d(twin)
+    stated, known = list[dict[str, int]](), dense.to_dict()
+    for (layer, layout), (before, _) in zip(find_layouts(model), find_layouts(twin), strict=True):
+        sizes, whole = measure_layer(layout, layer), measure_layer(layout, before)
+        found = {}
+        if layout.attention and not pads_heads(layout.attention, layer):
+            found = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_key_value_heads"}
+        if len(layout.ffns) == 1:
+            found |= dict.fromkeys(_WIDTH_KEYS, "width")
+        stated.append({k: getattr(sizes, n) for k, n in found.items() if known.get(k) == getattr(whole, n)})
+    keys = {key for sizes in stated for key, size in sizes.items() if size != known[key]}
+    return {i: {key: sizes[key] for key in keys if key in sizes} for i, sizes in enumerate(stated)} if keys else {}
 
 
 def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
@@ -176,18 +139,13 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """
     pack_experts(model)
     old: Any = model.config
-    for module in model.modules():
-        if hasattr(module, "wide"):
-            with keep_offload(module):
-                modeling.release_attention(module)
-    for linear in list_padded(model):
-        grow_padded(linear)
+    grow_padded(model)
     restore_conv1d(model)
-    modeling.copy_settings(old, config)
+    copy_settings(old, config)
     parts = [(old, config), *((getattr(old, key, None), getattr(config, key, None)) for key in config.sub_configs)]
     for before, after in parts:
         if before is not None:
-            modeling.share_config(model, before, after)
+            share_config(model, before, after)
     with keep_offload(model):
         model.__class__ = find_stock(type(model))
     config.architectures = [type(model).__name__]

@@ -8,15 +8,15 @@ from dataclasses import replace
 from loguru import logger
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import (
     Shapes,
     build_dense,
-    describe_form,
+    copy_settings,
     list_differences,
     list_shapes,
     list_stock_shapes,
     make_dense_config,
+    release_heads,
 )
 from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.layers import (
@@ -25,7 +25,7 @@ from struprune_plugin.model.layers import (
     has_uniform_layers,
     measure_layer,
 )
-from struprune_plugin.model.structure.locate import find_stock
+from struprune_plugin.model.structure.locate import find_stock, is_pruned
 from struprune_plugin.model.units.group import UnitGroup
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default
@@ -41,6 +41,7 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
 
     :raises ValueError: the stock class cannot have these sizes
     """
+    release_heads(model)
     heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
     return find_stock_config(
         model, change_heads(model, heads.pop()) if len(heads) == 1 else None
@@ -49,7 +50,7 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 def are_layers_alike(model: PreTrainedModel) -> bool:
     """Return whether a model's layers are those of its stock class, or all have the same sizes."""
-    return describe_form(model.config) == "dense" or has_uniform_layers(model)
+    return not is_pruned(type(model)) or has_uniform_layers(model)
 
 
 def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -137,7 +138,7 @@ def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[Pre
             setattr(text, name, value)
         values = {name: value for name, value in dense.to_dict().items() if name != "model_type"}
         config = type(dense)(**values)  # as it will be read from the file
-        modeling.copy_settings(dense, config)
+        copy_settings(dense, config)
         return build_dense(find_stock(type(model)), config), config
     except Exception as error:  # any error of a class on sizes that it was not written for
         problem = f"{type(error).__name__}: {error}"

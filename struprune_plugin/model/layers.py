@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
-from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.structure.layout import HEAD_COUNTS, AttentionLayout, LayerLayout
+from struprune_plugin.model.structure.locate import PADDING, locate_layers
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
 _ENTRY = 75  # bytes of a tensor in a file's header, beside its name
@@ -130,8 +130,24 @@ def read_head_widths(attention: AttentionLayout, layer: nn.Module) -> tuple[int,
     """Return the width of a head's values in the dense model, and the present width."""
     module: Any = layer.get_submodule(attention.module)
     wide = getattr(module, attention.width_name)
-    gather = getattr(find_linear(layer, attention.output), "gather", None)
-    return wide, gather["segments"][0][1] if gather else getattr(module, "value_head_dim", wide)
+    form = read_padding(layer, attention.output).get("narrow")
+    return wide, form["segments"][0][1] if form and not pads_heads(attention, layer) else wide
+
+
+def pads_heads(attention: AttentionLayout, layer: nn.Module) -> bool:
+    """Return whether a layer's attention module sees zeros in place of removed heads, because its code counts heads by itself."""
+    form = read_padding(layer, attention.output).get("narrow")
+    width = getattr(layer.get_submodule(attention.module), attention.width_name)
+    return form is not None and form["segments"][0][2] != width
+
+
+def read_padding(layer: nn.Module, name: str) -> dict[str, Any]:
+    """Return how the module around a linear pads it: ``pad`` for its rows, ``narrow`` for its columns; empty where it does not.
+
+    The forms are those of :class:`~struprune_plugin.export.modeling_struprune.LinearLayout`; they are not copies.
+    """
+    owner, _, own = name.rpartition(".")
+    return vars(layer.get_submodule(owner)).get(PADDING, {}).get(own, {})
 
 
 def _count_blocks(attention: AttentionLayout, layer: nn.Module, num_heads: int) -> int:
@@ -163,9 +179,8 @@ def has_uniform_layers(model: nn.Module) -> bool:
 
 
 def read_counts(attention: nn.Module) -> dict[str, int]:
-    """Return the sizes that an attention module stores in attributes and that slicing changes, by name."""
-    names = ("num_heads", "num_key_value_heads", "value_head_dim")
-    return {name: getattr(attention, name) for name in names if hasattr(attention, name)}
+    """Return the numbers of heads that a module stores in attributes, by name."""
+    return {name: getattr(attention, name) for name in HEAD_COUNTS if hasattr(attention, name)}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rotation import rotate_columns
 from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
-from struprune_plugin.model.layers import find_linear, list_linears, read_counts
+from struprune_plugin.model.layers import find_linear, list_linears, read_counts, read_padding
 from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.residence import release_weights
@@ -172,7 +172,7 @@ class LayerCopy:
 
     :param linears: (weight, bias) by name
     :param counts: sizes that the attention module stores in attributes, by name
-    :param padding: padding attributes of padded linears (see :func:`read_padding`), by name
+    :param padding: padding of padded linears (see :func:`~struprune_plugin.model.layers.read_padding`), by name
     """
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
@@ -192,7 +192,7 @@ def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
     names = list_linears(layer, layout)
     linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
     counts = read_counts(layer.get_submodule(layout.attention.module)) if layout.attention else {}
-    padding = {name: read_padding(find_linear(layer, name)) for name in names}
+    padding = {name: deepcopy(read_padding(layer, name)) for name in names}
     return LayerCopy(linears, counts, {name: known for name, known in padding.items() if known})
 
 
@@ -201,15 +201,10 @@ def restore_layer(layer: nn.Module, layout: LayerLayout, copy: LayerCopy) -> Non
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
     for name, known in copy.padding.items():
-        vars(find_linear(layer, name)).update(deepcopy(known))
+        read_padding(layer, name).update(deepcopy(known))
     if layout.attention:
         for name, count in copy.counts.items():
             setattr(layer.get_submodule(layout.attention.module), name, count)
-
-
-def read_padding(linear: nn.Module) -> dict[str, Any]:
-    """Return a padded linear's description of the values that it produces or reads; empty for other linears."""
-    return {name: deepcopy(vars(linear)[name]) for name in ("spread", "gather") if name in vars(linear)}
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:

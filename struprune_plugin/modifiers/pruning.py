@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
-from struprune_plugin.export.convert import adopt_attention, wrap_save
+from struprune_plugin.export.convert import adopt_paddings, wrap_save
 from struprune_plugin.export.finish import finish_model
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.model.units.group import UnitGroup
@@ -97,7 +97,7 @@ class StruPruneModifier(StructuredModifier):
         assert setup is not None
         with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
             plan, sensitivity = Planner(self, setup, model, batches, context).decide(self._store)
-            adopt_attention(model, setup.groups)
+            adopt_paddings(model, setup.groups)
             log = None if self._store is None else LayerLog(self._store)
             pruner = Pruner(self.make_config(self.reconstruct), plan, sensitivity, context)
             with calibrating(model):

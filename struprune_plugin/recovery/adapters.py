@@ -14,7 +14,6 @@ from peft.tuners.lora import Linear, LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from struprune_plugin.export.modeling_struprune import adopt_padded, release_padded
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, freeze_weights
 from struprune_plugin.recovery.recovery_config import Adapters
 
@@ -70,14 +69,12 @@ def attach_adapters(model: nn.Module, names: Sequence[str], adapters: Adapters) 
     :return: the parameters of the adapters
     """
     attached: dict[str, Any] = {}
-    padded: list[tuple[nn.Module, tuple[Any, Any]]] = []
     with freeze_weights(model):
         try:
             for name in names:
                 layer = _wrap(model.get_submodule(name), adapters)
                 attached[name] = layer
                 _set_module(model, name, layer)
-                padded += _move_padding(layer)
             parameters = [part for layer in attached.values() for part in layer.parameters() if part.requires_grad]
             for parameter in parameters:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -88,8 +85,6 @@ def attach_adapters(model: nn.Module, names: Sequence[str], adapters: Adapters) 
         finally:
             for name, layer in attached.items():
                 _set_module(model, name, layer.get_base_layer())
-            for linear, form in padded:
-                adopt_padded(linear, *form)
 
 
 def _wrap(linear: nn.Module, adapters: Adapters) -> Linear:
@@ -109,20 +104,6 @@ def _merge(layer: Any) -> None:
     linear, change = layer.get_base_layer(), layer.get_delta_weight("default")
     weight = linear.weight
     update_offload_parameter(linear, "weight", (weight.to(change) + change).to(weight.dtype))
-
-
-def _move_padding(adapted: Any) -> list[tuple[nn.Module, tuple[Any, Any]]]:
-    """Move the padding of a linear to the module that adds its adapter, whose weights have the same sides.
-
-    :return: the linear and the form of its padding; empty where it is not padded
-    """
-    linear = adapted.get_base_layer()
-    if not hasattr(linear, "spread"):
-        return []
-    form = linear.spread, linear.gather
-    release_padded(linear)
-    adopt_padded(adapted, *form)
-    return [(linear, form)]
 
 
 def switch_dropout(model: nn.Module, active: bool) -> None:

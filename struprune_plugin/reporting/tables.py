@@ -76,38 +76,6 @@ def read_saved_config(folder: str | Path) -> dict[str, Any]:
         return {}
 
 
-def measure_cache_bytes(folder: str | Path, manifest: Manifest) -> tuple[int, int] | None:
-    """Return the bytes of keys and values per token, in the dense and in the pruned model.
-
-    :return: (dense, pruned); None if the folder's configuration lacks the sizes
-    """
-    try:
-        config = read_saved_config(folder)
-        if "kv_lora_rank" in config:  # caches neither keys nor values
-            return None
-        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        width = config.get("value_head_dim") or config.get("head_dim")
-        width = width or config["hidden_size"] // config["num_attention_heads"]
-        own = {int(index): sizes for index, sizes in (config.get("per_layer_config") or {}).items()}
-        layout = config.get("layout") or {}
-        padded = "linears" in layout  # narrowed values are padded in the cache
-        kinds = ("head",) if padded else ("head", "value_channels")
-        whole = {(g.layer, g.kind): g.num_units // g.num_blocks for g in manifest.groups if g.kind in kinds}
-        stay = {group.layer: group.kept for group in manifest.groups if group.kind == "head"}
-        dense = pruned = 0
-        for layer in range(config["num_hidden_layers"]):
-            sizes = own.get(layer, {})
-            left = stay.get(layer, heads) if padded else heads
-            count = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", left))
-            values = sizes.get("value_head_dim", width)
-            pruned += count * (width + values)
-            dense += whole.get((layer, "head"), count) * (width + whole.get((layer, "value_channels"), values))
-        item = _ITEM_BYTES[config["dtype"]]
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
-        return None
-    return dense * item, pruned * item
-
-
 def describe_units(group: GroupRecord) -> tuple[str, str]:
     """Return how many units of a module are kept, and their kind, as text."""
     blocks = group.num_blocks
@@ -233,9 +201,6 @@ def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
     if recovery := manifest.recovery:
         told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.2f} s"
         facts.append(("recovery", f"LoRA rank {recovery.settings.get('adapters', {}).get('rank')}, {told}"))
-    if cache := measure_cache_bytes(folder, manifest):
-        told = f"{cache[0]:,} → {cache[1]:,} bytes per token ({cache[1] / cache[0] - 1:+.1%})"
-        facts.append(("key-value cache", told))
     if {"quantization_config", "layout"} <= {*read_saved_config(folder)}:  # its layers have inputs of odd widths
         why = "not with its CPU kernels, which run quantised models only in stock classes; set output: uniform"
         facts.append(("vLLM", why))

@@ -196,7 +196,9 @@ def _prove_attention(
         return None, "the channels of a head cannot be exchanged"
     rotates = attention.rotates and mixes(layers, attention.output, rows, eye - 2 / width, run)
     blocks = next(len(heads) for _, part, heads in rows if part == "value")
-    first = make_trial(attention.output, reached, channels[: len(channels) // blocks], slices=True)
+    first = make_trial(
+        attention.output, reached, channels[: len(channels) // blocks], slices=True, heads=(attention.module, blocks)
+    )
     fits = attention.has_heads and (blocks == 1 or not find_flaw(layers, first, run))
     return replace(attention, rotates=rotates, takes_fewer_heads=fits), ""
 

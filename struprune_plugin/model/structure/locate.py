@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 PREFIX = "StruPrune"  # of the names of pruned classes
+PADDING = "struprune_padding"  # attribute of a module: the padding of its narrow linears, by name
 
 
 def is_pruned(kind: type) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.structure.layout import Part
+from struprune_plugin.model.structure.layout import HEAD_COUNTS, Part
 
 _CLOSE = 1e-5  # relative to the largest logit
 
@@ -23,15 +23,19 @@ class Trial:
     :param columns: indices of these columns
     :param rows: indices of the rows removed with them, by producer
     :param slices: whether the module is also run with sliced linears
+    :param heads: where the columns are those of the first value head: the attention module, and its number of value heads
     """
 
     consumer: str
     columns: Tensor
     rows: Mapping[str, Tensor]
     slices: bool
+    heads: tuple[str, int] = ("", 1)
 
 
-def make_trial(consumer: str, reached: Mapping[str, Tensor], columns: Tensor, slices: bool) -> Trial:
+def make_trial(
+    consumer: str, reached: Mapping[str, Tensor], columns: Tensor, slices: bool, heads: tuple[str, int] = ("", 1)
+) -> Trial:
     """Return a trial that removes columns and the rows that reach these columns and no others.
 
     :param reached: per producer, whether a row reaches a column of the consumer, shape [rows, columns], bool
@@ -39,7 +43,7 @@ def make_trial(consumer: str, reached: Mapping[str, Tensor], columns: Tensor, sl
     gone = torch.zeros(next(iter(reached.values())).shape[1], dtype=torch.bool)
     gone[columns] = True
     rows = {name: (each.any(1) & ~each[:, ~gone].any(1)).nonzero().flatten() for name, each in reached.items()}
-    return Trial(consumer, columns, rows, slices)
+    return Trial(consumer, columns, rows, slices, heads)
 
 
 @torch.no_grad()
@@ -149,6 +153,12 @@ def _slice(layers: Sequence[nn.Module], trial: Trial) -> Iterator[None]:
             linear.weight = nn.Parameter(weight if isinstance(linear, nn.Linear) else weight.mT.contiguous())
             linear.bias = bias
             linear.nf = linear.out_features = len(weight)
+        name, blocks = trial.heads
+        module: Any = layer.get_submodule(name)
+        counts = {key: getattr(module, key) for key in HEAD_COUNTS if blocks > 1 and hasattr(module, key)}
+        changes.append((module, counts))
+        for key, count in counts.items():
+            setattr(module, key, count * (blocks - 1) // blocks)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.layers import LayerSizes, find_linear, measure_layer, read_counts
+from struprune_plugin.model.layers import LayerSizes, find_linear, measure_layer, read_counts, read_padding
 from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout, Part
 from struprune_plugin.model.units.group import UnitGroup, UnitKind
 
@@ -70,9 +70,13 @@ class Head(UnitKind):
         return torch.arange(group.num_units)[:, None].expand(-1, group.part_rows[part])
 
     def update_counts(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
-        attention = layer.get_submodule(group.attention)
-        for name, count in read_counts(attention).items():
-            if name != "value_head_dim":
+        for name in (*group.producers, group.consumer):
+            for form in read_padding(layer, name).values():
+                for segment in form["segments"]:
+                    segment[1] = segment[1] * num_keep // group.num_units
+        if not read_padding(layer, group.consumer):
+            attention = layer.get_submodule(group.attention)
+            for name, count in read_counts(attention).items():
                 setattr(attention, name, count * num_keep // group.num_units)
 
     def count_heads(self, group: UnitGroup, num_units: int) -> int:
@@ -118,35 +122,41 @@ class ValueChannel(UnitKind):
 
     def update_counts(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
         width = num_keep // group.num_blocks
-        if not hasattr(find_linear(layer, group.consumer), "gather"):
-            setattr(layer.get_submodule(group.attention), "value_head_dim", width)  # noqa: B010
-            return
         for name, parts in group.producers.items():
-            spread: Any = find_linear(layer, name).spread
-            for part, segment in zip(parts, spread["segments"], strict=True):
+            for part, segment in zip(parts, read_padding(layer, name)["pad"]["segments"], strict=True):
                 if part in ("value", "gate"):
                     segment[1] = width
-        gather: Any = find_linear(layer, group.consumer).gather
-        gather["segments"][0][1] = width
+        read_padding(layer, group.consumer)["narrow"]["segments"][0][1] = width
 
     def count_heads(self, group: UnitGroup, num_units: int) -> int:
         return group.num_blocks
 
 
-def describe_padding(group: UnitGroup) -> tuple[dict[str, dict], dict]:
-    """Return the padding of linears that lose value channels, with which stock attention sees heads of the dense width.
+def describe_padding(group: UnitGroup) -> dict[str, dict[str, Any]]:
+    """Return the padding, by linear, with which stock attention sees heads of the dense width, or as many heads as before.
 
-    :return: (padding by producer, padding of the consumer): ``outer`` runs of ``segments``, each (count, kept width, dense width)
+    :param group: value channels or heads, none of which is removed yet
+    :return: as :func:`~struprune_plugin.model.layers.read_padding` returns it
     """
-    width, blocks, heads = group.part_rows["value"], group.num_blocks, group.num_blocks * group.heads_per_block
-    counts = {"value": blocks, "gate": heads}
-    spread = {}
+    blocks, heads = group.num_blocks, group.num_blocks * group.heads_per_block
+    if group.unit is HEAD:
+        counts, blocks, heads, width = {}, group.num_units, 1, group.num_columns
+    else:
+        width = group.part_rows["value"]
+        counts = {"value": blocks, "gate": heads}
+    padding: dict[str, dict[str, Any]] = {
+        group.consumer: {"narrow": {"blocks": 1, "segments": [[heads, width, width]]}}
+    }
     for name, parts in group.producers.items():
+        rows = {part: group.part_rows[part] * blocks for part in parts}
         runs = {"": 1, "block": blocks, "head": heads}[group.repeated.get(name, "")]
-        others = {part: group.part_rows[part] * blocks // runs for part in parts if part not in counts}
-        segments = [[counts[p] // runs, width, width] if p in counts else [1, others[p], others[p]] for p in parts]
-        spread[name] = {"outer": runs, "segments": segments}
-    return spread, {"outer": 1, "segments": [[heads, width, width]]}
+        if group.unit is HEAD and name in group.repeated:  # whole runs go
+            segments, runs = [[1, total := sum(rows.values()), total]], 1
+        else:
+            sizes = [(counts[part] // runs, width) if part in counts else (1, rows[part] // runs) for part in parts]
+            segments = [[count, size, size] for count, size in sizes]
+        padding[name] = {"pad": {"blocks": runs, "segments": segments}}
+    return padding
 
 
 def _describe_heads(attention: AttentionLayout, sizes: LayerSizes, layer: nn.Module) -> UnitGroup:

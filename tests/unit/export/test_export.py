@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM, Stati
 
 from struprune_plugin import read_manifest
 from struprune_plugin.export import modeling_struprune
-from struprune_plugin.export.convert import adopt_attention, adopt_config, wrap_save
+from struprune_plugin.export.convert import adopt_config, adopt_paddings, wrap_save
 from struprune_plugin.model.units import find_groups
 
 
@@ -120,7 +120,7 @@ def test_manifest_tells_what_the_shapes_show(saved):
         elif group.kind == "head":
             assert layer.self_attn.num_heads == group.kept
         else:
-            assert layer.self_attn.value_head_dim * 4 == group.kept == layer.self_attn.out_proj.in_features
+            assert group.kept == layer.self_attn.out_proj.in_features == layer.self_attn.v_proj.out_features
         assert group.error_after <= group.error_before + 1e-6
     assert manifest.model.parameters_after == model.num_parameters()
     budget = manifest.budget
@@ -139,6 +139,6 @@ def test_stock_opt_refuses_layers_of_different_sizes(saved):
 def test_adopt_config_of_a_dense_model_keeps_its_logits(opt, prompts):
     model = OPTForCausalLM.from_pretrained(opt)
     before = model(prompts).logits
-    adopt_attention(model, find_groups(model, "value_channels"))
+    adopt_paddings(model, find_groups(model, "value_channels"))
     adopt_config(model)
     assert torch.equal(model(prompts).logits, before)

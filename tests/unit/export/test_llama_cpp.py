@@ -1,21 +1,14 @@
-import json
 import shutil
 
 import numpy
 import pytest
 import torch
-from datasets import Dataset
-from helpers.models import run_oneshot, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import llamacpp
-from eval.coverage import make_config
-from struprune_plugin import read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.llama_cpp_gguf import _name_splitting, _pair_channels
-from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
-from struprune_plugin.reporting.tables import measure_cache_bytes
 
 gguf = pytest.importorskip("gguf")
 
@@ -82,32 +75,6 @@ def test_gguf_without_its_library_says_what_to_install(pruned, tmp_path, monkeyp
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     assert cli.main(["convert", str(pruned["value_channels"]), "--to", "gguf", "--output", str(tmp_path / "out")]) == 2
     assert "pip install" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("family", "unit"), [("llama", "value_channels"), ("llama", "head"), ("starcoder2", "head")])
-def test_cache_bytes_are_those_of_a_forward_pass(save_family, prune_once, tmp_path, family, unit):
-    if family == "llama":
-        dense, pruned = save_family(family), prune_once(save_family(family), unit, 0.4)[1]
-    else:  # its narrowed values are padded
-        model, dense, pruned = build_tiny(make_config(family, 2)), tmp_path / "dense", tmp_path / "out"
-        save_model(model, dense)
-        ids = draw_tokens(model.config, 8, 32)
-        data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
-        fields = {"sparsity": 0.2, "attention_unit": unit, "prune_ffn": False, "allocation": "uniform"}
-        run_oneshot(str(dense), dataset=data, output_dir=str(pruned), **fields)
-    counted = []
-    for folder in (dense, pruned):
-        cache = AutoModelForCausalLM.from_pretrained(folder)(torch.arange(4, 11)[None]).past_key_values
-        counted.append(sum(4 * layer.keys.numel() + 4 * layer.values.numel() for layer in cache.layers) // 7)
-    assert measure_cache_bytes(pruned, read_manifest(pruned)) == tuple(counted)
-    assert counted[1] < counted[0]
-
-
-def test_cache_bytes_are_left_out_where_the_configuration_does_not_tell(pruned, tmp_path):
-    whole = json.loads((pruned["value_channels"] / "config.json").read_text())
-    for config in ({"num_hidden_layers": 3}, {**whole, "kv_lora_rank": 8}):  # the second caches neither keys nor values
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert measure_cache_bytes(tmp_path, read_manifest(pruned["value_channels"])) is None
 
 
 @pytest.mark.parametrize(("dense", "pruned", "passed"), [(8e-3, 1.3e-2, True), (8e-3, 0.1, False), (1e-7, 5e-4, True)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.models import SHAPES, make_opt
 
-from struprune_plugin.export.convert import adopt_attention
+from struprune_plugin.export.convert import adopt_paddings
 from struprune_plugin.model.surgery import mask_group, slice_group
 from struprune_plugin.model.units import find_groups
 
@@ -15,7 +15,7 @@ def test_slice_group_pruned_equals_masked(shape, unit):
     """The same indices, as smaller modules and as zero columns, give the same logits."""
     pruned = make_opt(**SHAPES[shape]).double()
     masked = copy.deepcopy(pruned)
-    adopt_attention(pruned, find_groups(pruned, "value_channels"))
+    adopt_paddings(pruned, find_groups(pruned, unit))
     generator = torch.Generator().manual_seed(3)
     for group in find_groups(pruned, unit):
         per_block = group.num_units // group.num_blocks
@@ -32,9 +32,9 @@ def test_slice_group_pruned_equals_masked(shape, unit):
     assert pruned.num_parameters() < masked.num_parameters()
 
 
-def test_adopt_attention_leaves_the_function():
+def test_adopt_paddings_leaves_the_function():
     model = make_opt()
     ids = torch.arange(4, 24)[None]
     before = model(ids).logits
-    adopt_attention(model, find_groups(model, "value_channels"))
+    adopt_paddings(model, find_groups(model, "value_channels"))
     assert torch.equal(model(ids).logits, before)

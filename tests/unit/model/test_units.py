@@ -3,6 +3,7 @@ import torch
 from helpers.models import SHAPES, make_opt
 from torch import nn
 
+from struprune_plugin.export.convert import adopt_paddings
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import slice_group
@@ -14,6 +15,7 @@ from struprune_plugin.model.units import find_groups, list_head_weights
 def test_find_groups_unit_cost_is_what_surgery_frees(shape, unit):
     model = make_opt(**SHAPES[shape])
     before = count_prunable_parameters(model)
+    adopt_paddings(model, find_groups(model, unit))
     for group in find_groups(model, unit):
         layer = model.get_submodule(group.layer_name)
         smaller = group.num_units // group.num_blocks - 1

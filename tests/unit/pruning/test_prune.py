@@ -8,7 +8,7 @@ from helpers.families import make_model
 from helpers.models import make_opt
 
 from struprune_plugin import StruPruneModifier
-from struprune_plugin.export.convert import adopt_attention
+from struprune_plugin.export.convert import adopt_paddings
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.module_view import ModuleView
@@ -47,7 +47,7 @@ def observe(layer, groups, calls, target="residual", hold_out=False):
 
 def prune_first_layer(model, shares, target="residual", **fields):
     layer, calls = record_calls(model)
-    adopt_attention(model, find_groups(model, "value_channels"))
+    adopt_paddings(model, find_groups(model, "value_channels"))
     modifier = StruPruneModifier(sparsity=0.3, **fields)
     groups = [group for group in find_groups(model, modifier.attention_unit) if group.layer_index == 0]
     kept = {

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics, Subject
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
+from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
 from struprune_plugin.linalg.error_curves import (
     measure_deletion_curve,
     measure_restored_curve,
@@ -24,9 +23,8 @@ from struprune_plugin.linalg.second_moments import SecondMoments, count_sums, mo
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
-from struprune_plugin.pruning.importance import Ranking
+from struprune_plugin.pruning.importance import Ranking, Sensitivity
 from struprune_plugin.pruning.selection import rank_units, weigh_moments
-from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.sensitivity import measure_fisher
 from struprune_plugin.linalg.solve import sqrt_psd
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.pruning.importance import Importance
-from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.pruning.importance import Importance, Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 
 

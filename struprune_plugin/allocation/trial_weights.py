@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.allocation.rules import GroupStatistics
-from struprune_plugin.layerwise.module_view import ModuleView
-from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
+from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments

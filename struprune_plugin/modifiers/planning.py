@@ -23,14 +23,14 @@ from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose
 from struprune_plugin.allocation.rules.rule import tie_statistics
 from struprune_plugin.allocation.trial_weights import Fit
 from struprune_plugin.allocation.whole_experts import score_experts
+from struprune_plugin.layerwise.passes import calibrating
 from struprune_plugin.linalg.rounding import expand_counts
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.host_pipeline import calibrating
 from struprune_plugin.modifiers.setup import RunSetup, place_run
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.pruning.importance import Sensitivity
 from struprune_plugin.pruning.resume import keep_allocation, take_allocation
-from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore

@@ -16,14 +16,13 @@ from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.export.convert import adopt_paddings, wrap_save
 from struprune_plugin.export.finish import finish_model
 from struprune_plugin.layerwise.dense_reference import TARGETS
+from struprune_plugin.layerwise.passes import calibrating, enter_device_context
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.checks import check_alone, split_modifiers
+from struprune_plugin.modifiers.checks import check_alone, select_uniform, split_modifiers
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
-from struprune_plugin.modifiers.host_pipeline import calibrating, enter_device_context
 from struprune_plugin.modifiers.mixtures import tell_lost_experts
 from struprune_plugin.modifiers.planning import Planner
-from struprune_plugin.modifiers.setup import RunSetup, make_manifest, open_store, prepare_run
-from struprune_plugin.modifiers.uniform_output import select_uniform
+from struprune_plugin.modifiers.setup import RunSetup, open_store, prepare_run
 from struprune_plugin.pruning.prune_layer import Pruner
 from struprune_plugin.pruning.resume import LayerLog
 from struprune_plugin.reporting.tables import tell_budget
@@ -103,7 +102,7 @@ class StruPruneModifier(StructuredModifier):
             with calibrating(model):
                 records = pruner.prune_model(model, batches, setup.all_groups, log)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
-        self._describe = partial(make_manifest, self, setup, plan, records, sensitivity, context)
+        self._describe = partial(setup.make_manifest, self, plan, records, sensitivity, context)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._describe is None or self._setup is None:

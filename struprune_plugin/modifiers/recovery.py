@@ -16,6 +16,7 @@ from pydantic import PrivateAttr, model_validator
 from torch import Tensor
 
 from struprune_plugin.export.convert import wrap_save
+from struprune_plugin.layerwise.passes import enter_device_context
 from struprune_plugin.modifiers.checks import (
     check_alone,
     check_order,
@@ -24,7 +25,6 @@ from struprune_plugin.modifiers.checks import (
     check_weights,
     split_modifiers,
 )
-from struprune_plugin.modifiers.host_pipeline import enter_device_context
 from struprune_plugin.modifiers.setup import open_store
 from struprune_plugin.modifiers.stage_modifier import StageModifier, check_patterns
 from struprune_plugin.recovery.adapters import attach_adapters, match_linears, seed_random

@@ -34,17 +34,17 @@ from struprune_plugin.modifiers.checks import (
     check_layers,
     check_order,
     check_targets,
+    check_uniform,
     check_weights,
     list_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.mixtures import describe_experts, find_mixture, find_whole, split_budget
 from struprune_plugin.modifiers.targets import Target, check_bytes, describe_target, find_target
-from struprune_plugin.modifiers.uniform_output import check_uniform
 from struprune_plugin.modifiers.widths import Rounding, check_widths, describe_roundings, find_roundings, measure_groups
 from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.pruning.importance import Sensitivity
 from struprune_plugin.pruning.resume import describe_run, digest_tokens
-from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext, find_free_bytes
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.runtime.offload_plan import WHOLE, Demands, OffloadPlan, place_parts
@@ -100,6 +100,53 @@ class RunSetup:
         """Return the budget that an allocation must meet."""
         weighed = "none" if modifier.sensitivity is None else "fisher"
         return Budget(self.target.sparsity, self.num_prunable, self.share, weighed, self.target.limit)
+
+    def make_manifest(
+        self,
+        recipe: StructuredModifier,
+        plan: UnitAllocation,
+        groups: list[GroupRecord],
+        sensitivity: Sensitivity,
+        context: DeviceContext,
+        model: PreTrainedModel,
+    ) -> Manifest:
+        """Return the manifest of a run.
+
+        :param groups: records of all groups
+        :param sensitivity: measurements of the dense model
+        :param context: context of the run, which has counted its seconds and bytes
+        :param model: the pruned model
+        """
+        experts = describe_experts(self.mixture, plan.experts)
+        removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
+        return Manifest(
+            model=ModelRecord(
+                base=model.config._name_or_path,
+                type=model.config.model_type,
+                parameters_before=self.num_parameters,
+                parameters_after=count_parameters(model),
+            ),
+            settings=recipe.dump_fields(),
+            seed=torch.initial_seed(),
+            calibration=self.calibration,
+            budget=BudgetRecord(
+                prunable_parameters=self.num_prunable,
+                asked_sparsity=self.target.sparsity,
+                removed_parameters=removed,
+                met_sparsity=removed / self.num_prunable,
+                rounding=describe_roundings(plan.list_left(self.groups), self.roundings),
+                limit=describe_target(recipe, self.target, count_weight_bytes(model), self.sizes, plan.kept),
+            ),
+            allocation=plan.record,
+            memory_measure=context.measure,
+            stages=[
+                StageEntry(name=name, seconds=round(stage.seconds, 3), peak_bytes=stage.peak_bytes)
+                for name, stage in context.stages.items()
+            ],
+            groups=groups,
+            experts=experts,
+            sensitivity=sensitivity.summarize_fisher(),
+        )
 
 
 def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None:
@@ -307,51 +354,3 @@ def place_run(
     if placement.gather_on_host or placement.solve_on_host:
         logger.info(f"memory budget of {budget:,} bytes: {placement}")
     return placement
-
-
-def make_manifest(
-    recipe: StructuredModifier,
-    setup: RunSetup,
-    plan: UnitAllocation,
-    groups: list[GroupRecord],
-    sensitivity: Sensitivity,
-    context: DeviceContext,
-    model: PreTrainedModel,
-) -> Manifest:
-    """Return the manifest of a run.
-
-    :param groups: records of all groups
-    :param sensitivity: measurements of the dense model
-    :param context: context of the run, which has counted its seconds and bytes
-    :param model: the pruned model
-    """
-    experts = describe_experts(setup.mixture, plan.experts)
-    removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
-    return Manifest(
-        model=ModelRecord(
-            base=model.config._name_or_path,
-            type=model.config.model_type,
-            parameters_before=setup.num_parameters,
-            parameters_after=count_parameters(model),
-        ),
-        settings=recipe.dump_fields(),
-        seed=torch.initial_seed(),
-        calibration=setup.calibration,
-        budget=BudgetRecord(
-            prunable_parameters=setup.num_prunable,
-            asked_sparsity=setup.target.sparsity,
-            removed_parameters=removed,
-            met_sparsity=removed / setup.num_prunable,
-            rounding=describe_roundings(plan.list_left(setup.groups), setup.roundings),
-            limit=describe_target(recipe, setup.target, count_weight_bytes(model), setup.sizes, plan.kept),
-        ),
-        allocation=plan.record,
-        memory_measure=context.measure,
-        stages=[
-            StageEntry(name=name, seconds=round(stage.seconds, 3), peak_bytes=stage.peak_bytes)
-            for name, stage in context.stages.items()
-        ],
-        groups=groups,
-        experts=experts,
-        sensitivity=sensitivity.summarize_fisher(),
-    )

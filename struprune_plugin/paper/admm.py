@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.capture import Visit
-from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.layerwise.statistics import ModuleView
 from struprune_plugin.linalg.budget import MAX_SPARSITY
 from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
 from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, with_bias_index

@@ -18,18 +18,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.module_view import ModuleView
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics
+from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import copy_layer, restore_layer, rotate_group, rotate_producer, slice_group
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
-from struprune_plugin.pruning.importance import Ranking
+from struprune_plugin.pruning.importance import Ranking, Sensitivity
 from struprune_plugin.pruning.reconstruction import LeastSquaresProblem, refine_group, solve_group
 from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
 from struprune_plugin.pruning.selection import describe_group, select_units, weigh_moments
-from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.records import GroupRecord

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from struprune_plugin.layerwise.module_view import ModuleView
-from struprune_plugin.layerwise.statistics import GroupMoments
+from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
 from struprune_plugin.linalg.second_moments import SecondMoments, measure_error, with_bias_index

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.surgery import LayerCopy
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.pruning.importance import Sensitivity
 from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.runtime.payload import dump, load
 from struprune_plugin.storage.records import GroupRecord

@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.layerwise.statistics import ModuleView
 from struprune_plugin.linalg.elimination import keep_last
 from struprune_plugin.linalg.rotation import eliminate_directions, order_directions
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import weigh_outputs
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
-from struprune_plugin.pruning.importance import Ranking
-from struprune_plugin.pruning.signals import Sensitivity
+from struprune_plugin.pruning.importance import Ranking, Sensitivity
 from struprune_plugin.storage.records import GroupRecord, SolveRecord
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.layerwise.statistics import ModuleView
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.storage.registry import Config, Registry
 

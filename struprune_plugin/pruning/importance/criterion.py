@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.module_view import ModuleView
+from struprune_plugin.layerwise.statistics import ModuleView
 from struprune_plugin.linalg.elimination import order_units, unit_columns
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.storage.registry import Config, Registry
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Measurements of the dense model, on the host; empty where not requested.
+
+    :param fisher_sqrt: R with ``R^T R`` the Fisher information of a module's output, by :attr:`UnitGroup.output_name`, shape
+        [d, d], float64
+    :param saliency: score of every unit from gradients, by group name, for importances that need one, shape [units], float64
+    """
+
+    fisher_sqrt: Mapping[str, Tensor] = field(default_factory=dict)
+    saliency: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def summarize_fisher(self) -> dict[str, float]:
+        """Return the mean diagonal of the Fisher information of every module's output."""
+        return {name: float(root.square().sum() / root.shape[-1]) for name, root in self.fisher_sqrt.items()}
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,15 @@ from struprune_plugin import StruPruneModifier
 from struprune_plugin.export.convert import adopt_paddings
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.layerwise.module_view import ModuleView
-from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.layerwise.statistics import LayerStatistics, ModuleView
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.model.layers import find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.pruning.importance import Sensitivity
 from struprune_plugin.pruning.prune_layer import Decision, Pruner
-from struprune_plugin.pruning.signals import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.payload import dump, load
 from struprune_plugin.storage.records import AllocationRecord

@@ -31,7 +31,6 @@ _QUANT = "compressed_tensors.quantization"
 INTERNALS = [
     Internal("llmcompressor:oneshot", "ours wraps it", ("model", "recipe", "output_dir")),
     Internal("llmcompressor.modifiers.factory:ModifierFactory.register", "the way into recipes"),
-    Internal("llmcompressor.modifiers:ModifierFactory.create", "to read a recipe ourselves"),
     Internal("llmcompressor.modifiers:Modifier.on_initialize", "our modifiers' life begins here"),
     Internal("llmcompressor.modifiers:Modifier.on_calibration_start", "a pass starts"),
     Internal("llmcompressor.modifiers:Modifier.on_finalize", "the config becomes the pruned one"),
@@ -54,8 +53,6 @@ INTERNALS = [
     ),
     Internal("llmcompressor.entrypoints.oneshot:norm_calibration_context", "norms keep their weights", ("model",)),
     Internal("llmcompressor.pipelines.cache:IntermediatesCache.pin_memory", "fails without an accelerator"),
-    Internal(f"{_SAVING}:modify_save_pretrained", "wraps save_pretrained without this mark", says=("_overridden",)),
-    Internal(f"{_SAVING}:resave_config", "brings the dense config.json back", says=("_name_or_path",)),
     Internal("llmcompressor.utils.transformers:get_embeddings", "which modules are compared", ("model",)),
     Internal(f"{_SAVING}:_retie_embeddings", "compares embeddings on the device", ("model",), says=("torch.equal",)),
     Internal(f"{_CACHE}.keep_onloaded_values", "weights leave the device"),
@@ -70,11 +67,6 @@ INTERNALS = [
         "transformers.conversion_mapping:get_model_conversion_mapping",
         "a model that was unpacked is saved unpacked",
         ("model", "add_legacy"),
-    ),
-    Internal(
-        "transformers.core_model_loading:revert_weight_conversion",
-        "a model that was unpacked is saved unpacked",
-        says=("_weight_conversions",),
     ),
     Internal(
         "transformers.models.auto.configuration_auto:CONFIG_MAPPING._extra_content",

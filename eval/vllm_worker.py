@@ -2,8 +2,8 @@
 
 With one thread (OMP_NUM_THREADS=1) seconds are the process' own: others may share the machine.
 
-Reads ``{"folder", "dtype", "trust", "prompts", "load", "new_tokens", "rounds"}`` as one line of JSON per model, and answers each
-with one line.
+Reads ``{"folder", "dtype", "trust", "impl", "prompts", "load", "new_tokens", "rounds"}`` as one line of JSON per model, and
+answers each with one line.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=len(job["load"]),
         disable_log_stats=True,
         trust_remote_code=job["trust"],
+        model_impl=job["impl"],
     )
     started = time.monotonic() - begin
     options = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, logprobs=1)

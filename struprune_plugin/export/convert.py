@@ -30,7 +30,14 @@ from struprune_plugin.export.classes import name_auto_classes, register_type
 from struprune_plugin.export.custom_code import derive_beside, is_custom
 from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.experts import pack_experts
-from struprune_plugin.model.layers import find_layouts, measure_layer, pads_heads, read_head_widths, read_padding
+from struprune_plugin.model.layers import (
+    find_decoder_layers,
+    find_layouts,
+    measure_layer,
+    pads_heads,
+    read_head_widths,
+    read_padding,
+)
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock
 from struprune_plugin.model.units.group import UnitGroup
@@ -40,6 +47,7 @@ from struprune_plugin.storage.checkpoint import find_checkpoint
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _WIDTH_KEYS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "hidden_dim")  # of one FFN per layer
+_EXPERT_KEYS = ("moe_intermediate_size", "intermediate_size")  # in the order in which engines ask for them
 _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
 
 
@@ -83,7 +91,7 @@ def adopt_config(model: PreTrainedModel) -> None:
     :raises ValueError: a tensor outside the linears of decoder layers differs from the dense class
     """
     pack_experts(model)
-    old, auto_map = model.config, None
+    old, auto_map, widths = model.config, None, dict[int, int]()
     dense: Any = make_dense_config(old)
     layout = describe_layout(model, find_structure(model).layers)
     if is_custom(model):
@@ -91,10 +99,15 @@ def adopt_config(model: PreTrainedModel) -> None:
     else:
         config_class = register_type(find_stock(type(old)))
         model_class = modeling.derive_class(modeling.PREFIX + find_stock(type(model)).__name__)
-        sizes = _list_stated_sizes(model, dense)
+        twin = build_dense(find_stock(type(model)), dense)
+        sizes = _list_stated_sizes(model, dense, twin)
         layout["states_sizes"] = bool(sizes)
+        key, widths = find_expert_widths(model, dense, twin)
     config: Any = copy.copy(old)  # text and vision configurations stay shared with the modules
     config.__class__, config.layout = config_class, layout
+    if len(set(widths.values())) == 1:  # all layers have it
+        layout["dense"] = {key: getattr(dense.get_text_config(decoder=True), key)}
+        setattr(config.get_text_config(decoder=True), key, next(iter(widths.values())))
     if layout.get("states_sizes"):
         config.per_layer_config = None  # with that of an earlier run, single values cannot be read
         config.per_layer_config = sizes
@@ -109,15 +122,15 @@ def adopt_config(model: PreTrainedModel) -> None:
     config.architectures = [model_class.__name__]
 
 
-def _list_stated_sizes(model: PreTrainedModel, dense: Any) -> dict[int, dict[str, int]]:
+def _list_stated_sizes(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> dict[int, dict[str, int]]:
     """Return every layer's sizes that the stock configuration has keys for and that differ from the dense model's somewhere.
 
     :param dense: configuration of the dense model
+    :param twin: that model
     :return: empty where no size differs, where layers of the dense model have sizes of their own, and for wrappers
     """
     if dense.get_text_config(decoder=True) is not dense or dense.is_heterogeneous:
         return {}
-    twin = build_dense(find_stock(type(model)), dense)
     replace_conv1d(twin)
     stated, known = list[dict[str, int]](), dense.to_dict()
     for (layer, layout), (before, _) in zip(find_layouts(model), find_layouts(twin), strict=True):
@@ -128,8 +141,36 @@ def _list_stated_sizes(model: PreTrainedModel, dense: Any) -> dict[int, dict[str
         if len(layout.ffns) == 1:
             found |= dict.fromkeys(_WIDTH_KEYS, "width")
         stated.append({k: getattr(sizes, n) for k, n in found.items() if known.get(k) == getattr(whole, n)})
+    key, widths = find_expert_widths(model, dense, twin)
+    for index, sizes in enumerate(stated):
+        sizes.pop(key, None)  # it is the experts' alone
+        if index in widths and len(set(widths.values())) > 1:  # else the key itself states it
+            sizes[key] = widths[index]
     keys = {key for sizes in stated for key, size in sizes.items() if size != known[key]}
     return {i: {key: sizes[key] for key in keys if key in sizes} for i, sizes in enumerate(stated)} if keys else {}
+
+
+def find_expert_widths(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> tuple[str, dict[int, int]]:
+    """Return the key of the text configuration that holds the width of packed experts, and the present widths by layer.
+
+    Engines build their kernels for experts by that key. Empty where there are no packed experts, or no such key.
+
+    :param dense: configuration of the dense model
+    :param twin: that model
+    """
+    text = dense.get_text_config(decoder=True)
+    now, before = (
+        {
+            index: parameter.numel() // len(parameter) // text.hidden_size
+            for index, (_, layer) in enumerate(find_decoder_layers(each))
+            for name, parameter in layer.named_parameters()
+            if name.endswith(".down_proj") and parameter.dim() == 3
+        }
+        for each in (model, twin)
+    )
+    known = set(before.values())
+    key = next((key for key in _EXPERT_KEYS if [getattr(text, key, None)] == [*known]), "")
+    return (key, now) if key and now.keys() == before.keys() else ("", {})
 
 
 def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:

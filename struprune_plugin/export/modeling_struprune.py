@@ -57,6 +57,7 @@ class Layout(TypedDict, total=False):
     :ivar counts: numbers of heads that modules store and that differ, by module and attribute
     :ivar parameters: shapes of tensors outside linears that differ, the packed experts, by name
     :ivar conv1d: whether the class' transposed linears (GPT-2) are ordinary ones
+    :ivar dense: the dense model's values of keys of the text configuration, which itself states the pruned model's
     :ivar states_sizes: whether the configuration's ``per_layer_config`` repeats sizes of this layout, for other readers
     """
 
@@ -66,6 +67,7 @@ class Layout(TypedDict, total=False):
     counts: list[dict[str, int]]
     parameters: list[dict[str, list[int]]]
     conv1d: bool
+    dense: dict[str, int]
     states_sizes: bool
 
 
@@ -137,21 +139,25 @@ def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
 
 def _derive_model(stock: Any, config_class: Any, module: str) -> Any:
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
-        with _dense_sizes(config):
+        with dense_sizes(config):
             super(made, self).__init__(config)
         fit_layers(self, config.layout)
 
+    def _get_static_cache_init_shape(self, *args, **kwargs):  # None: layer by layer, at the first call
+        varies = "num_attention_heads" in (self.config.per_layer_attributes or ())
+        return None if varies else super(made, self)._get_static_cache_init_shape(*args, **kwargs)
+
     members = {"__init__": __init__, "config_class": config_class, "__module__": module}
+    members["_get_static_cache_init_shape"] = _get_static_cache_init_shape
     made = type(PREFIX + stock.__name__, (stock,), members)
     return made
 
 
 def make_dense_config(config: Any) -> Any:
     """Return the stock configuration of the dense model that a pruned one was made from."""
-    check_layout(config)
     dense = copy.deepcopy(config)  # parts of it are configurations themselves
-    if config.layout.get("states_sizes"):
-        dense.per_layer_config = None
+    with dense_sizes(dense):
+        dense = copy.deepcopy(dense)
     dense.__class__ = next(c for c in type(config).__mro__ if not c.__name__.startswith(PREFIX))
     for name in ("layout", "model_type", "auto_map", "architectures"):
         dense.__dict__.pop(name, None)
@@ -159,17 +165,23 @@ def make_dense_config(config: Any) -> Any:
 
 
 @contextmanager
-def _dense_sizes(config: Any) -> Iterator[None]:
-    """Let the configuration state the dense model's sizes during the block: stock code reads one value of each key."""
+def dense_sizes(config: Any) -> Iterator[None]:
+    """Let the configuration state the dense model's sizes during the block, for stock code, which reads one value of each key."""
     check_layout(config)
-    if not config.layout.get("states_sizes"):
-        yield
-        return
-    stated, config.per_layer_config = config.to_dict()["per_layer_config"], None
+    text, layout = config.get_text_config(decoder=True), config.layout
+    pruned = {name: getattr(text, name) for name in layout.get("dense", ())}
+    stated = config.to_dict().get("per_layer_config") if layout.get("states_sizes") else None
+    if stated is not None:
+        config.per_layer_config = None
+    for name in pruned:
+        setattr(text, name, layout["dense"][name])
     try:
         yield
     finally:
-        config.per_layer_config = stated
+        for name, value in pruned.items():
+            setattr(text, name, value)
+        if stated is not None:
+            config.per_layer_config = stated
 
 
 def check_layout(config: Any) -> None:

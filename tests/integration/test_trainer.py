@@ -4,8 +4,20 @@ import pytest
 import torch
 from helpers.models import WIDE_MODELS, make_dataset, run_oneshot
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
 
+from eval.coverage import make_config
+from struprune_plugin.export.any_class import replace_conv1d
+from struprune_plugin.export.convert import adopt_config, adopt_paddings
+from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.model.surgery import read_consumer, slice_group
+from struprune_plugin.model.units import find_groups
 from struprune_plugin.storage.manifest import read_manifest
 
 
@@ -17,9 +29,10 @@ def make_trainer(model, folder, num_steps):
 
 
 def adapt(folder):
-    targets = ["q_proj", "v_proj", "fc1", "fc2", "up_proj", "down_proj"]
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=4, task_type="CAUSAL_LM")
+    )  # peft finds the modules, as for the dense type
 
 
 @pytest.mark.parametrize("kind", WIDE_MODELS)
@@ -52,3 +65,54 @@ def test_an_output_is_trained_resumed_merged_and_pruned_again(kind, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert again.num_parameters() < merged.num_parameters()
     assert torch.isfinite(again(input_ids=ids).logits).all()
+
+
+@torch.no_grad()
+def save_pruned(model_type, folder):
+    """Save a tiny model of a type that keeps the first two thirds of its channels; return it."""
+    model = build_tiny(make_config(model_type, 2))
+    replace_conv1d(model)
+    groups = find_groups(model, "value_channels")
+    adopt_paddings(model, groups)
+    for group in groups:
+        layer, per_block = model.get_submodule(group.layer_name), group.num_units // group.num_blocks
+        keep = torch.arange(group.num_units).view(group.num_blocks, per_block)[:, : per_block * 2 // 3].flatten()
+        columns = (keep[:, None] * group.columns_per_unit + torch.arange(group.columns_per_unit)).flatten()
+        weight = read_consumer(layer, group)
+        slice_group(layer, group, keep, weight[:, [*columns.tolist(), weight.shape[1] - 1]])
+    adopt_config(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "falcon", "gpt_neox", "gemma2", "phi"])
+def test_peft_finds_trains_and_merges_modules_as_of_the_dense_type(model_type, tmp_path):
+    model = save_pruned(model_type, tmp_path / "out")
+    ids = draw_tokens(model.config, 2, 12)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in adapted.parameters() if p.requires_grad)
+    adapted.save_pretrained(tmp_path / "adapters")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    with torch.no_grad():
+        wanted = adapted.eval()(input_ids=ids).logits
+        merged = PeftModel.from_pretrained(loaded, tmp_path / "adapters").merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
+        merged.save_pretrained(tmp_path / "merged")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+        assert torch.equal(again(input_ids=ids).logits, merged(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2"])
+def test_heads_for_other_tasks_are_put_on_the_pruned_trunk(auto, model_type, tmp_path):
+    model = save_pruned(model_type, tmp_path / "out")
+    made = auto.from_pretrained(tmp_path / "out", num_labels=3).eval()
+    made.config.pad_token_id = 1
+    ids = draw_tokens(model.config, 2, 12)
+    with torch.no_grad():
+        assert made(input_ids=ids).logits.shape == (
+            (2, 3) if auto is AutoModelForSequenceClassification else (2, 12, 3)
+        )
+        hidden = [each(input_ids=ids).last_hidden_state for each in (made.base_model, model.base_model)]
+    torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,60 @@
+"""Run saved outputs in whatever transformers is installed, and say how each differs from what its writer saw. Needs only torch.
+
+    python check_outputs.py FOLDER …
+
+A folder holds ``expected.safetensors``: ``ids`` [1, tokens], and the ``logits`` that the writer's model gave for them. One line
+of JSON per folder: ``version``; ``logits``: the largest difference relative to the largest logit; for each way to generate its
+tokens, or the error: ``cached``, ``uncached``, ``static`` (static cache, prompt in chunks), ``beam`` and ``beam_uncached``;
+``failed`` alone where the folder does not load.
+"""
+
+import json
+import sys
+import warnings
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+WAYS = {
+    "cached": {},
+    "uncached": {"use_cache": False},
+    "static": {"cache_implementation": "static", "prefill_chunk_size": 5},
+    "beam": {"num_beams": 3},
+    "beam_uncached": {"num_beams": 3, "use_cache": False},
+}
+
+
+def load(folder):
+    (name,) = AutoConfig.from_pretrained(folder, trust_remote_code=True).architectures
+    auto = AutoModelForImageTextToText if name.endswith("ForConditionalGeneration") else AutoModelForCausalLM
+    return auto.from_pretrained(folder, trust_remote_code=True, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def check(folder):
+    expected = load_file(f"{folder}/expected.safetensors")
+    model, ids, found = load(folder), expected["ids"], {"version": transformers.__version__}
+    logits = model(input_ids=ids).logits
+    found["logits"] = float((logits - expected["logits"]).abs().max() / expected["logits"].abs().max())
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
+    for way, own in WAYS.items():
+        try:
+            found[way] = model.generate(ids, **options, **own)[0, ids.shape[1] :].tolist()
+        except Exception as error:  # told: a class may lack a way, dense, too
+            found[way] = f"{type(error).__name__}: {str(error)[:200]}"
+    return found
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        try:
+            print(json.dumps(check(name)), flush=True)
+        except Exception as error:
+            found = {"version": transformers.__version__, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
+            print(json.dumps(found), flush=True)

@@ -142,12 +142,12 @@ def _list_stated_sizes(model: PreTrainedModel, dense: Any, twin: PreTrainedModel
             found |= dict.fromkeys(_WIDTH_KEYS, "width")
         stated.append({k: getattr(sizes, n) for k, n in found.items() if known.get(k) == getattr(whole, n)})
     key, widths = find_expert_widths(model, dense, twin)
-    for index, sizes in enumerate(stated):
-        sizes.pop(key, None)  # it is the experts' alone
+    for index, own in enumerate(stated):
+        own.pop(key, None)  # it is the experts' alone
         if index in widths and len(set(widths.values())) > 1:  # else the key itself states it
-            sizes[key] = widths[index]
-    keys = {key for sizes in stated for key, size in sizes.items() if size != known[key]}
-    return {i: {key: sizes[key] for key in keys if key in sizes} for i, sizes in enumerate(stated)} if keys else {}
+            own[key] = widths[index]
+    keys = {name for own in stated for name, size in own.items() if size != known[name]}
+    return {i: {name: own[name] for name in keys if name in own} for i, own in enumerate(stated)} if keys else {}
 
 
 def find_expert_widths(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> tuple[str, dict[int, int]]:

@@ -17,7 +17,6 @@ from struprune_plugin.recipes.shipped import find_recipe, list_recipes
 from struprune_plugin.storage.files import is_hub_name, read_bytes
 
 _RESTARTED = "STRUPRUNE_RESTARTED"  # set in a process that was restarted to see one device
-_MANY = 10**9  # more than any count
 
 
 def option(name: str, help: str, metavar: str | None = None, panel: str | None = None, **more: Any) -> Any:
@@ -27,7 +26,7 @@ def option(name: str, help: str, metavar: str | None = None, panel: str | None =
 
 def whole(name: str, help: str, low: int = 1, panel: str | None = None) -> Any:
     """Return an option for a whole number."""
-    return option(name, help, "N", panel, min=low, max=_MANY)
+    return option(name, help, "N", panel, min=low)
 
 
 def _complete_recipe(incomplete: str) -> list[str]:

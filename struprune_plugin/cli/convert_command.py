@@ -19,6 +19,7 @@ def convert(
     to: Annotated[_FORMS, opt.option("--to", "form to write")],
     output: Annotated[Path, opt.option("--output", "folder to write; it appears when it is complete", "DIR")],
     overwrite: opt.Overwrite = False,
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -37,7 +38,7 @@ def convert(
 
     screen.set_log(False)
     with write_folder(output, overwrite, [path], measure_weight_bytes(path)) as partial:
-        convert_folder(path, to, partial)
+        convert_folder(path, to, partial, trust_remote_code)
         carry_manifest(path, partial)
         try_write_card(partial)
     how = "; load it with trust_remote_code=True" if any(output.glob("*.py")) else ""

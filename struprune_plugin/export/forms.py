@@ -25,22 +25,19 @@ from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.storage.files import shorten_error
+from struprune_plugin.storage.checkpoint import load_whole, read_config
 
 Form = Literal["uniform-padded", "gguf"]
 
 
-def load_pruned(folder: Path) -> PreTrainedModel:
+def load_pruned(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model of a pruned folder, in its own dtype, on the host.
 
-    :raises ValueError: the folder is not a pruned one in the per-layer form, or is quantised
+    :param trust_remote_code: run the code that comes with it, which a class outside transformers needs
+    :raises ValueError: the folder is not a pruned one in the per-layer form, is not whole, or is quantised
     """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except Exception as error:  # a broken file may raise any error
-        raise ValueError(
-            f"{folder}: must be a pruned folder that can be loaded, got: {shorten_error(error)} Give the output of a pruning run."
-        ) from None
+    read_config(str(folder), trust_remote_code=trust_remote_code)  # refuses in its own words
+    model = load_whole(AutoModelForCausalLM, str(folder), dtype="auto", trust_remote_code=trust_remote_code)
     if not is_pruned(type(model)):
         raise ValueError(
             f"{folder}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}. It "
@@ -53,16 +50,17 @@ def load_pruned(folder: Path) -> PreTrainedModel:
     return model
 
 
-def convert_folder(source: Path, form: Form, output: Path) -> None:
+def convert_folder(source: Path, form: Form, output: Path, trust_remote_code: bool = False) -> None:
     """Write a pruned folder in another form, with the same function and other shapes.
 
     - ``uniform-padded``: all layers padded with zeros to the largest; stock classes load it
     - ``gguf``: one file for llama.cpp with per-layer FFN widths and heads, values padded to the width of keys
 
     :param output: an empty folder
+    :param trust_remote_code: as in :func:`load_pruned`
     :raises ValueError: the class or the folder cannot be converted to that form
     """
-    model = load_pruned(source)
+    model = load_pruned(source, trust_remote_code)
     if form == "gguf":
         config = make_dense_config(model.config)
         check_gguf(config, source / "tokenizer.json")

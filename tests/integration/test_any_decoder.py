@@ -280,6 +280,7 @@ def test_every_command_that_loads_a_model_may_trust_its_code(own, tmp_path, caps
         ["plan", str(own), *small],
         ["prune", str(own), *small, "--recipe", "struprune", "--output", out],
         ["eval", out, "--window", "16", "--max-tokens", "64"],
+        ["convert", out, "--to", "uniform-padded", "--output", str(tmp_path / "padded")],
         ["sweep", str(own), *small, "--window", "16", "--max-tokens", "64", "--output", str(tmp_path / "curve")],
     ]
     for words in commands:

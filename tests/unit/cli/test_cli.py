@@ -187,7 +187,7 @@ OPTIONS = {
     "inspect": "OUT --json",
     "recipes": "",
     "plan": "MODEL --recipe --sparsity --json",
-    "convert": "OUT --to uniform-padded masked block_configs static --output --overwrite",
+    "convert": "--trust-remote-code OUT --to uniform-padded gguf --output --overwrite",
 }
 
 
@@ -208,17 +208,17 @@ def test_help_tells_defaults_that_depend(capsys, monkeypatch):
 
 
 def test_convert_writes_a_folder_whole_or_not_at_all(pruned, tmp_path, capsys):
-    argv = ["convert", str(pruned), "--output", str(tmp_path / "masked"), "--to"]
-    assert cli.main([*argv, "masked"]) == 0
+    argv = ["convert", str(pruned), "--output", str(tmp_path / "padded"), "--to"]
+    assert cli.main([*argv, "uniform-padded"]) == 0
     assert "of weights)" in capsys.readouterr().out
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "masked")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "padded")
     assert type(model).__name__ == "OPTForCausalLM"
-    assert cli.main([*argv, "masked"]) == 2
+    assert cli.main([*argv, "uniform-padded"]) == 2
     assert "must be empty or absent" in capsys.readouterr().err
-    assert cli.main(["convert", str(pruned), "--to", "block_configs", "--output", str(tmp_path / "x")]) == 2
-    assert "the model must be a llama" in capsys.readouterr().err
-    assert AutoConfig.from_pretrained(tmp_path / "masked").model_type == "opt"
-    assert cli.main(["convert", str(DEMO_MODEL), "--to", "masked", "--output", str(tmp_path / "x")]) == 2
+    assert cli.main(["convert", str(pruned), "--to", "gguf", "--output", str(tmp_path / "x")]) == 2
+    assert "model_type must be 'llama'" in capsys.readouterr().err
+    assert AutoConfig.from_pretrained(tmp_path / "padded").model_type == "opt"
+    assert cli.main(["convert", str(DEMO_MODEL), "--to", "uniform-padded", "--output", str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x").exists()
 
 
@@ -239,7 +239,7 @@ def test_prune_refuses_budgets_that_are_no_bytes(tmp_path, capsys, value):
 
 def test_overwriting_never_takes_an_input(pruned, capsys):
     for argv in (
-        ["convert", str(pruned), "--to", "masked", "--output", str(pruned)],
+        ["convert", str(pruned), "--to", "uniform-padded", "--output", str(pruned)],
         ["prune", str(pruned), "--recipe", RECIPE, "--output", str(pruned)],
         ["prune", str(DEMO_MODEL), "--recipe", str(pruned / "recipe.yaml"), "--output", str(pruned)],
         ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--data", str(pruned / "recipe.yaml"), "--output", str(pruned)],
@@ -272,7 +272,7 @@ def test_eval_writes_scores_over_nothing_but_scores(tmp_path, capsys):
 
 
 def test_a_folder_without_a_manifest_is_not_overwritten(pruned, tmp_path, capsys):
-    argv = ["convert", str(pruned), "--output", str(tmp_path / "out"), "--overwrite", "--to", "masked"]
+    argv = ["convert", str(pruned), "--output", str(tmp_path / "out"), "--overwrite", "--to", "uniform-padded"]
     assert cli.main(argv) == 0
     (tmp_path / "out" / "struprune.json").unlink()
     assert cli.main(argv) == 2
@@ -284,7 +284,7 @@ def test_a_full_disk_is_told_in_one_line(pruned, tmp_path, monkeypatch, capsys):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("struprune_plugin.export.forms.convert_folder", fail)
-    assert cli.main(["convert", str(pruned), "--to", "masked", "--output", str(tmp_path / "out")]) == 1
+    assert cli.main(["convert", str(pruned), "--to", "uniform-padded", "--output", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("struprune: error: Error while serializing: I/O error")
     assert list(tmp_path.iterdir()) == []
 

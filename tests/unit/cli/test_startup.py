@@ -39,7 +39,7 @@ def run_command(*words, **environment):
         (["prune", "m", "--recipe", "struprune", "--output", "o", "--set", "sparsity=["], 2),
         (["prune", "m", "--recipe", "struprune", "--output", "o", "--device", "tpu"], 2),
         (["eval", "/no/such"], 2),
-        (["convert", "/no/such", "--to", "masked", "--output", "o"], 2),
+        (["convert", "/no/such", "--to", "uniform-padded", "--output", "o"], 2),
         (["inspect", "/no/such"], 2),
         (["inspect", "OUT"], 0),
     ],

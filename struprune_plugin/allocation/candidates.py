@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
+from compressed_tensors.offload import disable_offloading
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -21,8 +22,7 @@ from struprune_plugin.allocation.trial_weights import Fit, TrialSolver, Weights
 from struprune_plugin.layerwise.calls import States
 from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.layerwise.ends import leave_layers
-from struprune_plugin.layerwise.head import Head
+from struprune_plugin.layerwise.ends import compute_logits
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.linalg.ties import argmin_with_ties
@@ -100,18 +100,16 @@ class Trial:
         :param batches: the trial batches
         """
         paths = [[states.hidden for states in path.states] or self._dense for path in self._paths]
-        totals, count, head = [0.0] * len(paths), 0, Head.of(self._model)
-        for index, batch in enumerate(tqdm(batches, desc="KL divergences")):
-            mask = batch.get("attention_mask")
-            valid = (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
-            count += int(valid.sum())
-            finals = []
-            for hidden in (self._dense, *paths):
-                final = leave_layers(self._model, batch, hidden[index], self._context)
-                finals.append(self._context.to_host(final[valid.to(final.device)]))
-            found = _compare(head, finals, final.device, self._context)
-            totals = [a + b for a, b in zip(totals, found, strict=True)]
-        *sums, tokens = sum_over_ranks(torch.tensor([*totals, count], dtype=torch.float64)).tolist()
+        totals, count = torch.zeros(len(paths), dtype=torch.float64), 0
+        with disable_offloading():
+            for index, batch in enumerate(tqdm(batches, desc="KL divergences")):
+                mask = batch.get("attention_mask")
+                valid = (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
+                count += int(valid.sum())
+                finals = [hidden[index] for hidden in (self._dense, *paths)]
+                for row, kept in enumerate(valid):
+                    totals += _compare(self._model, batch, row, kept, finals)
+        *sums, tokens = sum_over_ranks(torch.cat([totals, totals.new_tensor([count])])).tolist()
         return [total / max(tokens, 1) for total in sums]
 
     def _list_counts(self, group: UnitGroup) -> list[int]:
@@ -165,28 +163,26 @@ def describe_trials(record: AllocationRecord) -> str:
     return f"KL divergence in nats of each candidate allocation: {told}; selected: {record.taken}"
 
 
-def _compare(head: Head, finals: Sequence[Tensor], device: torch.device, context: DeviceContext) -> list[float]:
-    """Return the sum over tokens of KL(first ‖ other) for every other, in nats, with the logits of some tokens at a time.
+def _compare(
+    model: PreTrainedModel, batch: dict[str, Tensor], row: int, kept: Tensor, finals: Sequence[Tensor]
+) -> Tensor:
+    """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.
 
-    :param finals: inputs of the output embeddings, on the host, shape [tokens, d]
-    :param device: device on which these are applied, unless on the host
+    :param row: index of the sequence in its batch
+    :param kept: mask of the tokens that count, shape [tokens], bool
+    :param finals: hidden states of the last layer for the whole batch, on the host
     """
-    on_host = context.placement.embed_on_host
-    totals = torch.zeros(len(finals) - 1, dtype=torch.float64)
-    with context.on_host(on_host):
-        head = head.hold()
 
-        def compute_logits(final: Tensor) -> Tensor:
-            ((_, logits, _),) = head.compute_logits(final if on_host else context.to_device(final, device))
-            return logits
+    def compute(final: Tensor) -> Tensor:
+        logits = compute_logits(model, batch, row, final)
+        return logits[kept.to(logits.device)].to(torch.promote_types(logits.dtype, torch.float32))
 
-        size = max(1, context.placement.logits // head.num_tokens)
-        for dense, *others in zip(*(final.split(size) for final in finals), strict=True):
-            wanted = compute_logits(dense)
-            whole, probs = wanted.logsumexp(-1), torch.softmax(wanted, dim=-1)
-            for index, other in enumerate(others):
-                found = compute_logits(other)
-                moved = found.logsumexp(-1) - whole - torch.linalg.vecdot(probs, found.sub_(wanted))
-                totals[index] += float(moved.double().sum())
-                del found
-    return totals.tolist()
+    wanted = compute(finals[0])
+    whole, probs = wanted.logsumexp(-1), torch.softmax(wanted, dim=-1)
+    totals = []
+    for final in finals[1:]:
+        found = compute(final)
+        moved = found.logsumexp(-1) - whole - torch.linalg.vecdot(probs, found.sub_(wanted))
+        totals.append(float(moved.double().sum()))
+        del found
+    return torch.tensor(totals, dtype=torch.float64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import torch
-import torch.nn.functional as F
+from compressed_tensors.offload import disable_offloading
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.curves import split_batches
 from struprune_plugin.layerwise.calls import LayerCall, pair_gradients
 from struprune_plugin.layerwise.capture import split_tokens
-from struprune_plugin.layerwise.ends import BatchFlow, enter_layers, leave_layers
-from struprune_plugin.layerwise.head import Head
+from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_layers
 from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
 from struprune_plugin.model.footprint import count_bytes
@@ -52,7 +51,7 @@ def measure_fisher(
 
     :return: empty if the model's output is not finite: the calibration pass that follows reports the linear
     :param num_sequences: maximum number of sequences, an equal share of every process' loader
-    :param context: context whose placement sets what runs on the host, and how many logits are held at once
+    :param context: context whose placement sets what runs on the host
     """
     sums: dict[str, Tensor] = {}
     first, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
@@ -60,7 +59,6 @@ def measure_fisher(
     parts = [{name: part for name, part in batch.items() if name in wanted} for batch in first]
     before = count_before(sum(len(part["input_ids"]) for part in parts))
     counted, finite = 0, True
-    head: Head | None = None
     with (
         freeze_weights(model),
         tqdm(total=2 * len(find_decoder_layers(model)) * len(parts), desc="sensitivity") as bar,
@@ -73,8 +71,7 @@ def measure_fisher(
                         flow.leave(flow.enter(index).run(layer, context), context)
                 bar.update(len(flows))
             for flow in flows:
-                head = head or Head.of(model)
-                num_tokens = _turn_round(model, head, flow, before, context)
+                num_tokens = _turn_round(model, flow, before, context)
                 finite = finite and num_tokens > 0
                 before, counted = before + len(flow.batch["input_ids"]), counted + num_tokens
             if not finite:
@@ -105,10 +102,10 @@ def _fit_batches(model: PreTrainedModel, parts: Sequence[dict[str, Tensor]]) -> 
         yield taken
 
 
-def _turn_round(model: PreTrainedModel, head: Head, flow: BatchFlow, first: int, context: DeviceContext) -> int:
-    """Run the part behind the last layer; store the gradient at that layer's output. Return the number of scored tokens.
+def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: DeviceContext) -> int:
+    """Store the gradient of -log p(y), y drawn from p, at the last layer's output. Return the number of scored tokens.
 
-    No tokens are scored where the output is not finite.
+    No tokens are scored where the output is not finite. The logits are those of one sequence at a time.
 
     :param first: index of the batch's first sequence among all; seeds that sequence's labels, so that they do not depend on how
         sequences are split into batches or over processes
@@ -116,49 +113,32 @@ def _turn_round(model: PreTrainedModel, head: Head, flow: BatchFlow, first: int,
     mask = flow.batch.get("attention_mask")
     valid = (torch.ones_like(flow.batch["input_ids"]) if mask is None else mask).bool()
     hidden = context.to_device(flow.states.hidden, flow.calls[-1].device).detach().requires_grad_()
-    with torch.enable_grad():
-        final = leave_layers(model, flow.batch, hidden, context)
-        above = _find_output_gradient(head, final.detach(), valid, first, context)
-        if above is None:
-            return 0
-        (gradient,) = torch.autograd.grad(final, hidden, above)
-    flow.above = [context.park(gradient)]
+    generator, head, seen = torch.Generator(), model.get_output_embeddings(), dict[str, Tensor]()
+
+    def widen(_head: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Compute what follows the head in float32, from a leaf: gradients of 16-bit models are rounded only behind it."""
+        seen.update(inputs=args[0], outputs=output.detach().float().requires_grad_())
+        return seen["outputs"]
+
+    with torch.enable_grad(), disable_offloading(), head.register_forward_hook(widen):
+        for row, counted in enumerate(valid):
+            logits = compute_logits(model, flow.batch, row, hidden)
+            counted = counted.to(logits.device)
+            above = torch.softmax(logits.detach(), dim=-1)  # the gradient of -log p(y) here: p, minus one at y
+            if not above[counted, 0].isfinite().all():  # one nonfinite logit makes its row NaN
+                return 0
+            draws = torch.rand(len(counted), generator=generator.manual_seed(first + row), dtype=torch.float64)
+            labels = draw_labels(above, draws.to(logits.device))
+            above.scatter_add_(-1, labels, above.new_full(labels.shape, -1.0))
+            above[~counted] = 0
+            (above,) = torch.autograd.grad(logits, seen["outputs"], above)
+            inputs = seen.pop("inputs")
+            gradient = multiply_in_parts(above.flatten(0, -2), head.weight)
+            inputs.backward(gradient.view(inputs.shape).to(inputs.dtype))
+            del logits, above, seen["outputs"]
+    assert hidden.grad is not None
+    flow.above = [context.park(hidden.grad)]
     return int(valid.sum())
-
-
-def _find_output_gradient(
-    head: Head, final: Tensor, valid: Tensor, first: int, context: DeviceContext
-) -> Tensor | None:
-    """Return the gradient of -log p(y), y drawn from p, at the inputs of the output embeddings; None if not finite.
-
-    :param final: those inputs, shape [sequences, tokens, d]
-    :param valid: mask of tokens that count, shape [sequences, tokens], bool
-    """
-    on_host, device = context.placement.embed_on_host, final.device
-    with context.on_host(on_host):
-        final = context.to_host(final) if on_host else final
-        valid = context.to_device(valid, final.device)
-        ((_, weight, bias),) = head.pieces()
-        size = max(1, context.placement.logits // len(weight))
-        gradient, generator = torch.zeros_like(final), torch.Generator()
-        for row, (sequence, counted) in enumerate(zip(final, valid, strict=True)):
-            generator.manual_seed(first + row)
-            draws = context.to_device(torch.rand(len(sequence), generator=generator, dtype=torch.float64), final.device)
-            for start in range(0, len(sequence), size):
-                span = slice(start, start + size)
-                logits = F.linear(sequence[span], weight, bias).float().requires_grad_()
-                shaped = head.shape(logits)
-                above = torch.softmax(shaped.detach(), dim=-1)  # the gradient of -log p(y) here: p, minus one at y
-                if not above[counted[span], 0].isfinite().all():  # one nonfinite logit makes its row NaN
-                    return None
-                labels = draw_labels(above, draws[span])
-                above.scatter_add_(-1, labels, above.new_full(labels.shape, -1.0))
-                above[~counted[span]] = 0
-                if shaped is not logits:
-                    (above,) = torch.autograd.grad(shaped, logits, above)
-                del logits, shaped
-                gradient[row, span] = multiply_in_parts(above, weight)
-    return context.to_device(gradient, device)
 
 
 def draw_labels(probs: Tensor, draws: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.export.any_class import make_dense_config, replace_conv1d
 from struprune_plugin.export.convert import adopt_config, adopt_paddings
-from struprune_plugin.layerwise.ends import leave_layers
-from struprune_plugin.layerwise.head import Head
+from struprune_plugin.layerwise.ends import compute_logits
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
@@ -164,17 +163,17 @@ def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
 
     :param model: a small model in float32: all of it runs
     :param batches: batches with and without padding
-    :raises ValueError: the logits differ, or as in :func:`~struprune_plugin.layerwise.ends.enter_layers` and
-        :func:`~struprune_plugin.layerwise.logits.measure_logits`
+    :raises ValueError: the logits differ, or as in :func:`~struprune_plugin.layerwise.ends.enter_layers`
     """
-    context, head, flows = DeviceContext(), Head.of(model), []
+    context, flows = DeviceContext(), []
     for step in stream_layers(model, batches, context, ""):
         flows = list(step.flows)
         for flow in flows:
             flow.leave(flow.enter(step.index).run(step.layer, context), context)
     for flow, batch in zip(flows, batches, strict=True):
+        rows = range(len(batch["input_ids"]))
+        found = torch.stack([compute_logits(model, batch, row, flow.states.hidden) for row in rows])
         wanted = model(**batch, use_cache=False).logits
-        ((_, found, _),) = head.compute_logits(leave_layers(model, batch, flow.states.hidden, context))
         kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         _check_equal(found[kept], wanted[kept], "layer by layer as whole")
 

@@ -85,13 +85,9 @@ class LayerCall:
         """Tokens per sequence, padding included."""
         return self.batch_shape[1]
 
-    def find_batch_axis(self, hidden: Tensor) -> int:
-        """Return the dimension of hidden states that counts sequences; that of tokens follows."""
-        return next(axis for axis in range(hidden.dim() - 1) if hidden.shape[axis : axis + 2] == self.batch_shape)
-
     def list_tokens(self, hidden: Tensor) -> Tensor:
         """Return hidden states per token, shape [tokens, d]; several streams are concatenated."""
-        before = self.find_batch_axis(hidden)
+        before = find_batch_axis(hidden, self.batch_shape)
         return hidden.movedim((before, before + 1), (0, 1)).flatten(0, 1).flatten(1)
 
     @property
@@ -158,6 +154,14 @@ def list_parts(output: Any) -> list[Any]:
             "Choose another model."
         )
     return parts
+
+
+def find_batch_axis(hidden: Tensor, shape: tuple[int, ...]) -> int:
+    """Return the dimension of hidden states that counts sequences; that of tokens follows.
+
+    :param shape: number of sequences, and of tokens per sequence
+    """
+    return next(axis for axis in range(hidden.dim() - 1) if hidden.shape[axis : axis + 2] == shape)
 
 
 def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[Place, Any]]:

@@ -1,4 +1,4 @@
-"""Forward pass before and after the decoder layers: the layers' calls, and the inputs of the model's head."""
+"""Forward pass before and after the decoder layers: the layers' calls, and the model's logits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.layerwise.calls import (
     LayerCall,
     States,
+    find_batch_axis,
     find_tokens,
     hold,
     list_parts,
@@ -162,7 +163,7 @@ def taste_layer(model: PreTrainedModel, batch: dict[str, Tensor], layer: nn.Modu
 
     def see(_module: nn.Module, _args: tuple, output: Any) -> None:
         _PARTS[type(layer)] = 0 if isinstance(output, Tensor) else len(list_parts(output))
-        raise _Reached(list_parts(output)[0])
+        raise _Reached
 
     handle = layer.register_forward_hook(see)
     try:
@@ -175,71 +176,55 @@ def taste_layer(model: PreTrainedModel, batch: dict[str, Tensor], layer: nn.Modu
 class _Reached(Exception):
     """Signal, not an error, that ends a forward pass at the wanted module."""
 
-    def __init__(self, inputs: Tensor):
-        super().__init__()
-        self.inputs = inputs
 
+def run_to_head(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    """Run a model's own forward pass up to its output embeddings.
 
-def run_to_head(model: Callable[..., Any], batch: dict[str, Tensor], head: nn.Module | None = None) -> Tensor:
-    """Run a model's own forward pass up to its output embeddings; return their inputs.
-
-    :param model: a model, or a function that runs one
-    :param head: the output embeddings, where ``model`` is a function
     :raises ValueError: the model has no output embeddings, or does not call them
     """
-    head = model.get_output_embeddings() if head is None and isinstance(model, PreTrainedModel) else head
+    head = model.get_output_embeddings()
 
-    def stop(inputs: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        raise _Reached(inputs)
+    def stop(*_args: Any, **_kwargs: Any) -> Tensor:
+        raise _Reached
 
     if head is not None:
         with patch_attr(head, "forward", stop):
             try:
                 model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False)
-            except _Reached as reached:
-                return reached.inputs
+            except _Reached:
+                return
     raise ValueError(
-        "model: its output embeddings must be a linear that the model calls, got none. Choose another model."
+        "model: its output embeddings must be a module that the model calls, got none. Choose another model."
     )
 
 
-def leave_layers(model: PreTrainedModel, batch: dict[str, Tensor], hidden: Tensor, context: DeviceContext) -> Tensor:
-    """Return the inputs of the output embeddings, given the last decoder layer's hidden states.
-
-    :func:`enter_layers` has run on the model before.
-    """
-    layers = [layer for _, layer in find_decoder_layers(model)]
-    with bypass_layers(layers, lambda device: context.to_device(hidden, device)):
-        return run_to_head(model, batch)
-
-
-def compute_logits(model: PreTrainedModel, flow: BatchFlow, row: int, hidden: Tensor) -> Tensor:
+def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor], row: int, hidden: Tensor) -> Tensor:
     """Return the model's own logits for one sequence of a batch, shape [tokens, V].
 
-    :func:`enter_layers` has run on the batch before.
+    :func:`enter_layers` has run on the model before.
 
-    :param row: index of the sequence in its batch
-    :param hidden: the last decoder layer's hidden states of the whole batch
+    :param row: index of the sequence in the batch
+    :param hidden: the last decoder layer's hidden states of the whole batch, anywhere
     """
-    last = hidden.narrow(flow.calls[-1].find_batch_axis(hidden), row, 1)
-    mask = flow.batch.get("attention_mask")
-    ids, mask = flow.batch["input_ids"][row : row + 1], None if mask is None else mask[row : row + 1]
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    last = hidden.narrow(find_batch_axis(hidden, ids.shape), row, 1)
+    part = {"input_ids": ids[row : row + 1], "attention_mask": None if mask is None else mask[row : row + 1]}
     with bypass_layers([layer for _, layer in find_decoder_layers(model)], last.to):
-        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0]
+        return model(**part, use_cache=False).logits[0]
 
 
 @contextmanager
-def bypass_layers(layers: Sequence[nn.Module], give: Callable[[torch.device], Tensor] | None) -> Iterator[None]:
+def bypass_layers(layers: Sequence[nn.Module], give: Callable[[torch.device], Tensor]) -> Iterator[None]:
     """Skip decoder layers, whose class is known, and their hooks; the last of them returns other hidden states.
 
-    :param give: returns these hidden states on a device; the inputs of the first layer are returned where None
+    :param give: returns these hidden states on a device
     """
     num_parts = _PARTS[type(layers[0])]
 
     def make_forward(is_last: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = split_call(args, kwargs)[1]
-            hidden = give(hidden.device) if is_last and give is not None else hidden
+            hidden = give(hidden.device) if is_last else hidden
             return (hidden, *(None for _ in range(num_parts - 1))) if num_parts else hidden
 
         return forward

@@ -160,7 +160,7 @@ class AdapterTraining:
             for flow in flows:
                 hidden = context.to_device(flow.states.hidden, flow.calls[-1].device).detach().requires_grad_(learns)
                 for row, tokens in enumerate(flow.batch["input_ids"]):
-                    logits = compute_logits(self._model, flow, row, hidden)[:-1]
+                    logits = compute_logits(self._model, flow.batch, row, hidden)[:-1]
                     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
                     loss = F.cross_entropy(wide, tokens[1:].to(wide.device), reduction="sum")
                     if learns:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from struprune_plugin.runtime.device_context import DeviceContext, DevicePeaks
-from struprune_plugin.runtime.offload_plan import WHOLE, OffloadPlan
 from struprune_plugin.runtime.residence import WeightsAhead, load_weights
 
 
@@ -135,15 +134,15 @@ class CountedContext(DeviceContext):
     :ivar live: what lies on the device
     """
 
-    def __init__(self, placement: OffloadPlan, live: LiveBytes):
-        super().__init__(placement)
+    def __init__(self, offload: bool, live: LiveBytes):
+        super().__init__(offload)
         self.live, self._peaks, self._ahead = live, CountedPeaks(live), WeightsAtOnce()
 
     @classmethod
     @contextmanager
-    def open(cls, placement: OffloadPlan = WHOLE) -> Iterator[CountedContext]:
+    def open(cls, offload: bool = False) -> Iterator[CountedContext]:
         with LiveBytes() as live, _let_caches_copy(live):
-            yield cls(placement, live)
+            yield cls(offload, live)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return self.live.move(tensor.detach(), to_host=True)

@@ -65,7 +65,7 @@ MORE: dict[str, list[dict[str, Any]]] = {  # on OPT and LLaMA alone
     "deletion": [{PRUNE: {"sparsity": 0.3, "weight_update": "none", "importance": "wanda"}}],
     "deletion, obs": [{PRUNE: {"sparsity": 0.3, "weight_update": "none"}}],
     "uniform output": [{PRUNE: {"sparsity": 0.3, "output": "uniform", "attention_unit": "none"}}],
-    "budget": [{PRUNE: {"sparsity": 0.3, "memory_budget": 600000}}],
+    "offload": [{PRUNE: {"sparsity": 0.3, "offload": True}}],
     "multiple": [{PRUNE: {"sparsity": 0.3, "width_multiple": 4, "ignore": ["re:.*1.*"]}}],
     "admm, method 1": [
         {PRUNE: {"sparsity": 0.3, "attention_unit": "head", "weight_update": {**ADMM, "attention_method": 1}}}

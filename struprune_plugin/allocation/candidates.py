@@ -175,7 +175,8 @@ def _compare(
 
     def compute(final: Tensor) -> Tensor:
         logits = compute_logits(model, batch, row, final)
-        return logits[kept.to(logits.device)].to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if kept.all() else logits[kept.to(logits.device)]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     wanted = compute(finals[0])
     whole, probs = wanted.logsumexp(-1), torch.softmax(wanted, dim=-1)

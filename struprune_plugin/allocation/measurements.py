@@ -55,7 +55,7 @@ def measure_sensitivity(
 
 def _sqrt_psd(matrix: Tensor, context: DeviceContext) -> Tensor:
     """Return the root of a matrix, on the host, computed on the device unless solves run on the host."""
-    if context.placement.solve_on_host:
+    if context.offload:
         with context.on_host():
             return sqrt_psd(matrix)
     return context.to_host(sqrt_psd(context.to_device(matrix, get_main_device())))

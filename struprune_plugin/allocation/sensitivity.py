@@ -20,8 +20,7 @@ from struprune_plugin.layerwise.capture import split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_layers
 from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
-from struprune_plugin.model.footprint import count_bytes
-from struprune_plugin.model.layers import find_decoder_layers, freeze_weights
+from struprune_plugin.model.layers import count_parameters, find_decoder_layers, freeze_weights
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_before, count_ranks, gather, sum_over_ranks
@@ -51,7 +50,7 @@ def measure_fisher(
 
     :return: empty if the model's output is not finite: the calibration pass that follows reports the linear
     :param num_sequences: maximum number of sequences, an equal share of every process' loader
-    :param context: context whose placement sets what runs on the host
+    :param context: decides what runs on the host
     """
     sums: dict[str, Tensor] = {}
     first, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
@@ -77,7 +76,7 @@ def measure_fisher(
             if not finite:
                 break
             for index, name, layer, following in list_visits(model, backward=True):
-                with context.hold(layer, following), context.wait_on_host():
+                with context.hold(layer, following):
                     _run_backward(layer, index, select_groups(groups, name), flows, sums, context)
                 bar.update(len(flows))
     counts = gather((counted, finite))
@@ -89,7 +88,7 @@ def measure_fisher(
 
 def _fit_batches(model: PreTrainedModel, parts: Sequence[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
     """Yield lists of batches whose hidden states, of all layers, fit in a share of the model's size and of the free memory."""
-    context = _HELD * min(count_bytes(model), psutil.virtual_memory().available)
+    context = _HELD * min(count_parameters(model) * model.dtype.itemsize, psutil.virtual_memory().available)
     hidden = model.config.get_text_config().hidden_size
     each = len(find_decoder_layers(model)) * hidden * model.dtype.itemsize
     taken: list[dict[str, Tensor]] = []
@@ -134,7 +133,8 @@ def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: De
             (above,) = torch.autograd.grad(logits, seen["outputs"], above)
             inputs = seen.pop("inputs")
             gradient = multiply_in_parts(above.flatten(0, -2), head.weight)
-            inputs.backward(gradient.view(inputs.shape).to(inputs.dtype))
+            gradient = context.to_device(gradient.view(inputs.shape).to(inputs.dtype), inputs.device)
+            inputs.backward(gradient)
             del logits, above, seen["outputs"]
     assert hidden.grad is not None
     flow.above = [context.park(hidden.grad)]
@@ -166,7 +166,7 @@ def _run_backward(
 ) -> None:
     """Run one layer forward and backward on all batches, add ``g g^T`` at its consumers, store the gradients at its input.
 
-    The sums are on the device if the placement has room for them.
+    The sums are on the device, unless the context offloads.
 
     :param index: index of the layer
     """
@@ -175,7 +175,6 @@ def _run_backward(
     def see(name: str) -> Any:
         return lambda _module, _args, output: outputs.update({name: output})
 
-    grows_on_host = context.placement.gather_on_host or context.placement.release_weights
     watched = {group.output_name: group.experts or group.consumer for group in groups}
     handles = [layer.get_submodule(module).register_forward_hook(see(name)) for name, module in watched.items()]
     try:
@@ -193,7 +192,7 @@ def _run_backward(
             flow.above = [context.park(gradient) for gradient in gradients[: len(below)]]
             found = gradients[len(below) :]
             for name, gradient in zip(watched, found, strict=True):
-                _add_products(sums, name, gradient, call, context, grows_on_host)
+                _add_products(sums, name, gradient, call, context)
     finally:
         for handle in handles:
             handle.remove()
@@ -202,7 +201,7 @@ def _run_backward(
 
 
 def _add_products(
-    sums: dict[str, Tensor], name: str, gradients: Tensor, call: LayerCall, context: DeviceContext, grows_on_host: bool
+    sums: dict[str, Tensor], name: str, gradients: Tensor, call: LayerCall, context: DeviceContext
 ) -> None:
     """Add ``g g^T`` of one batch to a sum, sequence by sequence."""
     tokens = None if call.tokens is None else context.to_device(call.tokens, gradients.device)
@@ -211,8 +210,8 @@ def _add_products(
     ]  # each of Llama 4's experts gets all tokens
     for part in split_tokens(tokens, len(gradients), call.length):
         gram = multiply_by_itself(gradients[part])
-        gram = (context.to_host(gram) if grows_on_host else gram).double()
+        gram = (context.to_host(gram) if context.offload else gram).double()
         total = sums.get(name)
-        if total is not None and not grows_on_host:
+        if total is not None and not context.offload:
             total = context.to_device(total, gradients.device)
         sums[name] = gram if total is None else total.add_(gram)

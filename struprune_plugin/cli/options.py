@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
-from struprune_plugin.storage.files import is_hub_name, read_bytes
+from struprune_plugin.storage.files import is_hub_name
 
 _RESTARTED = "STRUPRUNE_RESTARTED"  # set in a process that was restarted to see one device
 
@@ -66,16 +66,6 @@ _REMOVE = "fraction of the decoder layers' parameters to remove, in [0, 1)"
 Sparsity = Annotated[float | None, option("--sparsity", _REMOVE, "R", _CHANGES)]
 Budget = Annotated[str | None, option("--budget", _LIMIT, "YAML", _CHANGES)]
 Effort = Annotated[Literal["fast", "default", "best"] | None, option("--effort", _EFFORT, None, _CHANGES)]
-MemoryBudget = Annotated[
-    int | None,
-    option(
-        "--memory-budget",
-        "bytes that the run may use on the device, e.g. 2GB",
-        "BYTES",
-        _CHANGES,
-        parser=lambda value: read_bytes(str(value)),
-    ),
-]
 Settings = Annotated[list[str] | None, option("--set", _SET, "FIELD=VALUE", _CHANGES)]
 
 _SCORING = "Scoring"

@@ -21,7 +21,6 @@ def plan(
     sparsity: opt.Sparsity = None,
     budget: opt.Budget = None,
     effort: opt.Effort = None,
-    memory_budget: opt.MemoryBudget = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -31,7 +30,7 @@ def plan(
     and on the host. The plan needs the model's configuration alone; it loads no weights.
     """
     screen = Screen(as_json, quiet)
-    changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort, memory_budget=memory_budget)
+    changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort)
     opt.check_names(device, recipe, [model], [])
     opt.prepare(device, screen)
     from struprune_plugin.model.structure.finder import find_structure

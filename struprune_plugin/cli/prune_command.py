@@ -40,7 +40,6 @@ def prune(
     sparsity: opt.Sparsity = None,
     budget: opt.Budget = None,
     effort: opt.Effort = None,
-    memory_budget: opt.MemoryBudget = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -49,7 +48,7 @@ def prune(
     The recipe may end with quantisers. Without --data, calibration uses a sample of books that ships with the package.
     """
     screen = Screen(as_json, quiet)
-    changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort, memory_budget=memory_budget)
+    changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort)
     count = opt.count_samples(num_samples, changes)
     opt.check_names(device, recipe, [model], [data])
     opt.prepare(device, screen, verbose)

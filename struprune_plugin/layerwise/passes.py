@@ -20,7 +20,6 @@ from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layers, list_attention_configs
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.offload_plan import OffloadPlan
 from struprune_plugin.runtime.residence import hold_one_layer
 
 
@@ -103,16 +102,24 @@ def calibrating(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def enter_device_context(model: PreTrainedModel, placement: OffloadPlan) -> Iterator[DeviceContext]:
-    """Yield a device context that holds one decoder layer on the device at a time and measures the device's memory."""
+def enter_device_context(model: PreTrainedModel, offload: bool = False) -> Iterator[DeviceContext]:
+    """Yield a device context that holds one decoder layer on the device at a time and measures the device's memory.
+
+    :param offload: whether moments, solves and embeddings are on the host
+    :raises torch.OutOfMemoryError: the device has too little memory; the message says what lowers the need
+    """
     layers = list_attention_configs(model)
     with ExitStack() as stack:
         stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", False))  # each sees its own tokens
-        stack.enter_context(hold_one_layer(layers, can_fuse_attention(model), placement.release_weights))
-        context = stack.enter_context(DeviceContext.open(placement))
-        if placement.embed_on_host:
+        stack.enter_context(hold_one_layer(layers, can_fuse_attention(model)))
+        context = stack.enter_context(DeviceContext.open(offload))
+        if offload:
             embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
             head = model.get_output_embeddings()
             assert head is not None
             stack.enter_context(context.keep_on_host(embeddings, head))
-        yield context
+        try:
+            yield context
+        except torch.OutOfMemoryError as error:
+            remedy = "shorter sequences or a smaller batch_size" if offload else "`offload: true` (--set offload=true)"
+            raise torch.OutOfMemoryError(f"the device has too little memory. Use {remedy}. {error}") from error

@@ -22,6 +22,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks, gather, reduce_sums
 
+_OFFLOADED_TOKENS, _OFFLOADED_ROWS = 256, 256  # tokens converted, and rows of a product, on the device at once
 _FAINT = 1e-12
 
 
@@ -68,7 +69,7 @@ class MomentGatherer:
 
         def count(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
             if group.name not in store:
-                store[group.name] = make_group_sums(layer, group, visit.inputs.device, self._context, apart)
+                store[group.name] = make_group_sums(layer, group, visit.inputs.device, self._context)
             rows = accumulate_visit(store[group.name], visit, tokens, self._context)
             if visit.rows is not None:
                 self._rows[group.name] = self._rows.get(group.name, 0) + rows
@@ -252,9 +253,7 @@ class ModuleView:
 
     def read_dense(self) -> Tensor:
         """Return :func:`~struprune_plugin.model.surgery.read_consumer` of the group, on the device where systems are solved."""
-        dense = read_consumer(self.layer, self.group, self.context.fetch)
-        self.context.release(self.layer)
-        return dense
+        return read_consumer(self.layer, self.group, self.context.fetch)
 
     def collect_moments(self, progress: str) -> GroupMoments:
         """Return the moments of the consumer's inputs and targets, see :class:`LayerStatistics`."""
@@ -274,20 +273,17 @@ def can_stop(groups: Sequence[UnitGroup]) -> bool:
     return len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
 
 
-def make_group_sums(
-    layer: nn.Module, group: UnitGroup, device: torch.device, context: DeviceContext, apart: bool = False
-) -> MomentSums:
-    """Return empty float32 sums for a group's consumer, on a device or, where the placement requires it, on the host.
+def make_group_sums(layer: nn.Module, group: UnitGroup, device: torch.device, context: DeviceContext) -> MomentSums:
+    """Return empty float32 sums for a group's consumer, on a device or, with ``offload``, on the host.
 
     :param device: device of the consumer's inputs
-    :param apart: whether the sums are those of held-out sequences
     """
-    consumer, placement = find_linear(layer, group.consumer), context.placement
+    consumer = find_linear(layer, group.consumer)
     sizes = consumer.in_features, consumer.out_features
-    if not (placement.hold_on_host if apart else placement.gather_on_host):
-        return MomentSums(sizes, device, torch.float32, placement.tokens)
+    if not context.offload:
+        return MomentSums(sizes, device, torch.float32)
     with context.on_host() as host:
-        return MomentSums(sizes, host, torch.float32, placement.tokens, placement.rows, context.to_host)
+        return MomentSums(sizes, host, torch.float32, _OFFLOADED_TOKENS, _OFFLOADED_ROWS, context.to_host)
 
 
 def accumulate_visit(sums: MomentSums, visit: Visit, tokens: Tensor | None, context: DeviceContext) -> int:

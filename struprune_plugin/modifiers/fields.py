@@ -133,8 +133,8 @@ class StructuredModifier(StageModifier):
         channels with ``obs`` and a solve
     :param effort: time against quality: ``fast``, ``default`` or ``best``. Sets the samples of ``sensitivity`` and of
         ``allocation: error_curve``, and ``rotate_values``, unless the recipe sets them
-    :param memory_budget: bytes that the device may hold; moments and solves that do not fit move to the host. None uses
-        the accelerator's free memory
+    :param offload: keep moments, solves and embeddings on the host, and on the device only the layer that runs: slower, for
+        models whose solves do not fit the device
     """
 
     sparsity: float | None = None
@@ -154,7 +154,7 @@ class StructuredModifier(StageModifier):
     dampening_frac: float | Literal["auto"] = "auto"
     rotate_values: bool = True
     effort: Literal[tuple(EFFORTS)] = "default"  # type: ignore[valid-type]
-    memory_budget: int | None = Field(default=None, ge=1)
+    offload: bool = False
 
     @model_validator(mode="before")
     @classmethod

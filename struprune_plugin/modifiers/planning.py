@@ -26,7 +26,7 @@ from struprune_plugin.allocation.whole_experts import score_experts
 from struprune_plugin.layerwise.passes import calibrating
 from struprune_plugin.linalg.rounding import expand_counts
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.setup import RunSetup, place_run
+from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.importance import Sensitivity
@@ -84,7 +84,7 @@ class Planner:
         """Return the allocation: measure error curves, propose plans, judge them on held-out text, take the best."""
         rule, setup = self.recipe.allocation, self.setup
         fit, probes, judges = self._divide_batches()
-        context = self.context.replace(place_run(self.recipe, self.model, setup.groups, fit, together=True))
+        context = self.context.nest()
         measured = self._measure_curves(fit, sensitivity, context, keeps=bool(judges))
         curves, budget = tie_statistics(setup.sizes, measured.measured), setup.make_budget(self.recipe)
         own = rule.decide(setup.sizes, curves, budget)

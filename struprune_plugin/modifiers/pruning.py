@@ -94,7 +94,7 @@ class StruPruneModifier(StructuredModifier):
             self._setup = self._prepare(state)  # another modifier (REAP) has changed the model
         model, setup, batches = state.model, self._setup, list(state.data.calib)
         assert setup is not None
-        with enter_device_context(model, setup.placement) as context, context.stage("whole pass"):
+        with enter_device_context(model, self.offload) as context, context.stage("whole pass"):
             plan, sensitivity = Planner(self, setup, model, batches, context).decide(self._store)
             adopt_paddings(model, setup.groups)
             log = None if self._store is None else LayerLog(self._store)

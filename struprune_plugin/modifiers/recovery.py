@@ -31,7 +31,6 @@ from struprune_plugin.recovery.adapters import attach_adapters, match_linears, s
 from struprune_plugin.recovery.recovery_config import RecoveryConfig
 from struprune_plugin.recovery.training import AdapterTraining
 from struprune_plugin.runtime.distributed import check_one_process
-from struprune_plugin.runtime.offload_plan import WHOLE
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
 from struprune_plugin.storage.records import EvaluationRecord
 
@@ -98,7 +97,7 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         with (
             seed_random(self.seed),
             DisableQuantization(model),
-            enter_device_context(model, WHOLE) as context,
+            enter_device_context(model) as context,
             context.stage("training"),
             attach_adapters(model, linears, self.adapters) as parameters,
         ):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from llmcompressor.modifiers import Modifier
-from loguru import logger
 from torch import nn
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
@@ -18,10 +17,8 @@ from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.export.stock_config import can_hold_heads
-from struprune_plugin.layerwise.samples import find_largest_shape
 from struprune_plugin.linalg.budget import meet_budget
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
-from struprune_plugin.model.footprint import read_sizes
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters, count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import check_sliceable
@@ -45,9 +42,8 @@ from struprune_plugin.modifiers.widths import Rounding, check_widths, describe_r
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.importance import Sensitivity
 from struprune_plugin.pruning.resume import describe_run, digest_tokens
-from struprune_plugin.runtime.device_context import DeviceContext, find_free_bytes
+from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
-from struprune_plugin.runtime.offload_plan import WHOLE, Demands, OffloadPlan, place_parts
 from struprune_plugin.storage.manifest import Manifest, describe_versions
 from struprune_plugin.storage.records import (
     AllocationRecord,
@@ -71,7 +67,6 @@ class RunSetup:
     :param share: mean sparsity that the groups need
     :param calibration: record of the calibration data
     :param num_parameters: parameters of the model
-    :param placement: parts of the run that are placed on the host
     :param mixture: whole experts that may be removed; None if none may
     :param target: the budget
     :param whole: groups that keep all units and are re-solved
@@ -85,7 +80,6 @@ class RunSetup:
     share: float
     calibration: CalibrationRecord
     num_parameters: int
-    placement: OffloadPlan
     target: Target
     mixture: Mixture | None = None
     whole: Sequence[UnitGroup] = ()
@@ -191,6 +185,7 @@ def prepare_run(
     check_weights(model)
     check_targets(model, later)
     _check_methods(modifier, model, later)
+    check_offload(modifier)
     check_bytes(modifier, later)
     check_effects(modifier, groups)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
@@ -208,7 +203,6 @@ def prepare_run(
     solves = modifier.importance.eliminates or modifier.weight_update.solves
     needed = widest.num_columns + 1 if solves else 1
     sequences, tokens = check_calibration(model, loader, needed, widest.name)
-    placement = place_run(modifier, model, (*groups, *whole), loader, together=False)
     calibration = CalibrationRecord(sequences, tokens, digest_tokens(batch["input_ids"] for batch in loader))
     setup = RunSetup(
         groups,
@@ -218,7 +212,6 @@ def prepare_run(
         share,
         calibration,
         count_parameters(model),
-        placement,
         target,
         mixture,
         whole,
@@ -321,36 +314,15 @@ def open_store(store: ResumeStore, model: PreTrainedModel, loader: Any) -> None:
     store.open(describe_run(recipe, describe_versions(), model, loader))
 
 
-def place_run(
-    modifier: StructuredModifier,
-    model: PreTrainedModel,
-    groups: Sequence[UnitGroup],
-    loader: Any,
-    together: bool,
-) -> OffloadPlan:
-    """Return which parts of a run are placed on the host under the budget or, without one, under the accelerator's free memory.
+def check_offload(modifier: StructuredModifier) -> None:
+    """Raise if a method computes on the device what ``offload`` keeps on the host.
 
-    :param together: moments of all modules of a layer are gathered in one pass; otherwise module by module, with moments of
-        held-out sequences if dampening is chosen on them
-    :raises ValueError: the budget is too small, or a method does not support one
+    :raises ValueError: in that case
     """
-    strict = modifier.memory_budget is not None
-    budget = modifier.memory_budget or find_free_bytes()
-    if budget is None:
-        return WHOLE
     unable = {
         f"weight_update: {modifier.weight_update.method}": modifier.weight_update.refines,
-        f"importance: {modifier.importance.method}": not modifier.importance.keeps_budget,
+        f"importance: {modifier.importance.method}": not modifier.importance.takes_offload,
     }
     for name, is_unable in unable.items():
-        if is_unable and not strict:
-            return WHOLE
-        if is_unable:
-            raise ValueError(f"memory_budget: `{name}` cannot run under a memory budget. Remove one of the two.")
-    sizes = read_sizes(model, groups, find_largest_shape(loader))
-    hold_out = not together and modifier.dampening_frac == "auto"
-    demands = Demands(together, hold_out, modifier.sensitivity_samples is not None)
-    placement = place_parts(budget, sizes, demands, strict)
-    if placement.gather_on_host or placement.solve_on_host:
-        logger.info(f"memory budget of {budget:,} bytes: {placement}")
-    return placement
+        if modifier.offload and is_unable:
+            raise ValueError(f"offload: must be false with `{name}`, which runs on the device. Remove one of the two.")

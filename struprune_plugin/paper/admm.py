@@ -290,7 +290,7 @@ class ClosedForm(ADMMSettings, Importance):
     :param as_printed: keep the first step, where all scores are 1 (R4): units are removed by index
     """
 
-    keeps_budget: ClassVar[bool] = False
+    takes_offload: ClassVar[bool] = False
     aims: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = False
     method: Literal["closed_form"] = "closed_form"

@@ -19,7 +19,7 @@ _STEPS = 200
 class L0Gates(Importance):
     """Log-odds of hard-concrete gates on the reconstruction error, see :func:`score_l0`."""
 
-    keeps_budget: ClassVar[bool] = False
+    takes_offload: ClassVar[bool] = False
     aims: ClassVar[bool] = True
     method: Literal["l0"] = "l0"
 

@@ -98,7 +98,6 @@ class Pruner:
                 if done.copy is not None:
                     self.drop_experts(step.layer, own)
                     restore_layer(step.layer, structure[step.index], done.copy)
-                    self.context.release(step.layer)
             records += outcome.groups
             changed = outcome.changed
             statistics.finish_layer()
@@ -146,7 +145,6 @@ class Pruner:
             for group in {group.experts: group for group in groups if group.experts}.values():
                 with self.context.stage("surgery"):
                     experts.routing.drop(layer, group.experts, experts.keep[group.output_name])
-                    self.context.release(layer)
         return self.plan.list_left(groups)
 
     def decide(self, module: ModuleView, moments: GroupMoments, updates: bool = True) -> Decision:
@@ -183,7 +181,6 @@ class Pruner:
             with self.context.stage("surgery"):
                 producers = {} if decision.rows is None else {next(iter(group.producers)): decision.rows}
                 slice_group(layer, group, decision.keep, decision.weight, producers)
-                self.context.release(layer)
             return record
         if decision.basis is not None:
             rotate_group(layer, group, decision.basis)

@@ -14,8 +14,7 @@ from compressed_tensors.offload import disable_offloading
 from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
-from struprune_plugin.runtime.offload_plan import WHOLE, OffloadPlan
-from struprune_plugin.runtime.residence import WeightsAhead, release_weights, stay_on_host
+from struprune_plugin.runtime.residence import WeightsAhead, stay_on_host
 
 _UNPINNED = 0.25  # fraction of the host's memory that stays free when copies are pinned
 
@@ -62,26 +61,27 @@ class DevicePeaks:
 class DeviceContext:
     """Placement of a run's tensors, moves between device and host, and a record of the stages.
 
-    :ivar placement: which parts are on the host, and the sizes of pieces
+    :ivar offload: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the next
+        layer's weights, which are fetched ahead
     :ivar stages: records by name, in the order of their first spans
     """
 
-    def __init__(self, placement: OffloadPlan = WHOLE):
-        self.placement = placement
+    def __init__(self, offload: bool = False):
+        self.offload = offload
         self.stages: dict[str, StageRecord] = {}
         self._ahead = WeightsAhead()
         self._peaks = DevicePeaks() if torch.cuda.is_available() else None
 
     @classmethod
     @contextmanager
-    def open(cls, placement: OffloadPlan = WHOLE) -> Iterator[DeviceContext]:
+    def open(cls, offload: bool = False) -> Iterator[DeviceContext]:
         """Yield the context of a run, which ends with the block; eval.account replaces this method to count bytes on a CPU."""
-        yield cls(placement)
+        yield cls(offload)
 
-    def replace(self, placement: OffloadPlan) -> DeviceContext:
+    def nest(self) -> DeviceContext:
         """Return the context of a nested pass: the same device, separate stages."""
         inner = copy.copy(self)
-        inner.placement, inner.stages = placement, {}
+        inner.stages = {}
         return inner
 
     @property
@@ -116,19 +116,6 @@ class DeviceContext:
         yield torch.device("cpu")
 
     @contextmanager
-    def wait_on_host(self) -> Iterator[None]:
-        """Store tensors saved for a backward pass on the host, where weights leave the device after every call."""
-        if not self.placement.release_weights:
-            yield
-            return
-
-        def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
-            return self.to_host(tensor), tensor.device
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: self.to_device(*held)):
-            yield
-
-    @contextmanager
     def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
         """Apply input embeddings and the output embeddings on the host, where their weights are."""
         device = get_main_device()
@@ -141,15 +128,6 @@ class DeviceContext:
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
-    def fetch_ahead(self, layer: nn.Module | None) -> None:
-        """Start to fetch the next layer's weights, where the placement has room for them."""
-        if layer is not None and self.placement.fetch_ahead:
-            self._ahead.fetch(layer)
-
-    def take_ahead(self, layer: nn.Module) -> None:
-        """Assign the fetched weights to a layer that runs now."""
-        self._ahead.take(layer)
-
     def drop_ahead(self) -> None:
         """Release fetched weights that no layer took."""
         self._ahead.drop()
@@ -158,29 +136,25 @@ class DeviceContext:
     def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
         """Keep a layer's weights on the device during the block, and fetch those of the following layer."""
         with disable_offloading():
-            self.take_ahead(layer)
-            self.fetch_ahead(following)
+            self._ahead.take(layer)
+            if following is not None and not self.offload:
+                self._ahead.fetch(following)
             yield
 
     # -- solves ---------------------------------------------------------------------------------------------------
 
     def solving(self) -> AbstractContextManager[object]:
         """Return the context manager for solves, on the host or on the device."""
-        return self.on_host() if self.placement.solve_on_host else nullcontext()
+        return self.on_host() if self.offload else nullcontext()
 
     @property
     def fetch(self) -> Callable[[Tensor], Tensor] | None:
         """Function that moves a tensor to the host if systems are solved there; None if they are solved on the device."""
-        return self.to_host if self.placement.solve_on_host else None
+        return self.to_host if self.offload else None
 
     def place(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Return a host tensor on the device where systems are solved."""
-        return tensor if self.placement.solve_on_host else self.to_device(tensor, like.device)
-
-    def release(self, module: nn.Module) -> None:
-        """Release a module's weights from the device if the budget requires it."""
-        if self.placement.release_weights:
-            release_weights(module)
+        return tensor if self.offload else self.to_device(tensor, like.device)
 
     # -- stages ---------------------------------------------------------------------------------------------------
 

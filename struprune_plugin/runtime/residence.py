@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool, release: bool = False) -> Iterator[None]:
+def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool) -> Iterator[None]:
     """Use fused attention in decoder layers, and release onloaded weights of other modules while a layer runs.
 
     llm-compressor forces eager attention only to obtain a causal mask; the attention maps take [heads, tokens, tokens] twice, in
@@ -26,7 +26,6 @@ def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool, release
 
     :param layers: every decoder layer, and the configuration that its attention module reads
     :param fused: whether attention may run fused, without attention maps
-    :param release: release the weights of every module of a layer after its call
     """
     handles = []
     for layer, config in layers:
@@ -43,9 +42,6 @@ def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool, release
 
         handles.append(layer.register_forward_pre_hook(enter, prepend=True))
         handles.append(layer.register_forward_hook(leave, always_call=True))
-        for module in layer.modules() if release else ():
-            if module._parameters:
-                handles.append(module.register_forward_hook(lambda module, _args, _output: release_weights(module)))
     try:
         yield
     finally:

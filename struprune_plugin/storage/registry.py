@@ -23,6 +23,7 @@ GONE = {  # fields, methods and modifiers that recipes no longer have, each with
     "engine": "Give `budget: {speedup: 1.3, costs: FILE}`; `python -m eval.costs` makes the file.",
     "loss": f"The loss is the cross entropy on the text. {_LONGER}",
     "memory": "One decoder layer is on the device at a time.",
+    "memory_budget": "Set `offload: true`: moments, solves and embeddings are on the host then.",
     "micro_batch_size": "As many sequences as a calibration batch holds are on the device at a time: set batch_size of the run.",
     "patience": "Set `schedule.max_steps`; the best step is kept.",
     "phase": "A file of `budget.costs` is of one workload: `python -m eval.costs` times it.",

@@ -47,7 +47,8 @@ from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.records import LimitRecord, RoundingRecord
 
 _STREAM_COPIES = 4  # of all tokens' hidden states, in the model's dtype: inputs and outputs, dense and pruned
-_LOGIT_COPIES, _MAX_LOGITS = 5, 1 << 24  # float32 copies of the logits; logits held at the same time
+_LOGIT_COPIES = 5  # float32 copies of one sequence's logits
+_OFFLOADED = 256  # tokens converted, and rows of a product, on the device at once with `offload`
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def count_needs(shapes: Shapes, modifiers: Sequence[Modifier], work: Workload) -
     device, modules = _count_device(model, modifier, groups, work), len({group.output_name for group in groups})
     quantised: Any = getattr(shapes.config, "quantization_config", None)
     return Needs(
-        device=min(device, modifier.memory_budget or device),
+        device=device,
         weights=count_parameters(model) * item,
         states=work.num_samples * work.seq_length * hidden * (_STREAM_COPIES * item + 4),
         moments=count_kept_moments(modifier, groups, hidden),
@@ -267,7 +268,10 @@ def _count_device(
     backward = logits = 0
     if modifier.sensitivity_samples is not None:
         backward = 3 * activations + 4 * hidden * (tokens + hidden)
-        logits = 4 * _LOGIT_COPIES * min(_MAX_LOGITS, tokens * head.out_features)
+        logits = 4 * _LOGIT_COPIES * work.seq_length * head.out_features
+    if modifier.offload:  # moments, solves and the head are on the host, and no layer is fetched ahead
+        pieces = 12 * _OFFLOADED * (widest + 1)
+        return weights // 2 + max(activations + pieces, backward)
     running = activations + gathered + 12 * tokens * (widest + 1)  # float32 tokens, a tile and its product
     return max(weights + max(running, solve + waiting, backward), _count_bytes(head) + activations + logits)
 

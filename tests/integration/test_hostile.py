@@ -157,7 +157,7 @@ def test_values_that_are_none(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "option",
-    [["--num-samples", "1" + "0" * 30], ["--seed", "9" * 30], ["--memory-budget", "9" * 400 + "GB"], ["--window", "²"]],
+    [["--num-samples", "1" + "0" * 30], ["--seed", "9" * 30], ["--window", "²"]],
 )
 def test_absurd_numbers(option, capsys):
     command = ["eval", "m"] if option[0] == "--window" else ["prune", "m", "--recipe", "r", "--output", "o"]

@@ -66,14 +66,14 @@ class Importance(Config):
     :cvar eliminates: whether it removes units one by one on damped moments: the sensitivity then weights them, and values may
         be rotated
     :cvar gradients: whether it needs :attr:`Sensitivity.saliency`, which :meth:`measure` computes
-    :cvar keeps_budget: whether it works under a memory budget
+    :cvar takes_offload: whether it works with ``offload``
     :cvar aims: whether scores depend on the requested sparsity
     :cvar takes_experts: whether it ranks channels of experts
     """
 
     eliminates: ClassVar[bool] = False
     gradients: ClassVar[bool] = False
-    keeps_budget: ClassVar[bool] = True
+    takes_offload: ClassVar[bool] = True
     aims: ClassVar[bool] = False
     takes_experts: ClassVar[bool] = True
     method: str

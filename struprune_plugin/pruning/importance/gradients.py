@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.samples import find_largest_shape
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.model.layers import can_fuse_attention, find_linear, freeze_weights
 from struprune_plugin.model.surgery import sum_rows
@@ -49,7 +48,7 @@ class GradientImportance(Importance):
     """
 
     gradients: ClassVar[bool] = True
-    keeps_budget: ClassVar[bool] = False
+    takes_offload: ClassVar[bool] = False
     at_consumer_inputs: ClassVar[bool] = False
 
     def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ class GradientImportance(Importance):
             for name in (group.consumer, *group.producers)
         }
         batches = list(loader)
-        check_gradient_memory(model, find_largest_shape(batches), self.method)
+        check_gradient_memory(model, batches, self.method)
         sums: dict[tuple[str, str], Tensor] = {}
         counted = 0
         bar = f"{self.method} gradients"
@@ -110,7 +109,7 @@ def _sum_units(group: UnitGroup, weighed: dict[str, Tensor]) -> Tensor:
     return sum_columns(consumer, columns.view(group.num_units, -1), per_unit)
 
 
-def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, method: str) -> None:
+def check_gradient_memory(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], method: str) -> None:
     """Raise if a model and its activations exceed the free memory.
 
     Counts the weights once in the model's dtype and, in float32, about 34 hidden sizes of activations per layer and token plus
@@ -119,7 +118,7 @@ def check_gradient_memory(model: PreTrainedModel, batch_shape: torch.Size, metho
     :param method: name of the method in the message
     :raises ValueError: the memory is too small; the message states the estimate and the free memory
     """
-    batch, length = batch_shape
+    batch, length = map(max, zip(*(part["input_ids"].shape for part in batches), strict=True))  # of any batch
     config = model.config.get_text_config(decoder=True)
     heads = 0 if can_fuse_attention(model) else config.num_attention_heads
     per_layer = batch * length * (34 * config.hidden_size + 3 * heads * length)

@@ -238,7 +238,7 @@ def test_snip_refuses_a_model_too_large_for_the_memory(monkeypatch):
     with pytest.raises(
         ValueError, match=r"snip must hold the whole model .* about 0\.\d GB, got 0\.0 GB free.*obs or wanda"
     ):
-        check_gradient_memory(make_opt(), torch.Size([4, 32]), "snip")
+        check_gradient_memory(make_opt(), [{"input_ids": torch.zeros(4, 32)}], "snip")
 
 
 def test_weight_update_none_only_deletes(opt, tmp_path):

@@ -1,16 +1,11 @@
 """Passes inside a run: what is measured once, what stages must agree on."""
 
 import pytest
-import torch
-from helpers.models import make_dataset, make_opt, run_oneshot, save_opt
+from helpers.models import run_oneshot
 
-from eval.account import count_memory
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.allocation import measurements
-from struprune_plugin.model.footprint import read_sizes
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP
-from struprune_plugin.runtime.offload_plan import Demands, find_least_budget
 
 FEW = {"num_calibration_samples": 8}
 
@@ -97,41 +92,6 @@ def test_recovery_of_a_pruned_folder_reaches_its_manifest(opt, tmp_path):
     assert after.recovery.settings["adapters"]["rank"] == 2
     assert after.groups == before.groups
     assert before.recovery is None
-
-
-# -- budgets ------------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_is_sized_by_the_widest_layer():
-    model = make_opt()
-    groups = find_groups(model, "value_channels")
-    thin = read_sizes(model, groups, torch.Size([2, 8]))
-    layer = model.model.decoder.layers[2]
-    layer.fc1, layer.fc2 = torch.nn.Linear(24, 400), torch.nn.Linear(400, 24)
-    wide = read_sizes(model, find_groups(model, "value_channels"), torch.Size([2, 8]))
-    only_first = read_sizes(
-        model, [g for g in find_groups(model, "value_channels") if g.layer_index == 0], torch.Size([2, 8])
-    )
-    demands = Demands(together=True, hold_out=True, sensitivity=True)
-    assert max(consumer.inputs for consumer in wide.consumers) == 400
-    assert find_least_budget(wide, demands) > find_least_budget(thin, demands)
-    assert wide.activations > thin.activations
-    assert only_first.activations == wide.activations, "a layer that is left alone runs all the same"
-
-
-def test_a_budget_is_kept_where_a_later_layer_is_wider(tmp_path):
-    model = save_opt(tmp_path / "dense", hidden_size=64, word_embed_proj_dim=64, ffn_dim=256)
-    fields = {"allocation": "uniform", "sensitivity": "none", "attention_unit": "none", "ignore": ["re:.*2.fc2"]}
-    data = {"dataset": make_dataset(32), "num_calibration_samples": 32, "batch_size": 1}
-    run_oneshot(str(model), sparsity=0.4, output_dir=str(tmp_path / "pruned"), **fields, **data)
-    fields.pop("ignore")
-    with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
-        run_oneshot(str(tmp_path / "pruned"), sparsity=0.1, memory_budget=1000, **fields, **data)
-    least = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
-    fields |= {"memory_budget": least}
-    with count_memory():
-        run_oneshot(str(tmp_path / "pruned"), sparsity=0.1, output_dir=str(tmp_path / "again"), **fields, **data)
-    assert max(stage.peak_bytes for stage in read_manifest(tmp_path / "again").stages) <= least
 
 
 # -- one of each --------------------------------------------------------------------------------------------------

@@ -10,16 +10,6 @@ from helpers.models import make_opt, run_oneshot
 from eval.account import CountedContext, WeightsAtOnce
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.runtime import residence as ahead
-from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.offload_plan import (
-    WHOLE,
-    Consumer,
-    Demands,
-    OffloadPlan,
-    Sizes,
-    find_least_budget,
-    place_parts,
-)
 from struprune_plugin.runtime.residence import WeightsAhead
 
 CPU = torch.device("cpu")
@@ -94,35 +84,33 @@ def test_a_device_without_room_leaves_the_loading_to_the_host(layers, monkeypatc
 
 def test_the_account_counts_both_layers(layers):
     sizes = [sum(tensor.nbytes for tensor in list_weights(layer)) for layer in layers]
-    with CountedContext.open(WHOLE) as context, context.watch() as peaks:
+    with CountedContext.open() as context, context.watch() as peaks:
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             with context.hold(layer, following):
                 assert all(parameter is not None for parameter in layer.parameters())
         context.drop_ahead()
     assert peaks[0] == sizes[0] + sizes[1]
     with (
-        CountedContext.open(OffloadPlan()) as context,
+        CountedContext.open(offload=True) as context,
         context.watch() as peaks,
         context.hold(layers[0], layers[1]),
     ):
         assert all(parameter is not None for parameter in layers[0].parameters())
-    assert peaks[0] == sizes[0], "no room was said to be"
+    assert peaks[0] == sizes[0], "the next layer waits"
 
 
 @pytest.mark.parametrize("fields", [UNIFORM, {"sparsity": 0.3}])
 def test_every_layer_but_the_first_of_a_pass_is_fetched_ahead(opt, fields, monkeypatch):
     log = []
-    fetch, take = DeviceContext.fetch_ahead, DeviceContext.take_ahead
-    monkeypatch.setattr(
-        DeviceContext, "fetch_ahead", lambda context, layer: (log.append(("fetch", layer)), fetch(context, layer))
-    )
+    fetch, take = WeightsAhead.fetch, WeightsAhead.take
+    monkeypatch.setattr(WeightsAhead, "fetch", lambda ahead, layer: (log.append(("fetch", layer)), fetch(ahead, layer)))
 
-    def see(context, layer):
-        if context._ahead._layer is layer:
+    def see(ahead, layer):
+        if ahead._layer is layer:
             log.append(("take", layer))
-        take(context, layer)
+        take(ahead, layer)
 
-    monkeypatch.setattr(DeviceContext, "take_ahead", see)
+    monkeypatch.setattr(WeightsAhead, "take", see)
     model = run_oneshot(str(opt), **fields)
     order = [layer for _, layer in find_decoder_layers(model)]
     passes = sum(what == "take" and layer is order[-1] for what, layer in log)
@@ -133,25 +121,3 @@ def test_every_layer_but_the_first_of_a_pass_is_fetched_ahead(opt, fields, monke
     else:
         assert passes >= 4, "sensitivity, allocation, trials, pruning"
     assert fetched[-len(forward) :] == forward, "the pruning pass comes last"
-
-
-def test_a_second_layer_comes_only_where_nothing_has_to_leave_for_it():
-    sizes = Sizes(1000, 400, 300, 300, ((Consumer(16, 8, 7),), (Consumer(8, 8, 12),)), 8, 500)
-    for demands in (Demands(False, True, True), Demands(True, False, False)):
-        least, ahead_from = find_least_budget(sizes, demands), None
-        for budget in range(least, least + 60_000, 250):
-            placed = place_parts(budget, sizes, demands)
-            beside = place_parts(budget - sizes.layer, sizes, demands, strict=False)
-            stays = not any(
-                (
-                    beside.gather_on_host,
-                    beside.hold_on_host,
-                    beside.solve_on_host,
-                    beside.release_weights,
-                    beside.embed_on_host,
-                )
-            )
-            assert placed.fetch_ahead == stays
-            ahead_from = ahead_from or (budget if placed.fetch_ahead else None)
-        assert ahead_from is not None
-        assert ahead_from > least + sizes.layer

@@ -21,7 +21,6 @@ from struprune_plugin.model.layers import count_parameters, count_weight_bytes, 
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.runtime import device_context as context
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.offload_plan import OffloadPlan
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}  # every operation is played in Python
 SIZES_OF = {
@@ -32,7 +31,7 @@ FAST = {"allocation": "uniform", "sensitivity": "none"}
 FFN_ADMM = {"attention_unit": "none", "weight_update": {"method": "admm", "steps": 1}}
 PATHS = {
     "default": ("opt", {}),
-    "least budget": ("llama", {"memory_budget": 0}),
+    "offload": ("llama", {"offload": True}),
     "ADMM": (
         "opt",
         {**FFN_ADMM, **FAST, "attention_unit": "head", "weight_update": {"method": "admm", "inner_steps": 1}},
@@ -63,10 +62,6 @@ def save_short(tmp_path_factory):
 def test_no_operation_mixes_sides_and_the_result_is_the_hosts(save_short, name):
     model_type, changes = PATHS[name]
     fields = {"model": save_short(model_type), **SIZES, **changes}
-    if fields.get("memory_budget") == 0:
-        with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
-            run_oneshot(**{**fields, "memory_budget": 1})
-        fields["memory_budget"] = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     pruned = run_oneshot(**fields)
     expected, sizes = pruned.state_dict(), (count_parameters(pruned), count_weight_bytes(pruned))
     with play_device() as played:
@@ -100,18 +95,17 @@ def test_the_played_device_refuses_what_a_card_refuses():
                 mix()
 
 
-@pytest.mark.parametrize("solve_on_host", [False, True])
-def test_moments_that_grow_on_the_host_are_where_systems_are_solved(save_short, solve_on_host):
+@pytest.mark.parametrize("offload", [False, True])
+def test_moments_are_where_systems_are_solved(save_short, offload):
     model = AutoModelForCausalLM.from_pretrained(save_short("llama"))
     layer, group = find_decoder_layers(model)[0][1], find_groups(model, "value_channels")[-1]
     inputs, target = torch.randn(8, group.num_columns), torch.randn(8, 16)
     with play_device():
         call = LayerCall(torch.zeros(2, 4, 16), {}, None, DEVICE)
-        placement = OffloadPlan(gather_on_host=True, hold_on_host=True, solve_on_host=solve_on_host, rows=8)
-        gatherer = MomentGatherer(DeviceContext(placement), hold_out=True, num_before=3)
+        gatherer = MomentGatherer(DeviceContext(offload), hold_out=True, num_before=3)
         gatherer.add(layer, group, Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))
         found = gatherer.finish(group)
-    side = torch.device("cpu") if solve_on_host else DEVICE
+    side = torch.device("cpu") if offload else DEVICE
     assert found.all.gram.device == found.held.gram.device == found.all.target_energy.device == side
     expected = make_moments(group.num_columns, 16, "cpu", torch.float32)
     accumulate_moments(expected, inputs, target)

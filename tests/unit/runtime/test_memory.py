@@ -5,12 +5,12 @@ import gc
 import pytest
 import torch
 from helpers.models import make_dataset, run_oneshot, save_model, save_opt
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from eval.account import CountedContext, LiveBytes, count_memory
 from eval.measure import count_live_bytes
-from struprune_plugin import read_manifest
-from struprune_plugin.layerwise.samples import find_largest_shape
+from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.studies.plan import Workload, count_needs, read_shapes
@@ -116,42 +116,50 @@ def test_memory_grows_neither_with_layers_nor_with_samples(tmp_path, fields):
 FAST = {"allocation": "uniform", "sensitivity": "none"}
 
 
-def run_with_budget(folder, model, budget, **fields):
+def measure(folder, model, **fields):
+    """Return (peak bytes of the run, its manifest)."""
     data = {"dataset": make_dataset(8), "num_calibration_samples": 8, "batch_size": 1}
     with count_memory():
-        run_oneshot(str(model), sparsity=0.3, memory_budget=budget, output_dir=str(folder), **data, **fields)
+        run_oneshot(str(model), sparsity=0.3, output_dir=str(folder), **data | fields)
     manifest = read_manifest(folder)
     return max(stage.peak_bytes for stage in manifest.stages), manifest
 
 
-def make_wide(folder):
-    return save_opt(folder, hidden_size=48, word_embed_proj_dim=48, ffn_dim=192, num_hidden_layers=2)
+def make_wide(folder, **changes):
+    sizes = {"hidden_size": 48, "word_embed_proj_dim": 48, "ffn_dim": 192, "num_hidden_layers": 2}
+    return save_opt(folder, **sizes | changes)
 
 
-def test_a_budget_is_kept_where_the_head_is_larger_than_a_layer(tmp_path):
-    model, budget = save_opt(tmp_path / "model", vocab_size=20_000, tie_word_embeddings=False), 3_000_000
-    peak, manifest = run_with_budget(tmp_path / "out", model, budget, allocation="error_curve")
-    assert manifest.allocation.tried
-    assert 0.5 * budget < peak <= budget
-
-
-@pytest.mark.parametrize("fields", [FAST, {}])
-def test_a_budget_is_kept_and_refused_below_what_it_names(tmp_path, fields):
+@pytest.mark.parametrize("fields", [FAST, {}, {"allocation": "error_curve"}])
+def test_offload_holds_less_and_changes_no_choice(tmp_path, fields):
     model = make_wide(tmp_path / "model")
-    with pytest.raises(ValueError, match="memory_budget: must be at least") as refusal:
-        run_with_budget(tmp_path / "a", model, 1000, **fields)
-    least = int(str(refusal.value).split("at least ")[1].split(" ")[0].replace(",", ""))
-    free, reference = run_with_budget(tmp_path / "free", model, None, **fields)
-    peaks = []
-    for factor in (1, 3):
-        peak, manifest = run_with_budget(tmp_path / str(factor), model, int(factor * least), **fields)
-        assert peak <= factor * least
-        peaks.append(peak)
-        found = [[getattr(group, name) for name in ("name", "kept")] for group in manifest.groups]
-        assert found == [[getattr(group, name) for name in ("name", "kept")] for group in reference.groups]
-        errors = [group.error_after for group in manifest.groups]
-        assert errors == pytest.approx([group.error_after for group in reference.groups], rel=1e-3)
-    assert peaks[0] < free
+    whole, reference = measure(tmp_path / "whole", model, **fields)
+    peak, manifest = measure(tmp_path / "offload", model, offload=True, **fields)
+    assert peak < 0.6 * whole
+    kept = [[(group.name, group.kept) for group in told.groups] for told in (manifest, reference)]
+    assert kept[0] == kept[1]
+    errors = [group.error_after for group in manifest.groups]
+    assert errors == pytest.approx([group.error_after for group in reference.groups], rel=1e-3)
+
+
+def test_offload_keeps_embeddings_and_logits_on_the_host(tmp_path):
+    sizes = ({"vocab_size": size, "tie_word_embeddings": False} for size in (2048, 20_000))
+    small, large = (make_wide(tmp_path / str(number), **fields) for number, fields in enumerate(sizes))
+    peak, manifest = measure(tmp_path / "a", small, allocation="error_curve", offload=True)
+    assert manifest.allocation.tried
+    assert measure(tmp_path / "b", large, allocation="error_curve", offload=True)[0] < 1.02 * peak
+
+
+def test_offload_holds_what_a_layer_takes(tmp_path):
+    """A layer's weights are 12 d^2, moments 16 d^2 and more: with offload the peak grows as the weights do, or less."""
+    peaks, layers, data = [], [], {"dataset": make_dataset(16), "num_calibration_samples": 16}
+    for number, width in enumerate((48, 96)):
+        sizes = {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 4 * width}
+        model = make_wide(tmp_path / f"model{number}", **sizes)
+        layer = find_decoder_layers(AutoModelForCausalLM.from_pretrained(model))[0][1]
+        layers.append(sum(parameter.nbytes for parameter in layer.parameters()))
+        peaks.append(measure(tmp_path / f"out{number}", model, offload=True, **data)[0])
+    assert peaks[1] / peaks[0] < 1.05 * layers[1] / layers[0]
 
 
 def make_mixture(folder):
@@ -162,31 +170,29 @@ def make_mixture(folder):
 
 
 @pytest.mark.parametrize("fields", [FAST, {}])
-def test_a_mixture_keeps_its_budget_and_the_plan_tells_its_peak(tmp_path, fields):
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_plan_tells_the_peak_of_a_mixture(tmp_path, fields, offload):
     model = make_mixture(tmp_path / "model")
-    recipe = load_recipe("struprune", changes={"sparsity": 0.3, **fields}).modifiers
+    recipe = load_recipe("struprune", changes={"sparsity": 0.3, "offload": offload, **fields}).modifiers
     needs = count_needs(read_shapes(str(model)), recipe, Workload(8, 32, 1))
-    peak, _ = run_with_budget(tmp_path / "free", model, None, **fields)
-    assert 0.5 < peak / needs.device < 1.1
-    for share in (0.5, 0.8):
-        budget = int(share * peak)
-        assert run_with_budget(tmp_path / str(share), model, budget, **fields)[0] <= budget
+    peak, _ = measure(tmp_path / "out", model, offload=offload, **fields)
+    assert 0.4 < peak / needs.device < 1.1
 
 
-def test_a_budget_is_kept_where_values_take_most(tmp_path):
-    sizes = {"hidden_size": 144, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 2048}
-    config = LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3)
-    model = save_model(AutoModelForCausalLM.from_config(config), tmp_path / "model")
-    free, _ = run_with_budget(tmp_path / "free", model, None, **FAST)
-    for share in (0.8, 0.9, 0.97):
-        assert run_with_budget(tmp_path / str(share), model, int(share * free), **FAST)[0] <= share * free
+def test_offload_is_refused_with_methods_that_run_on_the_device(opt):
+    with pytest.raises(ValueError, match="offload: must be false with `weight_update: admm`, which runs on the device"):
+        run_oneshot(str(opt), sparsity=0.3, offload=True, weight_update="admm")
 
 
-def test_a_budget_is_refused_with_methods_that_keep_none(opt):
-    with pytest.raises(ValueError, match="memory_budget: `weight_update: admm` cannot run under a memory budget"):
-        run_oneshot(str(opt), sparsity=0.3, memory_budget=10**9, weight_update="admm")
+def test_a_device_without_room_says_what_to_set(opt, monkeypatch):
+    def fail(*_args):
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(DeviceContext, "to_device", fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"too little memory. Use `offload: true`.*tried to allocate"):
+        run_oneshot(str(opt), sparsity=0.3)
 
 
-def test_memory_is_planned_for_the_largest_batch():
-    batches = [{"input_ids": torch.zeros(shape)} for shape in ((1, 8), (4, 16), (2, 512))]
-    assert find_largest_shape(batches) == (4, 512)
+def test_a_budget_in_bytes_says_what_to_set():
+    with pytest.raises(ValueError, match=r"`memory_budget` is gone. Set `offload: true`"):
+        StruPruneModifier(sparsity=0.3, memory_budget=10**9)

@@ -84,7 +84,7 @@ class CurveMeasurer:
         moments = self._gather(module)
         with self._context.stage("curves"), self._context.solving():
             cpu = torch.device("cpu")
-            return compute_on_rank0(lambda: self._measure(model, module, moments), GroupStatistics, cpu)
+            return compute_on_rank0(lambda: self._measure(model, module, moments), cpu)
 
     def _measure(self, model: PreTrainedModel, module: ModuleView, moments: SecondMoments) -> GroupStatistics:
         """Return a group's importance, error curve, and the scores, order and basis of its units."""

@@ -59,7 +59,7 @@ class TrialSolver:
         gathered = known or self.statistics.collect_moments(layer, group, "trials")
         with self.context.stage("trials"), self.context.solving():
             solve = partial(self._solve_moments, layer, group, gathered, counts)
-            return compute_on_rank0(solve, Weights, torch.device("cpu"))
+            return compute_on_rank0(solve, torch.device("cpu"))
 
     def _solve_moments(
         self, layer: nn.Module, group: UnitGroup, gathered: GroupMoments, counts: Sequence[int]

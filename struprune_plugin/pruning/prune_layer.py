@@ -155,7 +155,7 @@ class Pruner:
         """
         with self.context.solving():
             device = moments.all.gram.device
-            return compute_on_rank0(lambda: self._decide(module, moments, updates), Decision, device)
+            return compute_on_rank0(lambda: self._decide(module, moments, updates), device)
 
     def _decide(self, module: ModuleView, moments: GroupMoments, updates: bool) -> Decision:
         group, config = module.group, self.config

@@ -6,6 +6,7 @@ once, by the first process, and sent to the others. Without a process group ever
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -14,8 +15,6 @@ import torch
 import torch.distributed as dist
 from compressed_tensors.distributed import get_source_rank, init_dist, is_distributed, is_source_process
 from torch import Tensor
-
-from struprune_plugin.runtime.payload import dump, load
 
 Result = TypeVar("Result")
 
@@ -50,20 +49,6 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def find_rank() -> int:
-    """Return the rank of this process, from 0."""
-    return dist.get_rank() if is_distributed() else 0
-
-
-def send_from(tensor: Tensor, rank: int) -> None:
-    """Broadcast a tensor from one process to all, in place; the processes may share the tensor's memory."""
-    if is_distributed():
-        wire = tensor.to(_find_device()).contiguous()
-        dist.broadcast(wire, src=rank)
-        if wire is not tensor and dist.get_rank() != rank:
-            tensor.copy_(wire)
-
-
 def reduce_sums(parts: Iterable[Tensor]) -> None:
     """Sum tensors over all processes, in place; the sums are complete only in the first process, which solves."""
     if is_distributed():
@@ -95,44 +80,38 @@ def split_range(length: int) -> range:
     return range(length * rank // ranks, length * (rank + 1) // ranks)
 
 
-def compute_on_rank0(compute: Callable[[], Result], kind: Any, device: torch.device) -> Result:
+def compute_on_rank0(compute: Callable[[], Result], device: torch.device) -> Result:
     """Compute in the first process and return its result in all, bit for bit; where it raises, the others raise, too.
 
-    :param kind: type of the result, which :func:`~struprune_plugin.runtime.payload.dump` must support
     :param device: device of the result's tensors in the other processes
     """
     if not is_distributed():
         return compute()
-    source, wire = get_source_rank(), _find_device()
-
-    def share(header: list[Any]) -> list[Any]:
-        dist.broadcast_object_list(header, src=source, device=wire)
-        return header
-
     result: Any = None
+    sent: list[Any] = [None, None]  # what went wrong; the result
+    failed: Exception | None = None
     if is_source_process():
         try:
             result = compute()
+            content = io.BytesIO()
+            torch.save(result, content)
+            sent = [None, content.getvalue()]
         except Exception as error:  # the others wait for an answer
-            share([str(error), None, None])
-            raise
-        record, tensors = dump(result)
-        share([None, record, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}])
-    else:
-        problem, record, forms = share([None, None, None])
-        if problem is not None:
-            raise ValueError(problem)
-        tensors = {name: torch.empty(shape, dtype=dtype, device=wire) for name, (shape, dtype) in forms.items()}
-    for tensor in tensors.values():
-        dist.broadcast(tensor.contiguous().to(wire), src=source)
+            failed, sent = error, [str(error), None]
+    dist.broadcast_object_list(sent, src=get_source_rank(), device=_find_device())
+    if failed is not None:
+        raise failed
+    problem, content = sent
+    if problem is not None:
+        raise ValueError(problem)
     if is_source_process():
         return result
-    return load(kind, record, {name: tensor.to(device) for name, tensor in tensors.items()})
+    return torch.load(io.BytesIO(content), map_location=device, weights_only=False)  # of the first process' own making
 
 
 def do_once(act: Callable[[], str | None]) -> str:
     """Run a function in the first process while the others wait; all return its result, or raise where it raises."""
-    return compute_on_rank0(lambda: act() or "", str, torch.device("cpu"))
+    return compute_on_rank0(lambda: act() or "", torch.device("cpu"))
 
 
 def _find_device() -> torch.device:

@@ -206,8 +206,9 @@ def fit_layers(model: Any, layout: Layout) -> None:
     """Give a dense model, fresh or on the meta device, the sizes and the padding of a layout."""
     if layout.get("conv1d"):
         replace_conv1d(model)
-        for module in model.modules():  # GPT-2's would initialise weights that a quantiser has packed
-            module._is_hf_initialized = any(hasattr(child, "nf") for child in module.children())
+        for module in model.modules():
+            if any(hasattr(child, "nf") for child in module.children()):
+                module._is_hf_initialized = True  # its class would initialise weights that a quantiser has packed
     layers = list_layers(model, layout)
     for layer, linears in zip(layers, layout["linears"], strict=True):
         for name, said in linears.items():

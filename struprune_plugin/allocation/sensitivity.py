@@ -1,15 +1,19 @@
-"""Sensitivity of the model's output to errors in each module's output, with one decoder layer on the device at a time."""
+"""Measurements of the whole dense model, once per run: the saliency of its units where an importance asks for it, and the
+sensitivity of its output to errors in each module's output, with one decoder layer on the device at a time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
 from compressed_tensors.offload import disable_offloading
+from llmcompressor.utils.dev import get_main_device
+from llmcompressor.utils.helpers import DisableQuantization
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -20,13 +24,49 @@ from struprune_plugin.layerwise.capture import split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_layers
 from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
+from struprune_plugin.linalg.solve import sqrt_psd
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers, freeze_weights
 from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.pruning.importance import Importance, Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_before, count_ranks, gather, sum_over_ranks
 
 _DRAWN = 64  # tokens whose labels are drawn at once
 _HELD = 0.25  # share of the model's bytes and of the host's free memory for the hidden states of all layers
+
+
+def measure_sensitivity(
+    model: PreTrainedModel,
+    loader: Iterable[dict[str, Tensor]],
+    groups: Sequence[UnitGroup],
+    context: DeviceContext,
+    importance: Importance,
+    samples: int | None,
+) -> Sensitivity:
+    """Return the measurements that a run needs.
+
+    :param importance: importance whose saliency is measured, if it needs one
+    :param samples: sequences for the Fisher information; None where it is not needed
+    :raises ValueError: too little memory for gradients
+    """
+    measured = Sensitivity()
+    if importance.gradients:
+        with context.stage("gradients"):
+            measured = replace(measured, saliency=importance.measure(model, loader, groups))
+    if samples is not None:
+        with context.stage("sensitivity"), DisableQuantization(model):
+            fisher = measure_fisher(model, loader, groups, samples, context)
+            roots = {name: _sqrt_psd(matrix, context) for name, matrix in fisher.items()}
+            measured = replace(measured, fisher_sqrt=roots)
+    return measured
+
+
+def _sqrt_psd(matrix: Tensor, context: DeviceContext) -> Tensor:
+    """Return the root of a matrix, on the host, computed on the device unless solves run on the host."""
+    if context.offload:
+        with context.on_host():
+            return sqrt_psd(matrix)
+    return context.to_host(sqrt_psd(context.to_device(matrix, get_main_device())))
 
 
 def measure_fisher(

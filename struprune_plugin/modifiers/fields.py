@@ -16,7 +16,6 @@ from pydantic import (
 )
 from torch import nn
 
-from struprune_plugin.allocation.measurements import Asked
 from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_heads
@@ -236,11 +235,6 @@ class StructuredModifier(StageModifier):
             rotate_values=self.rotate_values,
             sparsity=self.sparsity or 0.0,
         )
-
-    @property
-    def asked(self) -> Asked:
-        """Measurements of the dense model that the run needs."""
-        return Asked(self.importance, self.sensitivity_samples)
 
     @property
     def sensitivity_samples(self) -> int | None:

@@ -10,7 +10,7 @@ from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.candidates import Trial, describe_trials, take_best
+from struprune_plugin.allocation.candidates import Fit, Trial, describe_trials, take_best
 from struprune_plugin.allocation.curves import (
     CurveMeasurer,
     can_keep_moments,
@@ -18,10 +18,9 @@ from struprune_plugin.allocation.curves import (
     split_batches,
     take_batches,
 )
-from struprune_plugin.allocation.measurements import measure_sensitivity
 from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
 from struprune_plugin.allocation.rules.rule import tie_statistics
-from struprune_plugin.allocation.trial_weights import Fit
+from struprune_plugin.allocation.sensitivity import measure_sensitivity
 from struprune_plugin.allocation.whole_experts import score_experts
 from struprune_plugin.layerwise.passes import calibrating
 from struprune_plugin.linalg.rounding import expand_counts
@@ -57,7 +56,8 @@ class Planner:
         if done := take_allocation(store):
             return done
         groups = self.setup.groups
-        sensitivity = measure_sensitivity(self.model, self.batches, groups, self.context, self.recipe.asked)
+        recipe, samples = self.recipe, self.recipe.sensitivity_samples
+        sensitivity = measure_sensitivity(self.model, self.batches, groups, self.context, recipe.importance, samples)
         plan = self.setup.early or self._plan(sensitivity)
         if self.setup.mixture is not None and plan.experts is None:
             plan = self._add_experts(plan)

@@ -4,7 +4,7 @@ import pytest
 from helpers.models import run_oneshot
 
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.allocation import measurements
+from struprune_plugin.allocation import sensitivity
 from struprune_plugin.paper.snip import SNIP
 
 FEW = {"num_calibration_samples": 8}
@@ -14,7 +14,7 @@ FEW = {"num_calibration_samples": 8}
 
 
 @pytest.mark.parametrize(
-    ("importance", "where", "measure"), [("obs", measurements, "measure_fisher"), ("snip", SNIP, "measure")]
+    ("importance", "where", "measure"), [("obs", sensitivity, "measure_fisher"), ("snip", SNIP, "measure")]
 )
 def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, where, measure):
     times, inner = [], getattr(where, measure)

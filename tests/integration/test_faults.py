@@ -106,9 +106,9 @@ def test_a_conversion_that_is_stopped_leaves_nothing(name, opt, prune_once, tmp_
     _, folder = prune_once(opt, "value_channels")
     before = digest(folder)
     monkeypatch.setattr(
-        "struprune_plugin.export.forms.read_manifest", lambda *_: os.kill(os.getpid(), getattr(signal, name))
+        "struprune_plugin.export.forms.copy_processor", lambda *_: os.kill(os.getpid(), getattr(signal, name))
     )
-    status = cli.main(["convert", str(folder), "--to", "masked", "--output", str(tmp_path / "out")])
+    status = cli.main(["convert", str(folder), "--to", "uniform-padded", "--output", str(tmp_path / "out")])
     assert status == {"SIGINT": 130, "SIGTERM": 143}[name]
     assert "Traceback" not in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -85,11 +85,6 @@ class LayerCall:
         """Tokens per sequence, padding included."""
         return self.batch_shape[1]
 
-    def list_tokens(self, hidden: Tensor) -> Tensor:
-        """Return hidden states per token, shape [tokens, d]; several streams are concatenated."""
-        before = find_batch_axis(hidden, self.batch_shape)
-        return hidden.movedim((before, before + 1), (0, 1)).flatten(0, 1).flatten(1)
-
     @property
     def states(self) -> States:
         """States that enter the layer."""

@@ -28,6 +28,7 @@ from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.kinds import VALUE
 from struprune_plugin.paper.admm_attention import (
     AttentionSample,
     AttentionWeights,
@@ -252,8 +253,9 @@ class AttentionRun(ADMMRun[AttentionSample]):
 
     def _join(self, weights: Weights) -> AttentionWeights:
         query, key, value, output = weights
-        num_units = (output.shape[1] - 1) // self.group.columns_per_unit
-        return AttentionWeights(query, key, value, output, self.group.unit.count_heads(self.group, num_units))
+        group = self.group
+        num_heads = group.num_blocks if group.kind == VALUE.name else (output.shape[1] - 1) // group.columns_per_unit
+        return AttentionWeights(query, key, value, output, num_heads)
 
 
 @WEIGHT_UPDATES.register

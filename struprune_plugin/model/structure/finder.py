@@ -18,10 +18,9 @@ from struprune_plugin.model.structure.expert_units import find_experts
 from struprune_plugin.model.structure.joins import find_joins
 from struprune_plugin.model.structure.layout import AttentionLayout, FFNLayout, LayerLayout, Structure
 from struprune_plugin.model.structure.locate import find_stock, locate_layers
-from struprune_plugin.model.structure.plain_attention import is_plain
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class, shrink_config
 from struprune_plugin.model.structure.trial_removal import find_flaw, make_trial, mixes
-from struprune_plugin.model.structure.units import Measured, list_channel_rows, read_units
+from struprune_plugin.model.structure.units import Measured, is_plain, list_channel_rows, read_units
 
 TOKENS = 24
 _MAX_LAYERS = 1 << 12  # upper limit of a plausible configuration
@@ -93,17 +92,9 @@ def _drop_labels(values: Any) -> Any:
 
 
 def make_dense(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the dense model that a pruned model was made from; a dense model's configuration unchanged.
-
-    :raises ValueError: the configuration is of the static form, whose linears are joined
-    """
-    layout = getattr(config, "layout", None)
-    if layout and "fused" in layout:
-        raise ValueError(
-            f"model: {config._name_or_path!r} must be in the per-layer form, got the static one, whose linears are joined for "
-            "running alone. Use the folder that it was made from."
-        )
-    return config.make_dense() if layout and hasattr(config, "make_dense") else config
+    """Return the configuration of the dense model that a pruned model was made from; a dense model's configuration unchanged."""
+    is_pruned = getattr(config, "layout", None) and hasattr(config, "make_dense")
+    return config.make_dense() if is_pruned else config
 
 
 @torch.no_grad()

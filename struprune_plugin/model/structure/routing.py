@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from struprune_plugin.model.experts import list_experts, pack_experts, take_apart
-from struprune_plugin.model.structure.config_parts import find_first
 from struprune_plugin.model.structure.finder import make_dense
 from struprune_plugin.model.structure.locate import find_stock, locate_layers
-from struprune_plugin.model.structure.shrinking import shrink_config
+from struprune_plugin.model.structure.shrinking import find_first, shrink_config
 from struprune_plugin.model.structure.tiny import build_instance, draw_tokens, find_class
 
 _WIDE, _NARROW, _KEEP = 8, 6, (0, 2, 3, 4, 6, 7)  # three quarters stay of two groups of four, and of one of eight

@@ -8,22 +8,14 @@ from __future__ import annotations
 import copy
 import re
 from collections import ChainMap
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from struprune_plugin.model.structure.config_parts import (
-    Values,
-    cut_special_tokens,
-    find_first,
-    find_vocabulary,
-    list_values,
-    set_value,
-    walk_parts,
-)
-
+Values = Mapping[str, Any]
 Changes = MutableMapping[str, Any]
+SPECIAL_TOKEN = re.compile(r"_token_(id|ids|index)$")
 HIDDEN, HEADS, HEAD, WIDTH, VOCABULARY = 96, 6, 16, 112, 160
 _TABLE = {  # size in the tiny instance -> keys that classes use for it
     HIDDEN: "hidden_size d_model n_embd dim emb_dim embedding_dim model_dim dim_model out_hidden_size projector_input_dim "
@@ -265,3 +257,53 @@ def _cut_rope(rope: dict[str, Any], scale: float) -> None:
         elif name == "mrope_section" and isinstance(value, list):
             ends = [round(sum(value[: i + 1]) * scale) for i in range(len(value))]
             rope[name] = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+# -- parts of a configuration -----------------------------------------------------------------------------------
+
+
+def list_values(node: Any) -> dict[str, Any]:
+    """Return a node's values by name, as stored, including per-layer attributes that the configuration itself refuses to return."""
+    return node if isinstance(node, dict) else vars(node)
+
+
+def walk_parts(node: Any) -> Iterator[Any]:
+    """Yield a configuration and the configurations nested in it."""
+    yield node
+    for value in list(list_values(node).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from walk_parts(value)
+
+
+def set_value(node: Any, name: str, value: Any) -> None:
+    node.__setitem__(name, value) if isinstance(node, dict) else setattr(node, name, value)
+
+
+def find_first(values: Values, names: tuple[str, ...]) -> int:
+    """Return the first integer among the values of ``names``, or 0."""
+    found = (values[name] for name in names if name in values)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)
+
+
+def find_vocabulary(config: PreTrainedConfig) -> int:
+    """Return the size of a configuration's vocabulary."""
+    sizes = [
+        find_first(list_values(node), ("vocab_size", "padded_vocab_size"))
+        for node in walk_parts(config.get_text_config())
+    ]
+    return next((size for size in sizes if size), VOCABULARY)
+
+
+def cut_special_tokens(node: Any, vocabulary: int, ids: dict[int, int]) -> None:
+    """Replace special token ids outside the vocabulary by ids at its end, the same one for the same token."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, list):
+            return [cut(part) for part in value]
+        if not isinstance(value, int) or value < vocabulary:
+            return value
+        return ids.setdefault(value, max(vocabulary - 1 - len(ids), 0))
+
+    for name, value in list(list_values(node).items()):
+        if SPECIAL_TOKEN.search(name) and isinstance(value, (int, list)):
+            set_value(node, name, cut(value))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from struprune_plugin.model.structure.config_parts import SPECIAL_TOKEN, find_vocabulary, walk_parts
-from struprune_plugin.model.structure.shrinking import shrink_config
+from struprune_plugin.model.structure.shrinking import SPECIAL_TOKEN, find_vocabulary, shrink_config, walk_parts
 
 
 def find_auto_class(config: PreTrainedConfig) -> Any:

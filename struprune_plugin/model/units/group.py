@@ -44,16 +44,15 @@ class UnitKind(ABC):
     def update_counts(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:  # noqa: B027 - the FFN has none
         """Update the attention module's attributes to the number of units that its linears now hold."""
 
-    def count_heads(self, group: UnitGroup, num_units: int) -> int:
-        """Return the number of heads that read and write values when a group has ``num_units`` units; 0 for the FFN."""
-        return 0
-
 
 @dataclass(frozen=True)
 class UnitGroup:
     """Coupled units of one module of one decoder layer, its linears, and how its output joins the residual stream.
 
     Names of linears and submodules are relative to the layer.
+    For example, the FFN of LLaMA's first layer: consumer ``mlp.down_proj`` [4096, 11008] loses columns, the producers
+    ``mlp.gate_proj`` and ``mlp.up_proj`` [11008, 4096] lose the rows of the same channels; num_units is 11008, unit_cost
+    3 * 4096, and the consumer's output is added to the input of ``post_attention_layernorm`` (``join.residual``).
 
     :param unit: the kind of the units
     :param producers: linears that lose rows, each with the parts of its rows in order

@@ -79,9 +79,6 @@ class Head(UnitKind):
             for name, count in read_counts(attention).items():
                 setattr(attention, name, count * num_keep // group.num_units)
 
-    def count_heads(self, group: UnitGroup, num_units: int) -> int:
-        return num_units
-
 
 class ValueChannel(UnitKind):
     """Value channel, with its columns in all query heads that share the value head, and the rows that gate it.
@@ -127,9 +124,6 @@ class ValueChannel(UnitKind):
                 if part in ("value", "gate"):
                     segment[1] = width
         read_padding(layer, group.consumer)["narrow"]["segments"][0][1] = width
-
-    def count_heads(self, group: UnitGroup, num_units: int) -> int:
-        return group.num_blocks
 
 
 def describe_padding(group: UnitGroup) -> dict[str, dict[str, Any]]:

@@ -157,14 +157,6 @@ def test_find_tokens_leaves_padding_out():
     assert find_tokens(mask, DeviceContext()).tolist() == [0, 1, 2, 4, 5]
 
 
-@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (2, 0, 1, 3), (0, 1, 3, 2)])
-def test_tokens_of_several_streams_come_one_after_the_other(axes):
-    hidden = torch.randn(2, 5, 4, 3)
-    call = LayerCall(hidden, {}, None, CPU, shape=(2, 5))
-    moved = hidden.permute(*axes)
-    assert torch.equal(call.list_tokens(moved).view(10, -1).sort()[0], hidden.reshape(10, -1).sort()[0])
-
-
 def test_entries_of_shared_mappings_stay_on_their_path():
     def layer(hidden, store):
         store["sum"] = store.get("sum", 0) + hidden

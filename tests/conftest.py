@@ -16,14 +16,7 @@ from pathlib import Path
 import lm_eval.tasks.manager
 import pytest
 from helpers.families import make_model
-from helpers.models import (
-    ROOT,
-    SHAPES,
-    WIDE_MODELS,
-    run_oneshot,
-    save_model,
-    save_opt,
-)
+from helpers.models import ROOT, SHAPES, WIDE_MODELS, run_oneshot, save_model, save_opt
 
 
 def pytest_configure() -> None:

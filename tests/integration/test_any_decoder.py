@@ -93,10 +93,7 @@ def test_smoothing_and_quantised_activations_work_behind_padded_linears(model_ty
     save_model(model, tmp_path / "dense")
     data, ids = make_tokens(model.config, 16)
     mapping = AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
-    stages = {
-        "awq": [AWQModifier(mappings=[mapping], duo_scaling=False, n_grid=3)],
-        "w8a8": [],
-    }
+    stages = {"awq": [AWQModifier(mappings=[mapping], duo_scaling=False, n_grid=3)], "w8a8": []}
     for name, smoothing in stages.items():
         quantiser = QuantizationModifier(targets=["Linear"], scheme="W8A8", ignore=["lm_head"])
         recipe = [

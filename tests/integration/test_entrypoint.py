@@ -141,11 +141,7 @@ def test_oneshot_refuses_what_is_no_model_and_no_recipe(opt, tmp_path):
 
 def test_oneshot_takes_a_json_lines_file_and_a_recipe_as_a_mapping(opt):
     pruned = oneshot(
-        model=str(opt),
-        recipe=GOOD,
-        dataset=str(DEMO_CALIBRATION),
-        max_seq_length=32,
-        num_calibration_samples=8,
+        model=str(opt), recipe=GOOD, dataset=str(DEMO_CALIBRATION), max_seq_length=32, num_calibration_samples=8
     )
     assert pruned.num_parameters() < make_opt().num_parameters()
 

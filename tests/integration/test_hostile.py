@@ -18,10 +18,7 @@ from struprune_plugin.recipes.load import load_recipe
 WEIGHTS = (Path(DEMO_MODEL) / "model.safetensors").read_bytes()
 LINE = re.compile(r"struprune: error: (\S.+[.:)] [A-Z`].*[.?]|.* must .*)")  # a remedy at the end, or a contract
 CONFIGS = {
-    "activation": (
-        {"activation_function": "nonsense"},
-        "a tiny instance can be built and run, got KeyError",
-    ),
+    "activation": ({"activation_function": "nonsense"}, "a tiny instance can be built and run, got KeyError"),
     "width": ({"ffn_dim": 100}, r"in place of \[100\]"),
     "negative": ({"ffn_dim": -3}, "a tiny instance can be built and run"),
     "text": ({"ffn_dim": "x"}, "must be a model folder or a hub name that can be loaded"),
@@ -45,10 +42,7 @@ FILES = {
 TEXTS = {
     "latin": (b'{"text": "good"}\n{"text": "caf\xe9"}\n', "line 2: must be a JSON object in UTF-8"),
     "surrogate": (b'{"text": "\\ud800"}\n', "line 1: must be a JSON object in UTF-8 .*surrogates not allowed"),
-    "deep": (
-        b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
-        "line 1: must be a JSON object",
-    ),
+    "deep": (b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}\n", "line 1: must be a JSON object"),
     "list": (b"[1]\n", "line 1: must be a JSON object"),
     "number": (b"5\n", "line 1: must be a JSON object"),
     "nothing": (b'{"text": ""}\n' * 2000, r"\(1 distinct sequences with"),
@@ -155,10 +149,7 @@ def test_values_that_are_none(kind, tmp_path, capsys):
     refuse(capsys, tmp_path, message, **{"--set": value})
 
 
-@pytest.mark.parametrize(
-    "option",
-    [["--num-samples", "1" + "0" * 30], ["--seed", "9" * 30], ["--window", "²"]],
-)
+@pytest.mark.parametrize("option", [["--num-samples", "1" + "0" * 30], ["--seed", "9" * 30], ["--window", "²"]])
 def test_absurd_numbers(option, capsys):
     command = ["eval", "m"] if option[0] == "--window" else ["prune", "m", "--recipe", "r", "--output", "o"]
     assert cli.main([*command, *option]) == 2

@@ -7,7 +7,6 @@ import torch
 from datasets import Dataset
 from helpers.models import run_oneshot, save_model
 from helpers.trials import watch_trials
-from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -256,16 +255,6 @@ def test_targets_may_name_attention_beside_experts(mixture, tmp_path):
 def test_a_width_multiple_holds_for_experts_alone(mixture, tmp_path):
     prune(mixture, tmp_path / "out", prune_ffn=False, width_multiple=16)
     assert all(count % 16 == 0 for counts in list_widths(tmp_path / "out").values() for count in counts)
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
-def test_the_host_may_remove_experts_behind(model_type, tmp_path):
-    folder, data, ids = save_mixture(model_type, tmp_path / "dense", 32)
-    recipe = [StruPruneModifier(sparsity=0.2, allocation=SMALL), REAPPruningModifier(sparsity=0.25)]
-    fields = {"dataset": data, "num_calibration_samples": 32, "output_dir": str(tmp_path / "out")}
-    model = run_oneshot(str(folder), recipe, **fields).eval()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
 
 
 def test_a_method_that_covers_none_of_the_modules_is_refused(tmp_path):

@@ -132,8 +132,7 @@ def test_rows_of_peers_alone_are_made_again_when_a_peer_changes(counted, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "again"),
-    [("books_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])],
+    ("name", "again"), [("books_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])]
 )
 def test_rows_are_made_again_when_a_text_of_theirs_changes_under_the_same_name(counted, name, again):
     file = counted.data / f"{name}.jsonl"

@@ -133,11 +133,6 @@ def test_without_trial_samples_nothing_is_tried(opt, tmp_path, monkeypatch):
     assert read_manifest(tmp_path / "out").allocation.tried is None
 
 
-def test_trial_samples_are_refused_where_nothing_is_tried(opt):
-    with pytest.raises(ValueError, match=r"`trial_samples: 3` has no effect with `rule: uniform`"):
-        prune(opt, allocation={"rule": "uniform", "trial_samples": 3})
-
-
 def test_trial_samples_are_refused_beside_an_allocator_stage(opt):
     stages = [
         SparsityAllocatorModifier(sparsity=0.3, allocation="error_curve"),

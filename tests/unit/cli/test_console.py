@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 
-import pytest
 import typer
 from helpers.models import ROOT
 
@@ -15,16 +14,8 @@ import struprune_plugin
 from struprune_plugin.cli import console
 from struprune_plugin.cli import main as cli
 from struprune_plugin.recipes.shipped import list_recipes
-from struprune_plugin.reporting.tables import Table
 
 COMMANDS = typer.main.get_command(cli.make_app()).commands
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_takes_json_and_quiet(command):
-    options = {tuple(parameter.opts): parameter for parameter in COMMANDS[command].params}
-    assert options["--json",].is_flag
-    assert options["--quiet",].is_flag
 
 
 def test_no_flag_has_a_negation():
@@ -74,11 +65,6 @@ def test_colours_are_for_terminals_alone(monkeypatch):
                 changed.setenv(name, value)
             console.show_error("again")
             assert terminal.getvalue() == "struprune: again\n"
-
-
-def test_rows_stay_lines(capsys):
-    console.Screen(False, False).show({}, Table(["name"], [["x" * 300]]), "y" * 300)
-    assert len(capsys.readouterr().out.splitlines()) == 5
 
 
 def test_a_shell_is_told_commands_options_and_recipes():

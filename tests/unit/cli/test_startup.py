@@ -3,24 +3,22 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers.models import ROOT
 
 
-def run_command(*words, **environment):
-    began = time.perf_counter()
+def run_command(*words):
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "struprune_cli", *words],
         capture_output=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         timeout=120,
     )
     loaded = {
         line.rsplit(b"|", 1)[1].strip().decode() for line in done.stderr.splitlines() if line.startswith(b"import time")
     }
-    return done, loaded, time.perf_counter() - began
+    return done, loaded
 
 
 @pytest.mark.parametrize(
@@ -31,22 +29,16 @@ def run_command(*words, **environment):
         (["recipes"], 0),
         (["nonsense"], 2),
         (["prune", "m", "--recipe", "r", "--output", "o", "--num-samples", "x"], 2),
-        (["prune", "/no/such", "--recipe", "struprune", "--output", "o"], 2),
-        (["prune", "nowhere", "--recipe", "struprune", "--output", "o"], 2),
         (["prune", str(ROOT), "--recipe", "struprune", "--output", "o"], 2),
-        (["prune", "m", "--recipe", "nowhere.yaml", "--output", "o"], 2),
-        (["prune", "m", "--recipe", "struprune", "--output", "o", "--data", "no.jsonl"], 2),
         (["prune", "m", "--recipe", "struprune", "--output", "o", "--set", "sparsity=["], 2),
-        (["prune", "m", "--recipe", "struprune", "--output", "o", "--device", "tpu"], 2),
         (["eval", "/no/such"], 2),
         (["convert", "/no/such", "--to", "uniform-padded", "--output", "o"], 2),
-        (["inspect", "/no/such"], 2),
         (["inspect", "OUT"], 0),
     ],
     ids=lambda words: "-".join(words)[:60] if isinstance(words, list) else "",
 )
 def test_help_refusals_and_inspect_load_nothing_heavy(words, status, opt, prune_once):
-    done, loaded, _ = run_command(*(str(prune_once(opt, "head")[1]) if word == "OUT" else word for word in words))
+    done, loaded = run_command(*(str(prune_once(opt, "head")[1]) if word == "OUT" else word for word in words))
     assert done.returncode == status, done.stderr[-500:]
     assert "struprune_plugin.cli.main" in loaded or "struprune_plugin.recipes.shipped" in loaded
     assert not loaded & {"torch", "transformers", "llmcompressor", "datasets", "numpy"}

@@ -6,22 +6,14 @@ from helpers.examples import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from struprune_plugin.linalg.budget import allocate_error_curves, spread_sparsity
-from struprune_plugin.linalg.elimination import eliminate_units, keep_last, order_units, unit_columns
+from struprune_plugin.linalg.budget import allocate_error_curves
+from struprune_plugin.linalg.elimination import eliminate_units, keep_last, order_units
 from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve
 from struprune_plugin.linalg.rotation import eliminate_directions, rotate_columns, rotate_moments
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
-from struprune_plugin.linalg.second_moments import (
-    MomentSums,
-    SecondMoments,
-    measure_error,
-    subtract_moments,
-    with_bias_index,
-)
-from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights
-from struprune_plugin.paper.softmax_rules import allocate_softmax
+from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, measure_error
+from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.paper.threshold_rule import allocate_global_threshold
-from struprune_plugin.pruning.importance.wanda import score_wanda
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**31)
@@ -54,25 +46,6 @@ def make_moments(
 
 
 @many
-@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 300), st.integers(1, 9), DTYPES, SEEDS)
-def test_sums_are_those_of_the_definition(sequences, length, n, d, dtype, seed):
-    inputs, targets = draw((sequences, length, n), seed, dtype), draw((sequences, length, d), seed + 1, dtype)
-    moments = sum_sequences(inputs, targets)
-    x, y = inputs.flatten(0, 1).double(), targets.flatten(0, 1).double()
-    p = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
-    close = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(moments.gram.double(), p.T @ p, **close)
-    torch.testing.assert_close(moments.cross.double(), y.T @ p, **close)
-    torch.testing.assert_close(moments.target_energy, y.square().sum(), **close)
-    torch.testing.assert_close(moments.absolute_sum.double(), x.abs().sum(0), **close)
-    assert torch.equal(moments.gram, moments.gram.T)
-    assert moments.num_tokens == sequences * length
-    part = sum_sequences(inputs[:1], targets[:1])
-    rest = subtract_moments(moments, part)
-    assert rest.num_tokens == (sequences - 1) * length
-
-
-@many
 @given(st.integers(1, 1100), st.integers(1, 300), DTYPES, SEEDS)
 @example(length=5, n=16, dtype=torch.float32, seed=0).via("an AMD processor with AVX-512: the last bit of `cross`")
 def test_the_number_of_threads_changes_sums_by_rounding_alone(length, n, dtype, seed):
@@ -94,18 +67,6 @@ def test_the_number_of_threads_changes_sums_by_rounding_alone(length, n, dtype, 
         assert ((one - two).abs() <= rounding * total).all(), name
 
 
-@many
-@given(st.integers(2, 30), st.integers(1, 5), DTYPES, SEEDS)
-def test_error_of_any_weight_is_that_of_a_second_pass(n, d, dtype, seed):
-    moments, weight, inputs, targets = make_moments(n, d, seed, dtype)
-    other = weight + draw(tuple(weight.shape), seed + 5)
-    p = torch.nn.functional.pad(inputs.flatten(0, 1).double(), (0, 1), value=1)
-    y, scale = targets.flatten(0, 1).double(), float(moments.target_energy)
-    for candidate in (weight, other):
-        naive = float((y - p @ candidate.T).square().sum())
-        assert measure_error(moments, candidate) == pytest.approx(naive, rel=1e-4, abs=1e-4 * scale)
-
-
 # -- selection ----------------------------------------------------------------------------------------------------
 
 
@@ -122,18 +83,6 @@ def test_order_keeps_blocks_equal_and_the_best(num_blocks, width, rounds, dtype,
         assert len(inside) == max(width - rounds, 0)
         gone = [u for u in range(block * width, (block + 1) * width) if u not in inside]
         assert all(scores[u] <= scores[v] for u in gone for v in inside.tolist())
-
-
-@many
-@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 3), DTYPES, SEEDS)
-def test_scores_follow_their_units(n, d, width, dtype, seed):
-    moments, weight, _, _ = make_moments(n * width, d, seed, dtype)
-    columns = unit_columns(torch.arange(n), width).view(n, -1)
-    turn = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    scores = score_wanda(moments, weight[:, :-1], columns)
-    assert (scores >= 0).all()
-    assert scores.isfinite().all()
-    torch.testing.assert_close(score_wanda(moments, weight[:, :-1], columns[turn]), scores[turn])
 
 
 @many
@@ -154,48 +103,6 @@ def test_elimination_prices_what_the_solves_lose(units, width, d, dtype, seed):
 
 
 # -- solve --------------------------------------------------------------------------------------------------------
-
-
-@many
-@given(st.integers(1, 24), st.integers(1, 5), st.sampled_from([0.001, 0.01, 1.0]), st.booleans(), DTYPES, SEEDS)
-def test_solve_is_a_minimum_and_never_worse_than_deletion(n, d, damping, has_bias, dtype, seed):
-    moments, weight, _, _ = make_moments(n, d, seed, dtype)
-    if not has_bias:
-        weight[:, -1] = 0
-    damped = damp_moments(moments, weight, damping, has_bias)
-    keep = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: max(n // 2, 1)].sort().values
-    solved = solve_kept_weights(damped, keep, "here")
-    assert solved.weight.dtype == torch.float64
-    assert solved.weight.isfinite().all()
-    assert solved.condition_number >= 1 - 1e-9
-    error, scale = measure_error(damped, solved.weight, keep), float(damped.target_energy)
-    deleted = weight[:, with_bias_index(keep, n)]
-    assert error <= measure_error(damped, deleted, keep) + 1e-9 * scale
-    for step in range(3):
-        nudge = 1e-3 * draw(tuple(solved.weight.shape), seed + step)
-        if not has_bias:
-            nudge[:, -1] = 0
-        assert error <= measure_error(damped, solved.weight + nudge, keep) + 1e-9 * scale
-    if not has_bias:
-        assert (solved.weight[:, -1] == 0).all()
-
-
-@many
-@given(st.integers(1, 12), st.integers(1, 4), DTYPES, SEEDS)
-def test_chosen_damping_is_as_good_as_any_on_held_out_tokens(n, d, dtype, seed):
-    moments, weight, inputs, _ = make_moments(n, d, seed, dtype)
-    targets = (inputs[1:].double() @ weight[:, :-1].T + weight[:, -1]).to(dtype)
-    held = sum_sequences(inputs[1:], targets)
-    whole = sum_sequences(inputs, (inputs.double() @ weight[:, :-1].T + weight[:, -1]).to(dtype))
-    rest, keep = subtract_moments(whole, held), torch.arange(max(n - 1, 1))
-    chosen = choose_damping(whole, held, weight, keep, True, "here")
-
-    def measure(damping):
-        return measure_error(held, solve_kept_weights(damp_moments(rest, weight, damping), keep, "here").weight, keep)
-
-    best = min(measure(damping) for damping in (1e-3, 1e-2, 1e-1, 1.0))
-    assert measure(chosen) <= best + 2e-6 * float(held.target_energy) + 1e-9
-    assert moments.num_tokens == whole.num_tokens
 
 
 # -- rotation -----------------------------------------------------------------------------------------------------
@@ -265,25 +172,6 @@ def test_error_curves_keep_the_budget_and_the_bounds(case, seed):
         sum(float(c[k]) for c, k in zip(curves, kept, strict=True)), rel=1e-9
     )
     assert turned == [kept[i] for i in turn]  # no two random errors tie
-
-
-@examples(60)
-@given(budgets(), st.floats(0.05, 20), SEEDS)
-def test_softmax_meets_the_mean_falls_with_importance_and_follows_its_layers(case, temperature, seed):
-    groups, sparsity = case
-    sparsity = min(sparsity, 0.9)
-    sizes = torch.tensor([group.num_parameters for group in groups])
-    importance = draw((len(groups),), seed).exp()
-    shares = allocate_softmax(importance, sizes, sparsity, temperature)
-    assert shares.dtype == torch.float64
-    assert ((shares >= 0) & (shares <= 0.95 + 1e-12)).all()
-    assert float((shares * sizes).sum() / sizes.sum()) == pytest.approx(sparsity, abs=1e-9)
-    by_importance = shares[importance.argsort()]
-    assert (by_importance.diff() <= 1e-9).all()
-    turn = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(allocate_softmax(importance[turn], sizes[turn], sparsity, temperature), shares[turn])
-    more = spread_sparsity(torch.ones(len(groups)), sizes, min(sparsity + 0.05, 0.95))
-    assert (more >= spread_sparsity(torch.ones(len(groups)), sizes, sparsity) - 1e-12).all()
 
 
 @examples(60)

@@ -4,12 +4,7 @@ from helpers.problems import gather, make_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from struprune_plugin.linalg import second_moments as statistics
-from struprune_plugin.linalg.second_moments import (
-    MomentSums,
-    append_bias,
-    count_sums,
-    measure_error,
-)
+from struprune_plugin.linalg.second_moments import MomentSums, append_bias, count_sums, measure_error
 
 
 def test_accumulate_moments_equals_naive_sums():

@@ -1,7 +1,6 @@
 import copy
 import functools
 import itertools
-import json
 import re
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ def assert_same_weights(first, second):
         assert torch.equal(weight, second[name]), name
 
 
-@pytest.mark.parametrize("unit", ["head", "value_channels", "none"])
+@pytest.mark.parametrize("unit", ["head", "value_channels"])
 def test_pruned_model_equals_the_dense_one_masked_with_the_same_indices(opt_folder, unit, tmp_path):
     out = tmp_path / "out"
     fields = {"sparsity": 0.3, "attention_unit": unit, "rotate_values": True, "sensitivity": "fisher"}
@@ -42,10 +41,10 @@ def test_pruned_model_equals_the_dense_one_masked_with_the_same_indices(opt_fold
     torch.testing.assert_close(pruned(ids).logits, masked(ids).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "softmax", "softmax_inverse"])
-def test_zero_sparsity_is_the_identity(opt, allocation, tmp_path):
+@pytest.mark.parametrize("fields", [{"allocation": "softmax_inverse"}, {"weight_update": "admm"}])
+def test_zero_sparsity_is_the_identity(opt, fields, tmp_path):
     dense = OPTForCausalLM.from_pretrained(opt)
-    pruned = run_oneshot(str(opt), sparsity=0.0, allocation=allocation, output_dir=str(tmp_path / "out"))
+    pruned = run_oneshot(str(opt), sparsity=0.0, output_dir=str(tmp_path / "out"), **fields)
     assert_same_weights(dense, pruned)
     assert_same_weights(dense, AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
 
@@ -93,21 +92,18 @@ def prune_for(save_shape, tmp_path_factory):
     return prune
 
 
-SHAPES_AND_TARGETS = list(
-    itertools.product(["pre_norm", "post_norm", "no_bias"], ["half_residual", "residual", "block", "local"])
-)
-
-
 @pytest.mark.parametrize(
     ("shape", "target", "consumer", "unit"),
     [
-        *(
-            (*how, consumer, "value_channels")
-            for how in SHAPES_AND_TARGETS
-            for consumer in ("fc2", "self_attn.out_proj")
-        ),
-        # each shape, each with another target
-        *((*how, "self_attn.out_proj", "head") for how in SHAPES_AND_TARGETS[::5]),
+        ("pre_norm", "half_residual", "fc2", "value_channels"),
+        ("pre_norm", "half_residual", "self_attn.out_proj", "value_channels"),
+        ("pre_norm", "residual", "self_attn.out_proj", "head"),
+        ("post_norm", "residual", "fc2", "value_channels"),
+        ("post_norm", "residual", "self_attn.out_proj", "value_channels"),
+        ("no_bias", "block", "fc2", "head"),
+        ("no_bias", "block", "self_attn.out_proj", "head"),
+        ("no_bias", "local", "fc2", "value_channels"),
+        ("no_bias", "local", "self_attn.out_proj", "value_channels"),
     ],
 )
 def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, target, consumer, unit):
@@ -127,12 +123,9 @@ def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, targe
     stream, inputs, output = _watch(mixed, consumer, shape == "post_norm", ids)
     dense_stream, _, dense_output = _watch(dense, consumer, shape == "post_norm", ids)
     residual = dense_stream + dense_output - stream
-    wanted = {
-        "half_residual": (output + residual) / 2,
-        "residual": residual,
-        "block": dense_output,
-        "local": output,
-    }[target]
+    wanted = {"half_residual": (output + residual) / 2, "residual": residual, "block": dense_output, "local": output}[
+        target
+    ]
 
     module = dense.model.decoder.layers[2].get_submodule(consumer)
     p, strength = inputs[:, columns], 0.05 * inputs.square().sum(0).mean()
@@ -169,8 +162,10 @@ def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance
     assert set(entry.keep) == set(scores.topk(entry.kept).indices.tolist())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fields", [{}, {"importance": "snip", "allocation": "softmax"}])
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [("float32", {}), ("bfloat16", {}), ("float32", {"importance": "snip", "allocation": "softmax"})],
+)
 def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields, tmp_path):
     """In bfloat16 the activations themselves are rounded as a kernel adds: choices that tie to within that may fall otherwise."""
     data = {"dataset": make_dataset(10), "num_calibration_samples": 10}  # 10: the last batch is a smaller one
@@ -198,7 +193,7 @@ def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields,
 @pytest.mark.parametrize(
     ("importance", "update"),
     [
-        *((name, "least_squares") for name in ("obs", "wanda", "magnitude", "snip", "l0", "closed_form")),
+        *((name, "least_squares") for name in ("magnitude", "snip", "l0", "closed_form")),
         *((name, "none") for name in ("obs", "wanda", "closed_form")),  # of each kind: eliminates, scores, learns
     ],
 )
@@ -250,8 +245,8 @@ def test_weight_update_none_only_deletes(opt, tmp_path):
         )
 
 
-@pytest.mark.parametrize("allocation", ["softmax", "softmax_inverse"])
-def test_allocator_stage_and_own_allocation_pass_agree(opt, allocation, tmp_path):
+def test_allocator_stage_and_own_allocation_pass_agree(opt, tmp_path):
+    allocation = "softmax_inverse"
     fields = {"sparsity": 0.3, "allocation": {"rule": allocation, "temperature": [0.5, 4.0]}}
     run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "own"))
     stages = [SparsityAllocatorModifier(**fields), StruPruneModifier()]
@@ -298,23 +293,21 @@ def test_allocator_plans_admm_by_the_re_solved_error(opt, tmp_path):
     assert admm.searched == solved.searched != deleted.searched
 
 
-def test_allocator_does_not_count_padding(opt, tmp_path):
+def test_padding_does_not_count(opt, tmp_path):
+    """A padded batch gives the importance and the moments of its real tokens alone."""
     ids = [row[:20] for row in make_dataset(4, 32)["input_ids"]]
     short = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 20] * 4})
     padded = Dataset.from_dict({"input_ids": [r + [1] * 7 for r in ids], "attention_mask": [[1] * 20 + [0] * 7] * 4})
     options = {"sparsity": 0.3, "allocation": "softmax", "num_calibration_samples": 4}
-    for name, data in (("short", short), ("padded", padded)):
-        run_oneshot(str(opt), dataset=data, output_dir=str(tmp_path / name), **options)
+    plain, other = (
+        weights_of(run_oneshot(str(opt), dataset=data, output_dir=str(tmp_path / name), **options))
+        for name, data in (("short", short), ("padded", padded))
+    )
+    for name, weight in plain.items():  # 80 tokens: badly conditioned
+        torch.testing.assert_close(weight, other[name], rtol=1e-3, atol=5e-4, msg=name)
     first, second = (read_manifest(tmp_path / name).allocation.importance for name in ("short", "padded"))
     for name, value in first.items():
         assert second[name] == pytest.approx(value, rel=1e-3)
-
-
-def test_a_searched_temperature_is_recorded(opt, tmp_path):
-    allocation = {"rule": "softmax", "temperature": [0.3, 8.0]}
-    fields = {"sparsity": 0.3, "importance": "wanda", "allocation": allocation}
-    run_oneshot(str(opt), output_dir=str(tmp_path / "out"), **fields)
-    assert [row["temperature"] for row in read_manifest(tmp_path / "out").allocation.searched] == [0.3, 8.0]
 
 
 @pytest.fixture
@@ -387,11 +380,6 @@ def test_algorithm_1_as_printed_removes_by_index(opt, tmp_path):
         assert group.keep == list(range(40 - group.kept, 40))
 
 
-def test_global_threshold_wants_closed_form_scores(opt):
-    with pytest.raises(ValueError, match=r"importance: must be closed_form for allocation: global_threshold"):
-        run_oneshot(str(opt), sparsity=0.3, allocation="global_threshold")
-
-
 def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, tmp_path):
     run_oneshot(
         str(opt),
@@ -408,7 +396,8 @@ def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, t
 @pytest.mark.parametrize(
     ("shape", "method", "unit"),
     [
-        *(("pre_norm", method, unit) for method in (1, 2) for unit in ("head", "value_channels")),
+        ("pre_norm", 1, "head"),
+        ("pre_norm", 2, "value_channels"),
         ("post_norm", 2, "head"),
         ("no_bias", 1, "value_channels"),
     ],
@@ -428,10 +417,6 @@ def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, me
         if entry.kind == "ffn":
             assert all(b <= a * (1 + 1e-4) for a, b in itertools.pairwise(objective)), objective
         assert entry.error_after < entry.error_before
-
-
-def test_admm_at_zero_sparsity_changes_nothing(opt):
-    assert_same_weights(OPTForCausalLM.from_pretrained(opt), run_oneshot(str(opt), sparsity=0.0, weight_update="admm"))
 
 
 def test_admm_refuses_other_activations(tmp_path):
@@ -483,41 +468,6 @@ def test_a_pruned_folder_can_be_pruned_again(opt, prune_once, tmp_path):
     assert second.parameters_before == first.parameters_after > second.parameters_after
 
 
-def test_padding_tokens_do_not_count(opt, tmp_path):
-    """A padded batch gives the moments of its real tokens alone."""
-    data = make_dataset(4, 32)
-    ids = [row[:20] for row in data["input_ids"]]
-    short = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 20] * 4})
-    padded = Dataset.from_dict(
-        {"input_ids": [row + [1] * 7 for row in ids], "attention_mask": [[1] * 20 + [0] * 7] * 4},
-    )
-    plain, other = (run_oneshot(str(opt), sparsity=0.3, dataset=d, num_calibration_samples=4) for d in (short, padded))
-    for name, weight in weights_of(plain).items():
-        torch.testing.assert_close(
-            weight, weights_of(other)[name], rtol=1e-3, atol=5e-4, msg=name
-        )  # 80 tokens: badly conditioned
-
-
-def test_quantising_in_the_same_recipe_saves_and_reloads(opt, tmp_path):
-    recipe = yaml.safe_dump(
-        {
-            "prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3}}},
-            "quantise_stage": {
-                "quantise_modifiers": {
-                    "QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}
-                }
-            },
-        }
-    )
-    run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "out"))
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["model_type"] == "struprune_opt"
-    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model(torch.arange(4, 30)[None]).logits.isfinite().all()
-    assert (tmp_path / "out/tokenizer.json").exists()
-
-
 def test_a_model_with_fewer_layers_than_its_configuration_says_is_refused(opt):
     model = AutoModelForCausalLM.from_pretrained(opt)
     model.model.decoder.layers = model.model.decoder.layers[:1]
@@ -535,26 +485,12 @@ def test_a_model_with_fewer_layers_than_its_configuration_says_is_refused(opt):
         ({"allocation": "whole_layers"}, "Remove layers in transformers (docs/models.md), then prune widths."),
         ({"importance": {"method": "wanda_l2"}}, "Set `importance: wanda`."),
         ({"experts": {"calibrate_all_experts": True}}, "Use more calibration text"),
+        ({"memory_budget": 10**9}, "Set `offload: true`"),
     ],
 )
 def test_a_field_or_method_that_is_gone_names_its_remedy(fields, remedy):
     with pytest.raises(ValueError, match=re.escape(f"is gone. {remedy}")):
         StruPruneModifier(sparsity=0.3, **fields)
-
-
-def test_a_recipe_prunes_once(opt, tmp_path):
-    recipe = [StruPruneModifier(sparsity=0.2), StruPruneModifier(sparsity=0.3)]
-    with pytest.raises(ValueError, match="recipe: must have one StruPruneModifier, got 2"):
-        run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_in_memory_model_can_be_pruned(opt):
-    model = OPTForCausalLM.from_pretrained(opt)
-    before = model.num_parameters()
-    pruned = run_oneshot(model, sparsity=0.3, tokenizer=str(opt))
-    assert pruned is model
-    assert pruned.num_parameters() < before
 
 
 def test_aborted_run_leaves_the_host_usable(opt, tmp_path):
@@ -563,14 +499,11 @@ def test_aborted_run_leaves_the_host_usable(opt, tmp_path):
     assert run_oneshot(str(opt), sparsity=0.3).num_parameters() < make_opt().num_parameters()
 
 
-@pytest.mark.parametrize("shape", [{"num_hidden_layers": 1}, {"num_attention_heads": 1}])
-def test_smallest_models_prune(shape, tmp_path):
-    folder = save_opt(tmp_path / "m", **shape)
-    for unit in ("head", "value_channels"):
-        assert (
-            run_oneshot(str(folder), sparsity=0.2, attention_unit=unit).num_parameters()
-            < make_opt(**shape).num_parameters()
-        )
+@pytest.mark.parametrize("unit", ["head", "value_channels"])
+def test_a_model_of_one_layer_with_one_head_is_pruned(unit, tmp_path):
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    pruned = run_oneshot(str(save_opt(tmp_path / "m", **shape)), sparsity=0.2, attention_unit=unit)
+    assert pruned.num_parameters() < make_opt(**shape).num_parameters()
 
 
 def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_path):
@@ -595,5 +528,5 @@ def test_calibration_passes_end_where_all_is_seen(opt):
     for layer in model.model.decoder.layers:
         layer.activation_fn.register_forward_pre_hook(functools.partial(watch, "ffn"))
         layer.self_attn.out_proj.register_forward_pre_hook(functools.partial(watch, "attention"))
-    run_oneshot(model, sparsity=0.3, tokenizer=str(opt))
+    assert run_oneshot(model, sparsity=0.3, tokenizer=str(opt)) is model
     assert 0 < calls["ffn"] < calls["attention"]

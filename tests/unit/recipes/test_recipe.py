@@ -40,10 +40,7 @@ def modifier(**fields):
             "prune_modifiers must be a mapping whose name ends",
         ),
         ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "whose name ends in '_modifiers'"),
-        (
-            "prune_stage:\n  prune_modifiers: [StruPruneModifier]\n",
-            "prune_modifiers must be a mapping whose name",
-        ),
+        ("prune_stage:\n  prune_modifiers: [StruPruneModifier]\n", "prune_modifiers must be a mapping whose name"),
         (
             "prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n",
             "must be a mapping of fields, {} for none, got None",
@@ -57,10 +54,7 @@ def modifier(**fields):
             "x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n",
             "'PruneModifier' is not a modifier .* Did you mean StruPruneModifier",
         ),
-        (
-            modifier(sparsity=0.3, sparsty=0.2),
-            "sparsty is not a field of StruPruneModifier. Did you mean sparsity",
-        ),
+        (modifier(sparsity=0.3, sparsty=0.2), "sparsty is not a field of StruPruneModifier. Did you mean sparsity"),
         (modifier(sparsity=1.0), r"sparsity must be in \[0, 1\), got 1.0"),
         (modifier(sparsity=-0.1), r"sparsity must be in \[0, 1\), got -0.1"),
         (modifier(sparsity=float("nan")), r"sparsity must be in \[0, 1\), got nan"),

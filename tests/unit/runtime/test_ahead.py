@@ -90,11 +90,7 @@ def test_the_account_counts_both_layers(layers):
                 assert all(parameter is not None for parameter in layer.parameters())
         context.drop_ahead()
     assert peaks[0] == sizes[0] + sizes[1]
-    with (
-        CountedContext.open(offload=True) as context,
-        context.watch() as peaks,
-        context.hold(layers[0], layers[1]),
-    ):
+    with CountedContext.open(offload=True) as context, context.watch() as peaks, context.hold(layers[0], layers[1]):
         assert all(parameter is not None for parameter in layers[0].parameters())
     assert peaks[0] == sizes[0], "the next layer waits"
 

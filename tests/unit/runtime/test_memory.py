@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from eval.account import CountedContext, LiveBytes, count_memory
 from eval.measure import count_live_bytes
-from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin import read_manifest
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -191,8 +191,3 @@ def test_a_device_without_room_says_what_to_set(opt, monkeypatch):
     monkeypatch.setattr(DeviceContext, "to_device", fail)
     with pytest.raises(torch.OutOfMemoryError, match=r"too little memory. Use `offload: true`.*tried to allocate"):
         run_oneshot(str(opt), sparsity=0.3)
-
-
-def test_a_budget_in_bytes_says_what_to_set():
-    with pytest.raises(ValueError, match=r"`memory_budget` is gone. Set `offload: true`"):
-        StruPruneModifier(sparsity=0.3, memory_budget=10**9)

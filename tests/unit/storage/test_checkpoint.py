@@ -74,10 +74,7 @@ def test_a_missing_shard_and_a_broken_index_are_named(opt, tmp_path):
 @pytest.mark.parametrize("name", [LAYER, "model.decoder.embed_tokens.weight", "model.decoder.final_layer_norm.bias"])
 def test_a_missing_tensor_is_named(broken, name):
     change_weights(broken, lambda tensors: tensors.pop(name))
-    refuse(
-        broken,
-        rf"must hold every tensor that its config.json asks for, got ({name}|lm_head.weight) missing",
-    )
+    refuse(broken, rf"must hold every tensor that its config.json asks for, got ({name}|lm_head.weight) missing")
 
 
 def test_a_config_that_asks_for_more_layers_is_refused(broken):

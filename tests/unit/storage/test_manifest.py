@@ -8,7 +8,6 @@ import pytest
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
 from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
-from struprune_plugin.storage.records import EvaluationRecord
 
 
 def make_manifest():
@@ -109,11 +108,6 @@ def test_what_is_no_manifest_of_this_version_is_refused(tmp_path, content):
     ) as refusal:
         read_manifest(tmp_path)
     assert "\n" not in str(refusal.value)
-
-
-def test_results_are_typed(manifest):
-    with pytest.raises(ValueError, match="perplexity"):
-        EvaluationRecord(perplexity=[{"text": "a"}])
 
 
 # -- kept units ---------------------------------------------------------------------------------------------------

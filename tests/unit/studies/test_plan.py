@@ -107,13 +107,6 @@ def test_the_device_holds_no_more_for_more_layers(tmp_path):
     assert needs[0].host < needs[1].host
 
 
-def test_sparsity_zero_is_the_model_itself(opt):
-    outline = outline_run(read_shapes(str(opt)), load(sparsity=0.0).modifiers)
-    assert outline.after.parameters == outline.before.parameters
-    assert outline.before.parameters == count_parameters(AutoModelForCausalLM.from_pretrained(opt))
-    assert outline.before.bytes == measure_weight_bytes(opt)
-
-
 def test_a_configuration_alone_is_planned(opt, tmp_path, capsys):
     shutil.copy(opt / "config.json", tmp_path)
     assert cli.main(["plan", str(tmp_path), "--sparsity", "0.3", "--json"]) == 0

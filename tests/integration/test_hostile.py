@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from helpers.models import make_dataset, make_opt, run_oneshot, save_model
+from helpers.models import make_opt, run_oneshot, save_model
 from loguru import logger
 
 from struprune_plugin.cli import main as cli
@@ -191,13 +191,3 @@ def test_check_calibration_counts_what_differs_and_warns():
             check_calibration(model, make_loader([*varied[:3], *[varied[3]] * 7]), 129, "fc2")
     finally:
         logger.remove(handle)
-
-
-def test_the_package_s_own_calibration_text_is_varied(opt):
-    said = []
-    handle = logger.add(said.append, level="WARNING", format="{message}")
-    try:
-        run_oneshot(str(opt), sparsity=0.3, allocation="uniform", dataset=make_dataset())
-    finally:
-        logger.remove(handle)
-    assert not [line for line in said if "should vary" in line]

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
-from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.modifiers.checks import check_weights
@@ -142,8 +141,8 @@ def test_weights_are_small_on_disk(compressed, wide):
     assert share < {"struprune_w8a8": 0.3, "struprune_sparsegpt_24": 1.01}.get(name, 0.17)
 
 
-def test_eval_counts_the_parameters_that_are_left_not_packed_ones(compressed, tmp_path):
-    _, _, out = compressed
+def test_eval_counts_the_parameters_that_are_left_not_packed_ones(compress, tmp_path):
+    _, _, out = compress("struprune_w4a16_gptq")
     options = [
         "--window",
         "32",
@@ -184,12 +183,10 @@ CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
     [
         ("value_channels", [], (4, 4), (1, 1)),
         ("head", [], (1, 6), (1, 1)),
-        ("value_channels", [quantise(8)], (8, 8), (8, 8)),
         ("value_channels", [quantise(6)], (12, 12), (6, 6)),  # the same number from each of 4 heads
         ("head", [quantise(8)], (4, 24), (8, 8)),  # heads of 6 columns
         ("value_channels", [quantise(8), quantise(12)], (24, 24), (24, 24)),
         ("value_channels", [quantise(8, ignore=["re:.*fc2"])], (8, 8), (1, 1)),
-        ("value_channels", [quantise(8, targets=["re:.*layers.1.fc2$"])], (4, 4), (1, 1)),
         ("value_channels", [quantise(8, targets=["re:.*fc1$", "re:.*q_proj"])], (4, 4), (1, 1)),  # their inputs stay
         ("value_channels", [quantise(weights=CHANNEL)], (4, 4), (1, 1)),
         ("value_channels", [quantise(weights=CHANNEL, input_activations=GROUP)], (12, 12), (12, 12)),
@@ -207,7 +204,6 @@ CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
             (30, 30),
         ),  # 10 inputs of the consumer, 6 rows of the producers
         ("value_channels", [sparsify()], (4, 4), (4, 4)),
-        ("head", [sparsify()], (2, 12), (4, 4)),
         ("value_channels", [sparsify(targets=[r"re:.*layers\.\d+$"])], (4, 4), (4, 4)),
         ("value_channels", [sparsify(ignore=["re:.*fc2"])], (4, 4), (1, 1)),
         (
@@ -247,9 +243,7 @@ def test_auto_rounds_wide_ffns_to_what_matrix_units_need(width, step):
     assert found[ffn.name].because == (("width_multiple: auto",) if step > 1 else ())
 
 
-@pytest.mark.parametrize(
-    ("unit", "allocation"), [("value_channels", "uniform"), ("head", "softmax"), ("value_channels", "stage")]
-)
+@pytest.mark.parametrize(("unit", "allocation"), [("head", "softmax"), ("value_channels", "stage")])
 def test_every_allocation_meets_the_budget_before_a_quantiser(wide, unit, allocation, tmp_path):
     """A quantiser's own parameters, there from the start and without values yet, must not count."""
     fields = {"sparsity": 0.3, "attention_unit": unit}
@@ -314,8 +308,7 @@ def pruned_for_groups(wide, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("oneshot", [run_oneshot, host_oneshot])
-@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+@pytest.mark.parametrize(("oneshot", "scheme"), [(run_oneshot, "W4A16"), (host_oneshot, "W8A8")])
 def test_a_pruned_folder_can_be_quantised(pruned_for_groups, oneshot, scheme, tmp_path):
     quantiser = {"W8A8": make_modifier("QuantizationModifier", scheme="W8A8", **LINEARS), "W4A16": quantise(16)}[scheme]
     options = {"dataset": make_dataset(), "output_dir": str(tmp_path / "out"), "num_calibration_samples": 8}
@@ -362,9 +355,13 @@ def smooth(name):
     ],
 )
 @pytest.mark.parametrize(
-    "ours", [lambda: StruPruneModifier(sparsity=0.3), lambda: LoRARecoveryModifier(adapters={"rank": 2})]
+    ("ours", "oneshot"),
+    [
+        (lambda: StruPruneModifier(sparsity=0.3), run_oneshot),
+        (lambda: StruPruneModifier(sparsity=0.3), host_oneshot),
+        (lambda: LoRARecoveryModifier(adapters={"rank": 2}), run_oneshot),
+    ],
 )
-@pytest.mark.parametrize("oneshot", [run_oneshot, host_oneshot])
 def test_orders_that_cannot_work_are_refused_before_work(opt, ours, stages, message, oneshot, tmp_path, monkeypatch):
     def fail(*_args, **_kwargs):
         raise AssertionError("work started")
@@ -372,17 +369,8 @@ def test_orders_that_cannot_work_are_refused_before_work(opt, ours, stages, mess
     for work in ("layerwise.statistics.LayerStatistics.run_layer", "recovery.training.AdapterTraining.run"):
         monkeypatch.setattr(f"struprune_plugin.{work}", fail)
     options = {"dataset": make_dataset(), "output_dir": str(tmp_path / "out"), "num_calibration_samples": 8}
-    if "cache" in message and oneshot is host_oneshot and isinstance(ours(), LoRARecoveryModifier):
-        message = "num_key_value_heads"  # nothing of ours asks, the host's own words
     with pytest.raises(ValueError, match=message):
         oneshot(model=str(opt), recipe=stages(ours()), **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
-def test_a_calibration_pass_shared_with_a_quantiser_is_refused(opt, pipeline, tmp_path):
-    with pytest.raises(ValueError, match="pipeline: must be 'independent' for a recipe of 2 modifiers"):
-        run(opt, [StruPruneModifier(sparsity=0.3), quantise(8)], tmp_path / "out", pipeline=pipeline)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -411,27 +399,9 @@ def test_quantised_caches_work_with_equal_heads_and_are_refused_with_others(tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("unit", ["value_channels", "none"])
-def test_quantised_caches_work_with_grouped_queries(unit, tmp_path):
+def test_quantised_caches_work_with_grouped_queries(tmp_path):
     model = save_wide_llama(tmp_path / "m")
-    run(
-        model,
-        [StruPruneModifier(sparsity=0.2, attention_unit=unit), eight_bits(kv_cache_scheme=CACHE)],
-        tmp_path / "out",
-    )
+    run(model, [StruPruneModifier(sparsity=0.2), eight_bits(kv_cache_scheme=CACHE)], tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.model.layers[0].self_attn.v_scale > 0
     assert torch.isfinite(again(torch.arange(4, 30)[None]).logits).all()
-
-
-def test_a_tokenizer_that_cannot_be_saved_leaves_no_folder(opt, tmp_path, monkeypatch):
-    """The host writes weights first and the tokenizer last."""
-
-    def fail(*_args, **_kwargs):
-        raise OSError("disk full")
-
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    monkeypatch.setattr(type(tokenizer), "save_pretrained", fail)
-    with pytest.raises(OSError, match="disk full"):
-        run(opt, [StruPruneModifier(sparsity=0.3), quantise(8)], tmp_path / "out", tokenizer=tokenizer)
-    assert list(tmp_path.iterdir()) == []

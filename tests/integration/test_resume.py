@@ -81,17 +81,6 @@ def test_a_run_that_died_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, na
         assert not checkpoint.exists(), "it goes with the end of the run"
 
 
-def test_a_run_on_grouped_queries_goes_on(tmp_path, monkeypatch):
-    folder = save_model(make_model("llama"), tmp_path / "llama")
-    run_oneshot(str(folder), sparsity=0.3, output_dir=str(tmp_path / "whole"), **OPTIONS)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 2)
-        with pytest.raises(Killed):
-            run_oneshot(str(folder), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
-    run_oneshot(str(folder), sparsity=0.3, checkpoint_dir=tmp_path / "c", output_dir=str(tmp_path / "out"), **OPTIONS)
-    assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "whole")
-
-
 def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path, monkeypatch):
     run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "whole"), **OPTIONS)
     with monkeypatch.context() as patch:

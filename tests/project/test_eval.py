@@ -119,44 +119,31 @@ def counted(opt, texts, tmp_path, monkeypatch):
     return argparse.Namespace(run=run, all=everything, model=folder, data=data_folder, work=work)
 
 
-def test_rows_are_made_again_when_the_package_changes(counted, monkeypatch):
+def test_rows_are_made_again_when_sources_sizes_or_texts_of_theirs_change(counted, monkeypatch):
     digest = ledger.digest_sources
-    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s == ledger.PACKAGE else digest(s))
-    assert counted.run() == counted.all
-
-
-def test_rows_of_peers_alone_are_made_again_when_a_peer_changes(counted, monkeypatch):
-    digest = ledger.digest_sources
-    monkeypatch.setattr(ledger, "digest_sources", lambda s: "new" if s.name == "peers" else digest(s))
-    assert counted.run() == [methods.FASP.peer]
-
-
-@pytest.mark.parametrize(
-    ("name", "again"), [("books_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])]
-)
-def test_rows_are_made_again_when_a_text_of_theirs_changes_under_the_same_name(counted, name, again):
-    file = counted.data / f"{name}.jsonl"
-    file.write_text(file.read_text(encoding="utf-8") + '{"text": "more"}\n', encoding="utf-8")
-    assert counted.run() == [counted.all[index] for index in again]
-
-
-@pytest.mark.parametrize(
-    ("change", "again"),
-    [({"window": 16}, [0, 1, 2, 3]), ({"num_samples": 4}, [1, 2, 3]), ({"recovery_samples": 5}, [2])],
-)
-def test_rows_are_made_again_when_a_size_of_the_work_changes(counted, change, again):
-    assert counted.run(dataclasses.replace(counted.work, **change)) == [counted.all[index] for index in again]
+    for changed, again in (("struprune_plugin", counted.all), ("peers", [methods.FASP.peer])):
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger, "digest_sources", lambda s, name=changed: "new" if s.name == name else digest(s))
+            assert counted.run() == again
+        counted.run()
+    for change, again in (
+        ({"window": 16}, [0, 1, 2, 3]),
+        ({"num_samples": 4}, [1, 2, 3]),
+        ({"recovery_samples": 5}, [2]),
+    ):
+        work = dataclasses.replace(counted.work, **change)
+        assert counted.run(work) == [counted.all[index] for index in again]
+        counted.run()
+    for name, again in (("books_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])):
+        file = counted.data / f"{name}.jsonl"  # under the same name
+        file.write_text(file.read_text(encoding="utf-8") + '{"text": "more"}\n', encoding="utf-8")
+        assert counted.run() == [counted.all[index] for index in again]
 
 
 def test_run_row_prunes_and_scores_by_fields(work):
     row = rows.run_row(methods.SETS["admm"]["FFN, wanda, ADMM"], 0.3, work)
     assert row["removed"] == pytest.approx(0.3, abs=0.005)
     assert row["perplexity"].keys() == {"WikiText-2", "books"}
-
-
-def test_run_row_recovers_after_pruning(work):
-    told = rows.run_row(rows.Row({"allocation": "uniform"}, {"schedule": {"max_steps": 3}}), 0.3, work)
-    assert told["seconds"] > told["method_seconds"]
 
 
 def test_shares_of_experts_are_of_their_parameters(texts, tmp_path):
@@ -166,12 +153,6 @@ def test_shares_of_experts_are_of_their_parameters(texts, tmp_path):
     for name in ("REAP", "channels"):
         told = rows.run_row(methods.SETS["experts"][name], 0.25, mixture)
         assert told["removed"] == pytest.approx(0.25, abs=0.01), name
-
-
-def test_run_row_runs_a_peer(work):
-    row = rows.run_row(methods.FASP, 0.3, work)
-    assert row["removed"] == pytest.approx(0.3, abs=0.01)
-    assert "mask" in row["note"]
 
 
 def test_a_row_that_is_refused_does_not_stop_the_others(work, tmp_path):
@@ -232,7 +213,7 @@ def test_perplexity_tables_stand_beside_the_papers_and_resume(opt, texts, tmp_pa
     assert "0.2 | FASP" in (tmp_path / "paper.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["OPT-125M", "OPT-350M", "OPT-66B"])
+@pytest.mark.parametrize("name", ["OPT-125M", "OPT-350M"])
 def test_count_sizes_is_the_formula(name):
     d, layers, _ = paper_sizes.OPT_SIZES[name]
     size = paper_sizes.count_sizes(name, paper_sizes.make_opt_config(name))
@@ -242,14 +223,6 @@ def test_count_sizes_is_the_formula(name):
     if name == "OPT-350M":  # embeddings of 512 with projections in and out, no last norm
         ends = 50272 * 512 + 2050 * d + 2 * 512 * d
     assert size.total == layers * size.layer + ends
-
-
-def test_llama_sizes_are_the_published_ones():
-    totals = {
-        name: paper_sizes.count_sizes(name, paper_sizes.make_llama_config(name)).total
-        for name in paper_sizes.LLAMA2_SIZES
-    }
-    assert totals == {"LLaMA-2-7B": 6738415616, "LLaMA-2-13B": 13015864320, "LLaMA-2-70B": 68976648192}
 
 
 def test_params_and_figure_need_no_model(tmp_path, monkeypatch):
@@ -265,31 +238,12 @@ def test_params_and_figure_need_no_model(tmp_path, monkeypatch):
         run_tables(monkeypatch, "--table", "main", "--output", tmp_path)
 
 
-def test_estimate_growth_finds_the_exponents():
-    sizes = [paper_sizes.ModelSize("", 0, round(n**0.5), n, round(n**0.75), 0, 0) for n in (10**4, 10**8, 10**12)]
-    assert paper_sizes.estimate_growth(sizes) == pytest.approx({"depth": 0.5, "width": 0.75})
-
-
 @pytest.fixture
 def few_words(monkeypatch):
     """Published shapes with a small vocabulary, whose logits take most of the time."""
     make = paper_sizes.make_opt_config
     for module in (paper_sizes, memory):
         monkeypatch.setattr(module, "make_opt_config", lambda name, **changes: make(name, vocab_size=512, **changes))
-
-
-def test_memory_counts_a_layer_and_at_least_the_gram_matrix(tmp_path, monkeypatch, few_words):
-    for module in (paper_sizes, paper_tables, memory):
-        monkeypatch.setattr(module, "OPT_SIZES", {"OPT-125M": (32, 2, 4)})
-    monkeypatch.setattr(paper_tables, "MEMORY_MODELS", ("OPT-125M",))
-    monkeypatch.setattr(paper_tables, "PAPER_MEMORY", {"FASP": (0.24,)})
-    words = ("--table", "memory", "--memory-models", "OPT-125M", "--output", tmp_path)
-    run_tables(monkeypatch, *words)
-    row = json.loads((tmp_path / "memory.json").read_text())["data"]["OPT-125M"]
-    assert row["layer_bytes"] == 2 * (12 * 32**2 + 13 * 32)
-    assert row["peak_bytes"] > row["layer_bytes"] + 8 * 129**2
-    monkeypatch.setattr(paper_tables, "measure_pruning_memory", lambda *_: pytest.fail("measured again"))
-    run_tables(monkeypatch, *words)
 
 
 def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch, few_words):
@@ -309,24 +263,12 @@ def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch, f
     assert (tmp_path / "memory-growth.png").stat().st_size > 0
 
 
-def test_fit_exponent_finds_it():
-    assert memory.fit_exponent([1e6, 1e8, 1e10], [1e3, 1e4, 1e5]) == pytest.approx(0.5)
-    assert memory.fit_exponent([1e6], [1e3]) is None
-
-
 def test_the_ladder_adds_one_thing_per_rung_and_ends_at_the_default():
     fields = [row.fields for row in methods.LADDER.values()]
     best = StruPruneModifier(**{**methods.LADDER[methods.BEST].fields, "sparsity": 0.3}).dump_fields()
     assert best == StruPruneModifier(sparsity=0.3).dump_fields()
     steps = [sum(a[name] != b[name] for name in a) for a, b in itertools.pairwise(fields)]
     assert steps[1:] == [1, 1, 1, 1, 1, 0], "the last adds recovery"
-
-
-def test_interpolate_delta_is_linear_between_rows_and_from_the_dense_model():
-    dense = {"perplexity": {"t": 10.0}}
-    made = [{"removed": r, "perplexity": {"t": p}} for r, p in ((0.2, 12.0), (0.4, 20.0))]
-    assert [quality.interpolate_delta(made, dense, "t", r) for r in (0.1, 0.2, 0.3)] == pytest.approx([1.0, 2.0, 6.0])
-    assert math.isnan(quality.interpolate_delta(made, dense, "t", 0.5))
 
 
 def test_format_quality_compares_peers_at_equal_parameters():
@@ -361,18 +303,8 @@ def test_format_quality_shows_refused_rows_and_accuracies():
 def test_quality_ladder_of_peers_runs_on_llama_with_grouped_queries(texts, tmp_path, monkeypatch, capsys):
     folder = save_model(make_model("llama", num_hidden_layers=3), tmp_path / "llama")
     sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.25"]
-    command = [
-        "quality",
-        "--model",
-        str(folder),
-        "--data",
-        str(texts),
-        *sizes,
-        "--rows",
-        "peers",
-        "--only",
-        ",".join(methods.PEERS),
-    ]
+    command = ["quality", "--model", str(folder), "--data", str(texts), *sizes, "--rows", "peers"]
+    command += ["--only", ",".join(methods.PEERS)]
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "out")])
     quality.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("0.25 | ") and "%" in line]
@@ -434,3 +366,21 @@ def test_zeroshot_prefers_the_likelier_choice_by_length_for_acc_norm(opt, items)
         for metric, liked in (("acc", values), ("acc_norm", by_length)):
             right[metric] += liked.index(max(liked)) == item["gold"]
     assert {metric: scores[metric] for metric in right} == {metric: count / 6 for metric, count in right.items()}
+
+
+def test_llama_sizes_are_the_published_ones():
+    totals = {
+        name: paper_sizes.count_sizes(name, paper_sizes.make_llama_config(name)).total
+        for name in paper_sizes.LLAMA2_SIZES
+    }
+    assert totals == {"LLaMA-2-7B": 6738415616, "LLaMA-2-13B": 13015864320, "LLaMA-2-70B": 68976648192}
+
+
+def test_estimate_growth_finds_the_exponents():
+    sizes = [paper_sizes.ModelSize("", 0, round(n**0.5), n, round(n**0.75), 0, 0) for n in (10**4, 10**8, 10**12)]
+    assert paper_sizes.estimate_growth(sizes) == pytest.approx({"depth": 0.5, "width": 0.75})
+
+
+def test_fit_exponent_finds_it():
+    assert memory.fit_exponent([1e6, 1e8, 1e10], [1e3, 1e4, 1e5]) == pytest.approx(0.5)
+    assert memory.fit_exponent([1e6], [1e3]) is None

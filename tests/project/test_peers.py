@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.families import make_model
 from helpers.models import VOCABULARY, make_opt, save_model, save_opt
-from transformers import AutoTokenizer
 
 from eval.peers import flap, llm_pruner, slicegpt
 from eval.peers.fasp import prune_fasp
@@ -15,8 +14,7 @@ from eval.peers.flap import prune_flap
 from eval.peers.llm_pruner import prune_llm_pruner
 from eval.peers.osscar import prune_osscar, search_swaps, subtract_bias
 from eval.peers.slicegpt import count_kept_channels, find_principal_basis, prune_slicegpt
-from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
-from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, measure_error
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
@@ -37,11 +35,8 @@ def compute_logits(model, tokens: torch.Tensor) -> torch.Tensor:
 # -- all peers, on OPT and on LLaMA with grouped queries ---------------------------------------------------------------
 
 UNIT_PEERS = {"FASP": prune_fasp, "OSSCAR": prune_osscar, "FLAP": prune_flap, "LLM-Pruner": prune_llm_pruner}
-MODELS: dict[str, Any] = {  # eight query heads on four KV heads; with biases, too; and OPT
+MODELS: dict[str, Any] = {  # eight query heads on four KV heads, without biases; OPT has them
     "llama": lambda folder: save_model(make_model("llama", num_hidden_layers=3), folder),
-    "llama_bias": lambda folder: save_model(
-        make_model("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=3), folder
-    ),
     "opt": save_opt,
 }
 
@@ -54,10 +49,6 @@ def dense_folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return str(MODELS["llama"](tmp_path_factory.mktemp("llama")))
-
-
-def measure_difference(model, reference: torch.Tensor) -> float:
-    return float((compute_logits(model, make_windows()) - reference).square().mean())
 
 
 def find_kept(dense_layer, layer, group) -> torch.Tensor:
@@ -95,44 +86,22 @@ def test_a_peer_of_nothing_is_the_identity(peer, dense_folder):
     assert peer == "SliceGPT" or result.removed == 0
 
 
-@pytest.mark.parametrize("peer", ["FASP", "OSSCAR", "FLAP"])
-def test_a_peer_prunes_in_the_dtype_of_the_checkpoint(peer, tmp_path):
-    model, _ = load_checkpoint(str(MODELS["llama"](tmp_path)))
-    model.bfloat16().save_pretrained(tmp_path)
-    result = UNIT_PEERS[peer](str(tmp_path), make_windows(), 0.25)
-    assert {parameter.dtype for parameter in result.model.parameters()} == {torch.bfloat16}
-    assert measure_perplexity(result.model.float(), make_windows().flatten(), 32) > 0
-
-
-@pytest.mark.parametrize("sparsity", [0.1, 0.25])
 @pytest.mark.parametrize("peer", UNIT_PEERS)
-def test_a_peer_removes_what_is_asked(peer, sparsity, dense_folder):
+def test_a_peer_removes_what_is_asked_and_gives_what_its_mask_gives(peer, dense_folder):
     dense, _ = load_checkpoint(dense_folder)
     base, largest = count_prunable_parameters(dense), max(g.unit_cost for g in find_groups(dense, "head"))
-    result = UNIT_PEERS[peer](dense_folder, make_windows(), sparsity)
-    assert result.removed == pytest.approx(sparsity, abs=largest / base)
-    if peer != "FASP":
-        assert result.removed == pytest.approx(1 - count_prunable_parameters(result.model) / base, abs=1e-12)
-    assert measure_perplexity(result.model, make_windows().flatten(), 32) > 0
-
-
-@pytest.mark.parametrize("peer", ["OSSCAR", "FLAP", "LLM-Pruner"])
-def test_a_peer_gives_what_its_mask_gives(peer, dense_folder):
-    dense, _ = load_checkpoint(dense_folder)
     result = UNIT_PEERS[peer](dense_folder, make_windows(), 0.25)
-    assert result.removed > 0.2
-    mask_like(dense, result.model)
+    assert result.removed == pytest.approx(0.25, abs=largest / base)
     tokens = make_windows(seed=7)
-    torch.testing.assert_close(compute_logits(result.model, tokens), compute_logits(dense, tokens), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("peer", ["OSSCAR", "FLAP"])
-def test_a_peer_is_closer_to_the_dense_model_than_plain_deletion_of_its_units(peer, dense_folder):
-    dense, _ = load_checkpoint(dense_folder)
-    reference = compute_logits(dense, make_windows())
-    result = UNIT_PEERS[peer](dense_folder, make_windows(), 0.25)
-    mask_like(dense, result.model, restored=False)
-    assert measure_difference(result.model, reference) < measure_difference(dense, reference)
+    reference, found = (compute_logits(model, tokens) for model in (dense, result.model))
+    if peer != "FASP":  # which leaves zeros
+        assert result.removed == pytest.approx(1 - count_prunable_parameters(result.model) / base, abs=1e-12)
+        mask_like(dense, result.model)
+        torch.testing.assert_close(found, compute_logits(dense, tokens), rtol=0, atol=1e-4)
+    if peer in ("OSSCAR", "FLAP"):  # closer than plain deletion of the same units
+        deleted, _ = load_checkpoint(dense_folder)
+        mask_like(deleted, result.model, restored=False)
+        assert (found - reference).square().mean() < (compute_logits(deleted, tokens) - reference).square().mean()
 
 
 # -- FASP under grouped queries ------------------------------------------------------------------------------------------
@@ -310,38 +279,7 @@ def test_prune_slicegpt_counts_the_parameters_that_are_there(opt):
     assert result.model.lm_head.weight.shape[1] == d
 
 
-def test_prune_slicegpt_loses_nothing_of_a_rank_deficient_signal(tmp_path):
-    model = make_opt()
-    basis = torch.linalg.qr(torch.randn(24, 14, generator=torch.Generator().manual_seed(3))).Q
-    project = basis @ basis.T
-    decoder = model.model.decoder
-    with torch.no_grad():
-        for embedding in (decoder.embed_tokens, decoder.embed_positions):
-            embedding.weight.copy_(embedding.weight @ project)
-        for layer in decoder.layers:
-            for linear in (layer.self_attn.out_proj, layer.fc2):
-                linear.weight.copy_(project @ linear.weight)
-                linear.bias.copy_(project @ linear.bias)
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path)
-    result = prune_slicegpt(str(tmp_path), make_windows(), 0.3)  # keeps 16 of 24
-    assert result.removed > 0
-    tokens = make_windows(seed=6)
-    reference = compute_logits(model, tokens)
-    assert (compute_logits(result.model, tokens) - reference).abs().max() < 1e-4 * reference.abs().max()
-    lossy = prune_slicegpt(str(tmp_path), make_windows(), 0.6)  # keeps 8: now something goes
-    assert (compute_logits(lossy.model, tokens) - reference).abs().max() > 1e-2 * reference.abs().max()
-
-
-def test_find_principal_basis_leaves_out_least_energy():
-    signal = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.arange(1, 7)
-    basis = find_principal_basis([signal[:20], signal[20:]], 4)
-    lost = (signal - signal @ basis @ basis.T).square().sum()
-    torch.testing.assert_close(lost, torch.linalg.svdvals(signal)[4:].square().sum())
-    torch.testing.assert_close(basis.T @ basis, torch.eye(4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_slicegpt_is_the_dense_model_projected_at_every_cut(model_type, tmp_path, monkeypatch):
     folder, bases = str(save_model(make_model(model_type, num_hidden_layers=3), tmp_path)), []
     dense, _ = load_checkpoint(folder)
@@ -401,7 +339,7 @@ def _naive_error(damped, units, width: int) -> float:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_search_swaps_leaves_no_improving_swap(width, seed):
     damped, _ = make_problem(8 * width, seed=seed)
     start = torch.tensor([0, 1, 2, 3])  # any set will do to start from
@@ -414,6 +352,14 @@ def test_search_swaps_leaves_no_improving_swap(width, seed):
     for dropped, added in itertools.product(keep.tolist(), outside):
         other = (set(keep.tolist()) - {dropped}) | {added}
         assert _naive_error(damped, other, width) >= error * (1 - 1e-8)
+
+
+def test_find_principal_basis_leaves_out_least_energy():
+    signal = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.arange(1, 7)
+    basis = find_principal_basis([signal[:20], signal[20:]], 4)
+    lost = (signal - signal @ basis @ basis.T).square().sum()
+    torch.testing.assert_close(lost, torch.linalg.svdvals(signal)[4:].square().sum())
+    torch.testing.assert_close(basis.T @ basis, torch.eye(4, dtype=torch.float64))
 
 
 def test_subtract_bias_is_the_moments_of_the_rest():

@@ -126,13 +126,6 @@ def test_moments_are_kept_only_where_the_host_has_room(opt):
     assert not can_keep_moments(groups, 1 << 40)
 
 
-def test_without_trial_samples_nothing_is_tried(opt, tmp_path, monkeypatch):
-    seen = watch_trials(monkeypatch)
-    prune(opt, tmp_path / "out", allocation={"rule": "error_curve", "trial_samples": 0})
-    assert not seen
-    assert read_manifest(tmp_path / "out").allocation.tried is None
-
-
 def test_trial_samples_are_refused_beside_an_allocator_stage(opt):
     stages = [
         SparsityAllocatorModifier(sparsity=0.3, allocation="error_curve"),

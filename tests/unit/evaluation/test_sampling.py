@@ -92,14 +92,6 @@ def test_the_model_s_own_settings_of_generation_change_nothing(tokenizer):
     assert torch.equal(sample_windows(model, tokenizer, 6, 16), plain)
 
 
-def test_data_sets_are_the_same_whatever_was_drawn_before(tokenizer):
-    model, drawn = make_opt().eval(), []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        drawn.append(sample_dataset(model, tokenizer, 2, 16)["input_ids"][:])
-    assert drawn[0] == drawn[1]
-
-
 def test_text_of_another_revision_is_refused(opt):
     with pytest.raises(ValueError, match="`self` must be left out with model_revision"):
         oneshot(str(opt), StruPruneModifier(sparsity=0.2), dataset="self", model_revision="v1")

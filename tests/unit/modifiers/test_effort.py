@@ -49,8 +49,3 @@ def test_the_best_effort_takes_four_times_the_text_where_no_number_is_given():
     assert count_samples(None, {}) == count_samples(None, {"effort": "fast"}) == 64
     assert count_samples(None, {"effort": "best"}) == 256
     assert count_samples(8, {"effort": "best"}) == 8
-
-
-def test_an_unknown_effort_is_refused():
-    with pytest.raises(ValueError, match=r"effort .*fast.*best"):
-        load_recipe("struprune", changes={"effort": "most"})

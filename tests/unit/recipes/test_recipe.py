@@ -11,7 +11,6 @@ import pytest
 import yaml
 from helpers.models import ROOT
 
-from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.recipes.shipped import describe_recipe, list_recipes
@@ -90,21 +89,8 @@ def test_load_recipe_sets_fields_in_our_modifiers_only():
         load_recipe(yaml.safe_dump(recipe), {"sparsty": 0.1})
 
 
-def test_both_names_resolve_to_the_same_modifier():
-    for name in ("StruPruneModifier", "StructPruneModifier"):
-        text = yaml.safe_dump({"x_stage": {"x_modifiers": {name: {"sparsity": 0.3}}}})
-        assert type(load_recipe(text).modifiers[0]) is StruPruneModifier
-
-
 def load_full(changes):
     return load_recipe(yaml.safe_dump(FULL, sort_keys=False), changes).modifiers
-
-
-def test_load_recipe_sets_one_modifiers_field():
-    changes = {"LoRARecoveryModifier.seed": 4, "StruPruneModifier.dampening_frac": 0.5}
-    allocator, pruning, recovery = load_full(changes)
-    assert recovery.seed == 4
-    assert (allocator.dampening_frac, pruning.dampening_frac) == ("auto", 0.5)
 
 
 def test_load_recipe_sets_a_method_s_own_field():

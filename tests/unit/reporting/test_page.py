@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import struct
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -111,15 +109,6 @@ def test_results_do_not_follow_into_what_is_made_from_an_output(out, tmp_path):
     assert not read_manifest(recovered).evaluation.perplexity
 
 
-def test_no_run_is_lost_for_its_card(opt, tmp_path, monkeypatch):
-    def fail(*_args):
-        raise RuntimeError("no card today")
-
-    monkeypatch.setattr("struprune_plugin.reporting.model_card.write_card", fail)
-    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"))
-    assert not (tmp_path / "out" / "README.md").exists()
-
-
 def test_no_keep_writes_nothing(out):
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     assert cli.main(["eval", str(out), *EVAL, "--no-dense", "--no-keep"]) == 0
@@ -190,24 +179,6 @@ def test_the_command_writes_a_page_beside_the_output(out, tmp_path, capsys):
     assert cli.main([*argv, "--overwrite"]) == 0
     assert cli.main(["report", str(out), "--output", str(tmp_path / "no" / "x.html")]) == 2
     assert "--output: the folder" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium (Debian's package) is not here")
-@pytest.mark.parametrize("width", [400, 1280])
-def test_a_browser_draws_the_report(made, tmp_path, width):
-    page, shot = tmp_path / "page.html", tmp_path / "shot.png"
-    page.write_text(make_page(made, read_manifest(made)))
-    argv = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1600", f"--screenshot={shot}"]
-    subprocess.run(
-        ["chromium", *argv, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()],
-        capture_output=True,
-        check=True,
-        timeout=120,
-    )
-    content = shot.read_bytes()
-    assert struct.unpack(">II", content[16:24]) == (width, 1600)
-    assert len(content) > 30_000  # a blank page takes a tenth
 
 
 def test_scores_are_shown_and_written_before_they_are_stored(out, tmp_path, capsys):

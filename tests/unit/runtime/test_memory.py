@@ -8,7 +8,6 @@ from helpers.models import make_dataset, run_oneshot, save_model, save_opt
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from eval.account import CountedContext, LiveBytes, count_memory
-from eval.measure import count_live_bytes
 from struprune_plugin import read_manifest
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
@@ -37,12 +36,6 @@ def test_live_bytes_counts_what_is_alive_together_and_views_once():
         del view
         assert live.live == 0
     assert live.peak == 8000
-
-
-def test_count_live_bytes_counts_all_that_is_made():
-    outside = torch.ones(500)
-    assert count_live_bytes(lambda: outside * 2) == 2000
-    assert count_live_bytes(lambda: outside.view(10, 50)) == 0
 
 
 def test_what_is_read_from_the_host_alone_stays_on_the_host():

@@ -141,11 +141,3 @@ def test_kept_units_that_were_changed_are_refused(out, kind, capsys):
         read_manifest(out)
     assert cli.main(["inspect", str(out)]) == 2
     assert capsys.readouterr().err.startswith("struprune: error: ")
-
-
-def test_a_converted_output_carries_the_manifest_and_is_overwritten(out, tmp_path):
-    argv = ["convert", str(out), "--to", "uniform-padded", "--output", str(tmp_path / "padded")]
-    assert cli.main(argv) == 0
-    assert read_manifest(tmp_path / "padded").groups == read_manifest(out).groups
-    assert cli.main(argv) == 2
-    assert cli.main([*argv, "--overwrite"]) == 0

@@ -67,15 +67,6 @@ def test_sizes_of_a_mixture_are_those_of_the_output(tmp_path):
     assert after.bytes == pytest.approx(measure_weight_bytes(out), rel=0.05)
 
 
-def test_experts_of_a_layer_are_counted_once(tmp_path, monkeypatch):
-    counted = []
-    count = units.count_unit_parameters
-    monkeypatch.setattr(units, "count_unit_parameters", lambda *a: counted.append(a) or count(*a))
-    shapes = read_shapes(str(save_mixture(tmp_path)))
-    outline_run(shapes, load("struprune", sparsity=0.3, attention_unit="none").modifiers)
-    assert len(counted) == 2, "of 4 experts in each of 2 layers"
-
-
 def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys):
     layers = {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = GptOssConfig(**SIZES, head_dim=8, **layers, quantization_config={"quant_method": "mxfp4"})

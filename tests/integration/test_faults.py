@@ -94,7 +94,7 @@ def test_a_run_stopped_at_any_stage_ends_in_one_line_and_leaves_nothing(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGTERM"])
 def test_a_conversion_that_is_stopped_leaves_nothing(name, opt, prune_once, tmp_path, monkeypatch, capfd):
     _, folder = prune_once(opt, "value_channels")
     before = digest(folder)

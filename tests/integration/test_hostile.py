@@ -20,10 +20,7 @@ LINE = re.compile(r"struprune: error: (\S.+[.:)] [A-Z`].*[.?]|.* must .*)")  # a
 CONFIGS = {
     "activation": ({"activation_function": "nonsense"}, "a tiny instance can be built and run, got KeyError"),
     "width": ({"ffn_dim": 100}, r"in place of \[100\]"),
-    "negative": ({"ffn_dim": -3}, "a tiny instance can be built and run"),
-    "text": ({"ffn_dim": "x"}, "must be a model folder or a hub name that can be loaded"),
     "vocabulary": ({"vocab_size": 99}, r"in place of \[99, "),
-    "positions": ({"max_position_embeddings": 10}, "a tiny instance can be built and run"),
     "heads": ({"num_attention_heads": 7}, "must hold whole weights that fit its config.json"),
     "none": ({"hidden_size": None}, "can be loaded"),
     "dtype": ({"dtype": "float99"}, "can be loaded"),
@@ -31,11 +28,7 @@ CONFIGS = {
 }
 FILES = {
     "cut": ("model.safetensors", WEIGHTS[:-9], "must hold whole weights"),
-    "empty": ("model.safetensors", b"", "must hold whole weights"),
-    "garbage": ("model.safetensors", b"x" * 999, "must hold whole weights"),
     "tokenizer": ("tokenizer.json", b"{", "tokenizer: .* must hold a tokenizer that can be loaded"),
-    "no tokenizer": ("tokenizer.json", b"[1]", "tokenizer: .* must hold a tokenizer that can be loaded"),
-    "list": ("config.json", b"[]", "can be loaded"),
     "no text": ("config.json", b"\xff\xfe", "can be loaded"),
     "deep": ("config.json", b"[" * 9999, "can be loaded, got: RecursionError"),
 }
@@ -43,10 +36,7 @@ TEXTS = {
     "latin": (b'{"text": "good"}\n{"text": "caf\xe9"}\n', "line 2: must be a JSON object in UTF-8"),
     "surrogate": (b'{"text": "\\ud800"}\n', "line 1: must be a JSON object in UTF-8 .*surrogates not allowed"),
     "deep": (b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}\n", "line 1: must be a JSON object"),
-    "list": (b"[1]\n", "line 1: must be a JSON object"),
-    "number": (b"5\n", "line 1: must be a JSON object"),
     "nothing": (b'{"text": ""}\n' * 2000, r"\(1 distinct sequences with"),
-    "one token": (b'{"text": "a"}\n' * 1500, r"\(1 distinct sequences with"),
     "one sentence": (
         json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 400}).encode(),
         r"distinct sequences with \d+ tokens\)",
@@ -56,7 +46,6 @@ RECIPES = {
     "deep": ("a_stage: " + "{a: " * 3000 + "1" + "}" * 3000, "is not valid YAML"),
     "itself": ("a_stage: &a\n  b_modifiers: *a\n", "'b_modifiers' is not a modifier"),
     "misspelt": ("b_stage:\n  b_modifiers:\n    GPTQModifer: {}\n", "Did you mean GPTQModifier"),
-    "date": ("b_stage: 2020-13-45\n", "is not valid YAML"),
     "host": ("b_stage:\n  b_modifiers:\n    QuantizationModifier: {scheme: W99}\n", "QuantizationModifier: scheme"),
     "smooth": (
         "a_stage:\n  a_modifiers:\n    StruPruneModifier: {sparsity: 0.2}\nb_stage:\n  b_modifiers:\n    SmoothQuantModifier: {}\n"
@@ -74,7 +63,6 @@ RECIPES = {
 }
 SETS = {
     "yaml": ("sparsity=[", "must be valid YAML"),
-    "date": ("sparsity=2020-13-45", "must be valid YAML"),
     "pattern": ("targets=['re:(']", "must hold names or valid patterns"),
     "list": ("allocation.samples=[[1]]", "must be a valid integer"),
     "infinite": ("sparsity=1e999", r"sparsity must be in \[0, 1\)"),

@@ -22,16 +22,12 @@ from struprune_plugin.pruning.resume import LayerLog
 
 TYPES = {
     "qwen3_moe": "the plain kind",
-    "mixtral": "weights normed anew",
     "deepseek_v3": "groups of experts, a bias of the choice, a dense layer first",
     "gpt_oss": "a router with a bias, experts with biases",
-    "qwen2_moe": "a shared expert",
-    "granitemoe": "factors on every output",
     "ernie4_5_moe": "a bias of the choice in a module of its own",
     "minimax_m2": "a bias of the choice in the block",
     "phimoe": "a router of its own",
     "gemma4_text": "a router beside a dense FFN, scales of experts",
-    "jamba": "layers of a state space between",
 }
 ALONE = {"attention_unit": "none", "prune_ffn": False}
 PLAIN = {**ALONE, "weight_update": "none", "sensitivity": "none", "output": "uniform"}

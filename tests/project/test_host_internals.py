@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import re
 from importlib.metadata import version
 
 import pytest
@@ -50,19 +49,3 @@ def test_host_internals_are_where_we_lean_on_them():
     moves = list(filter(None, map(find_move, INTERNALS)))
     if moves:
         pytest.fail("\n".join(moves), pytrace=False)
-
-
-@pytest.mark.parametrize(
-    ("where", "says", "sentence"),
-    [
-        ("llmcompressor.core:no_such_thing", (), r"moved llmcompressor\.core:no_such_thing: it is gone"),
-        ("llmcompressor.no_such_module:x", (), "it is gone"),
-        ("compressed_tensors.utils:is_match", ("never said",), "no longer speaks of never said"),
-    ],
-)
-def test_a_move_is_told_in_one_sentence(where, says, sentence):
-    told = find_move(Internal(where, "for a test", says=says))
-    assert told is not None
-    assert re.search(sentence, told)
-    assert "we need it (for a test)" in told
-    assert "\n" not in told

@@ -44,9 +44,13 @@ def _naive_fisher(model, batch, groups):
     return {name: g.T @ g / len(g) for name, g in gradients.items()}
 
 
-@pytest.mark.parametrize("unit", ["value_channels", "head"])
-@pytest.mark.parametrize("shape", [{}, {"do_layer_norm_before": False, "word_embed_proj_dim": 16}])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "shape", "padded"),
+    [
+        ("value_channels", {}, True),
+        ("head", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}, False),
+    ],
+)
 def test_measure_fisher_layer_by_layer_equals_whole_model_gradients(unit, shape, padded):
     model = make_opt(**shape)
     groups, batch = find_groups(model, unit), _make_batch(padded)

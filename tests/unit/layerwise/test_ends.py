@@ -19,7 +19,6 @@ SHARING = {"layer_types": ALTERNATING * 2, "num_hidden_layers": 4, "num_kv_share
 MODELS = {  # type -> (its list of layers, fields of its configuration)
     "gpt2": ("transformer.h", {"n_layer": 3}),  # Conv1D
     "bloom": ("transformer.h", {"n_layer": 3}),  # alibi; tuples
-    "gptj": ("transformer.h", {"n_layer": 3}),  # tuples
     "opt": ("model.decoder.layers", {"num_hidden_layers": 3}),
     "gemma3n_text": (  # four streams, inputs by layer, shared keys and values
         "model.layers",
@@ -32,10 +31,8 @@ MODELS = {  # type -> (its list of layers, fields of its configuration)
     ),
     "zaya": ("model.layers", {"num_hidden_layers": 4}),  # a router's state goes from layer to layer
     "glm_moe_dsa": ("model.layers", {"num_hidden_layers": 3, "index_topk": 4}),  # so do indices
-    "bamba": ("model.layers", {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "deepseek_v4": ("model.layers", {"num_hidden_layers": 4}),  # hyper-connections
     "recurrent_gemma": ("model.layers", {"num_hidden_layers": 3}),  # all positional; capped logits
-    "falcon_h1": ("model.layers", {"num_hidden_layers": 3}),
     "granite": ("model.layers", {"num_hidden_layers": 3, "logits_scaling": 6.0}),
 }
 CPU = torch.device("cpu")

@@ -7,13 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from struprune_plugin.linalg.budget import allocate_error_curves
-from struprune_plugin.linalg.elimination import eliminate_units, keep_last, order_units
-from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve
 from struprune_plugin.linalg.rotation import eliminate_directions, rotate_columns, rotate_moments
-from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
+from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, measure_error
 from struprune_plugin.linalg.solve import damp_moments
-from struprune_plugin.paper.threshold_rule import allocate_global_threshold
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**31)
@@ -68,38 +65,6 @@ def test_the_number_of_threads_changes_sums_by_rounding_alone(length, n, dtype, 
 
 
 # -- selection ----------------------------------------------------------------------------------------------------
-
-
-@many
-@given(st.integers(1, 4), st.integers(1, 8), st.integers(0, 8), DTYPES, SEEDS)
-def test_order_keeps_blocks_equal_and_the_best(num_blocks, width, rounds, dtype, seed):
-    scores = draw((num_blocks * width,), seed, dtype)
-    order = order_units(scores, num_blocks)
-    assert sorted(order.tolist()) == list(range(num_blocks * width))
-    keep = keep_last(order, len(scores), num_blocks * max(width - rounds, 0))
-    assert torch.equal(keep, keep.sort().values)
-    for block in range(num_blocks):
-        inside = keep[(keep // width) == block]
-        assert len(inside) == max(width - rounds, 0)
-        gone = [u for u in range(block * width, (block + 1) * width) if u not in inside]
-        assert all(scores[u] <= scores[v] for u in gone for v in inside.tolist())
-
-
-@many
-@given(st.integers(2, 12), st.integers(1, 3), st.integers(1, 4), DTYPES, SEEDS)
-def test_elimination_prices_what_the_solves_lose(units, width, d, dtype, seed):
-    moments, weight, _, _ = make_moments(units * width, d, seed, dtype)
-    damped = damp_moments(moments, weight, 0.01)
-    elimination = eliminate_units(damped, width, "here")
-    assert sorted(elimination.order.tolist()) == list(range(units))
-    assert (elimination.increase >= -1e-9 * damped.target_energy).all()
-    curve = measure_restored_curve(damped, elimination.order, width, "here")
-    scale = float(damped.target_energy)
-    lost = curve[0] - curve[-1]
-    assert float(elimination.increase.sum()) == pytest.approx(float(lost), rel=1e-4, abs=1e-6 * scale)
-    assert (curve.diff() <= 1e-9 * scale).all()
-    deletion = measure_deletion_curve(damped, weight, elimination.order, width)
-    assert (deletion >= curve - 1e-6 * scale).all()
 
 
 # -- solve --------------------------------------------------------------------------------------------------------
@@ -172,25 +137,3 @@ def test_error_curves_keep_the_budget_and_the_bounds(case, seed):
         sum(float(c[k]) for c, k in zip(curves, kept, strict=True)), rel=1e-9
     )
     assert turned == [kept[i] for i in turn]  # no two random errors tie
-
-
-@examples(60)
-@given(budgets(), SEEDS)
-@example(case=([GroupSize("a", "attention", 8, 9, 1), GroupSize("f", "ffn", 4, 9, 1)], 1e-08), seed=0)
-def test_rounding_and_thresholds_keep_the_budget(case, seed):
-    groups, sparsity = case
-    total = sum(group.num_parameters for group in groups)
-    assert find_group_sparsity(groups, 2 * total, sparsity / 2) == pytest.approx(sparsity)
-    shares = [sparsity] * len(groups)
-    kept = round_kept_counts(groups, shares)
-    for group, count in zip(groups, kept, strict=True):
-        assert min(group.step, group.num_units) <= count <= group.num_units
-        assert count % group.step == 0
-    if sparsity == 0:
-        assert count_removed(groups, kept) == 0
-    scores = [draw((group.num_units,), seed + i) for i, group in enumerate(groups)]
-    chosen = allocate_global_threshold(groups, scores, sparsity)
-    counts = [round((1 - share) * group.num_units) for share, group in zip(chosen, groups, strict=True)]
-    assert -1e-6 <= count_removed(groups, counts) - sparsity * total < max(group.unit_cost for group in groups) + 1e-6
-    less = allocate_global_threshold(groups, scores, sparsity / 2)
-    assert all(a <= b + 1e-12 for a, b in zip(less, chosen, strict=True))

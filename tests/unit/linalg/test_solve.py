@@ -65,7 +65,7 @@ def test_solve_kept_weights_condition_number_is_near_the_true_one():
 
 @pytest.mark.parametrize("gone", [0, 0.4])
 @pytest.mark.parametrize("panel", [1, 6, 64])  # one removal at a time, or all units among the candidates
-@pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 6)])
+@pytest.mark.parametrize(("width", "num_blocks"), [(1, 1), (3, 1), (1, 3), (2, 2)])
 def test_eliminate_units_equals_naive_greedy(width, num_blocks, panel, gone, monkeypatch):
     """method.md section 3, obs: at every step remove the unit whose removal raises the re-solved error least."""
     monkeypatch.setattr(elimination, "_PANEL", panel)

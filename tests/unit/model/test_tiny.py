@@ -13,9 +13,7 @@ from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_
 TOKENS = torch.randint(4, 100, (1, 12), generator=torch.Generator().manual_seed(0))
 MODELS = {  # type -> what its default configuration leaves open
     "llama": {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8},
-    "gpt2": {},
     "opt": {},
-    "falcon": {},
     "mpt": {},
     "phi3": {
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 32.0, "short_factor": [1.0] * 48}
@@ -23,16 +21,13 @@ MODELS = {  # type -> what its default configuration leaves open
     "gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gpt_oss": {},
     "deepseek_v3": {},
-    "qwen3_5_moe": {},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 4},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 5e5},
         "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4},
     },
-    "laguna": {},
     "mistral3": {},
-    "llama4": {},
 }
 MODELS["phi3"]["rope_parameters"]["long_factor"] = [2.0] * 48
 LAYERED = (
@@ -68,14 +63,6 @@ def test_a_class_is_built_small_with_all_layers_and_runs(model_type):
     again = dict(build_tiny(config).named_parameters())
     assert all(torch.equal(weight, again[name]) for name, weight in model.named_parameters())
     assert not all(torch.equal(a, b) for a, b in zip(again.values(), build_tiny(config, 1).parameters(), strict=True))
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_shrinking_twice_is_shrinking_once(model_type):
-    small = shrink_config(CONFIG_MAPPING[model_type](**MODELS[model_type]))
-    assert shrink_config(small).to_dict() == small.to_dict()
-    if model_type != "dbrx":  # whose parts refuse what they save
-        assert type(small).from_dict(small.to_dict()).to_dict() == small.to_dict()
 
 
 def test_sizes_tell_what_they_are():

@@ -54,7 +54,7 @@ def make_training(model, parameters, context=None, micro_size=2, **fields):
     return AdapterTraining(model, parameters, RecoveryConfig(**fields), micro_size, context or DeviceContext())
 
 
-TYPES = ["opt", "llama", "gemma2", "gemma3_text", "granite", "phi", "phi3", "gpt_neox", "qwen3_moe"]
+TYPES = ["opt", "gemma2", "granite", "phi3", "gpt_neox", "qwen3_moe"]
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -383,20 +383,12 @@ def test_changes_reach_the_stage():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"adapters": {"rank": 0}}, "adapters.rank must .*greater than or equal to 1"),
-        ({"adapters": {"alpha": 0}}, "adapters.alpha must .*greater than 0"),
         ({"adapters": {"alpha": float("inf")}}, "adapters.alpha must .*finite"),
-        ({"adapters": {"targets": []}}, "adapters.targets must .*at least 1"),
         ({"adapters": {"targets": ["re:("]}}, "adapters.targets must hold names or valid patterns"),
         ({"adapters": {"dropout": 1.0}}, "adapters.dropout must .*less than 1"),
-        ({"schedule": {"learning_rate": 0}}, "schedule.learning_rate must .*greater than 0"),
         ({"schedule": {"decay": "step"}}, "schedule.decay must .*'cosine', 'linear' or 'constant'"),
         ({"schedule": {"warmup_fraction": 1}}, "schedule.warmup_fraction must .*less than 1"),
-        ({"schedule": {"epochs": 0}}, "schedule.epochs must .*greater than or equal to 1"),
-        ({"schedule": {"max_steps": 0}}, "schedule.max_steps must .*greater than or equal to 1"),
-        ({"optimizer": {"weight_decay": -1}}, "optimizer.weight_decay must .*greater than or equal to 0"),
         ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm must .*greater than 0"),
-        ({"batch_size": 0}, "batch_size must .*greater than or equal to 1"),
         ({"holdout": {"fraction": 1.0}}, "holdout.fraction must .*less than 1"),
         ({"loss": {"kl": 1.0}}, "`loss` is gone. The loss is the cross entropy on the text. For other training"),
         ({"weights": "all"}, "`weights` is gone. Adapters are trained"),

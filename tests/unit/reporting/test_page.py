@@ -14,7 +14,6 @@ from struprune_plugin.cli import eval_command
 from struprune_plugin.cli import main as cli
 from struprune_plugin.reporting.model_card import find_hub_name, write_card
 from struprune_plugin.reporting.pages import make_page
-from struprune_plugin.reporting.tables import name_result
 from struprune_plugin.storage import checkpoint
 from struprune_plugin.storage.records import EvaluationRecord, ExpertsRecord, PerplexityRecord
 
@@ -88,13 +87,6 @@ def test_results_go_with_the_output(out, opt, monkeypatch, capsys):
     assert len(read_manifest(out).evaluation.perplexity) == 1
     assert cli.main(["eval", str(out), "--window", "16", "--max-tokens", "256", *text]) == 0
     assert [entry.window for entry in read_manifest(out).evaluation.perplexity] == [32, 16]
-
-
-def test_results_leave_an_edited_card_alone(out):
-    (out / "README.md").write_text("mine")
-    assert cli.main(["eval", str(out), *EVAL, "--no-dense"]) == 0
-    assert (out / "README.md").read_text() == "mine"
-    assert read_manifest(out).evaluation.perplexity[0].dense is None
 
 
 def test_results_do_not_follow_into_what_is_made_from_an_output(out, tmp_path):
@@ -188,18 +180,6 @@ def test_scores_are_shown_and_written_before_they_are_stored(out, tmp_path, caps
     assert json.loads((tmp_path / "scores.json").read_text())["scores"]
 
 
-def test_figures_of_other_settings_stand_side_by_side(out, capsys):
-    text = ["--text", str(ROOT / "struprune_plugin" / "demo" / "test.jsonl"), "--no-dense", "--quiet"]
-    for words in (["--max-tokens", "512"], ["--max-tokens", "256"], ["--max-tokens", "256", "--stride", "16"]):
-        assert cli.main(["eval", str(out), "--window", "32", *text, *words]) == 0
-    names = [name_result(entry) for entry in read_manifest(out).evaluation.perplexity]
-    start = "perplexity, test.jsonl, windows of 32"
-    more = ["first 512 tokens", "first 256 tokens", "stride 16, first 256 tokens"]
-    assert names == [f"{start}, {told}" for told in more]
-    capsys.readouterr()
-    assert cli.main(["inspect", str(out), "--json"]) == 0
-
-
 def test_a_dense_model_named_by_its_hub_name_is_scored_once(out, opt, tmp_path, monkeypatch, capsys):
     base = tmp_path / "cache" / "snapshot"
     shutil.copytree(opt, base)
@@ -220,3 +200,10 @@ def test_without_dense_and_storing_a_damaged_manifest_is_not_read(out):
     (out / "struprune.json").write_text("{")
     assert cli.main(["eval", str(out), *EVAL, "--no-dense", "--no-keep"]) == 0
     assert cli.main(["eval", str(out), *EVAL]) == 2
+
+
+def test_results_leave_an_edited_card_alone(out):
+    (out / "README.md").write_text("mine")
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense"]) == 0
+    assert (out / "README.md").read_text() == "mine"
+    assert read_manifest(out).evaluation.perplexity[0].dense is None

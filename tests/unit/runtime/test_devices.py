@@ -37,9 +37,7 @@ PATHS = {
         {**FFN_ADMM, **FAST, "attention_unit": "head", "weight_update": {"method": "admm", "inner_steps": 1}},
     ),
     "gated ADMM": ("llama", {**FFN_ADMM, **FAST}),
-    "snip": ("opt", {"importance": "snip", "allocation": "softmax"}),
     "magnitude": ("llama", {"importance": "magnitude", "allocation": "softmax_inverse", "attention_unit": "head"}),
-    "deletion": ("opt", {"importance": "wanda", "allocation": "softmax", "weight_update": "none"}),
     "closed form": ("opt", {**FFN_ADMM, "importance": "closed_form", "sparsity": 0.1, "allocation": "uniform"}),
 }
 SIZES = {"dataset": make_dataset(4, 16), "num_calibration_samples": 4, "batch_size": 2, "sparsity": 0.3}

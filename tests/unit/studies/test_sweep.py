@@ -71,18 +71,6 @@ def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_another_sweep_and_another_recipe_under_the_same_name_are_not_mixed_in(opt, tmp_path, capsys):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(find_recipe("struprune").read_text())
-    words = ["--recipe", str(recipe)]
-    assert run(opt, tmp_path / "sweep", *words, sparsities="0.2") == 0
-    assert run(opt, tmp_path / "sweep", *words, "--seed", "5", sparsities="0.2") == 2
-    assert "holds a sweep with another run" in capsys.readouterr().err
-    recipe.write_text(recipe.read_text() + "\n# changed\n")
-    assert run(opt, tmp_path / "sweep", *words, sparsities="0.2") == 2
-    assert "holds a sweep with another recipe" in capsys.readouterr().err
-
-
 def test_a_refused_point_does_not_stop_the_rest_and_is_tried_again(opt, tmp_path, capsys):
     assert run(opt, tmp_path / "sweep", sparsities="0.98,0.2") == 0
     printed = capsys.readouterr().out
@@ -148,3 +136,15 @@ def test_bad_input_is_refused_before_any_work(opt, tmp_path, capsys, words, mess
     assert run(opt, tmp_path / "sweep", *words) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_sweep_and_another_recipe_under_the_same_name_are_not_mixed_in(opt, tmp_path, capsys):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(find_recipe("struprune").read_text())
+    words = ["--recipe", str(recipe)]
+    assert run(opt, tmp_path / "sweep", *words, sparsities="0.2") == 0
+    assert run(opt, tmp_path / "sweep", *words, "--seed", "5", sparsities="0.2") == 2
+    assert "holds a sweep with another run" in capsys.readouterr().err
+    recipe.write_text(recipe.read_text() + "\n# changed\n")
+    assert run(opt, tmp_path / "sweep", *words, sparsities="0.2") == 2
+    assert "holds a sweep with another recipe" in capsys.readouterr().err

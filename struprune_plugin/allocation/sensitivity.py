@@ -224,7 +224,8 @@ def _run_backward(
             assert flow.above is not None
             above = [context.to_device(gradient, call.device) for gradient in flow.above]
             with torch.enable_grad():
-                left = pair_gradients(call.run(layer, context, states), above)
+                with context.save_on_host(layer):
+                    left = pair_gradients(call.run(layer, context, states), above)
                 below = states.list_learning()
                 wanted = [*below, *(outputs.pop(name) for name in watched)]
                 gradients = torch.autograd.grad(left[0], wanted, left[1], materialize_grads=True)

@@ -73,7 +73,8 @@ class DenseReference:
         for group in plain:
             if not self.repairs(group):  # for which the stream after the sum is stored
                 stream = take(group)
-                wanted = stream.output.float() + (_read_residual(group, stream) if self._is_residual(group) else 0)
+                wanted = stream.output.float()  # of a copy, which nothing else reads
+                wanted = wanted.add_(_read_residual(group, stream)) if self._is_residual(group) else wanted
                 self._wanted[group.name, index] = self._context.park(wanted)
         if mixture is not None and self.repairs(mixture):
             self._wanted[_name_sum(mixture), index] = self._context.park(take_sum())
@@ -139,7 +140,8 @@ class DenseReference:
 
 def _read_residual(group: UnitGroup, stream: Stream) -> Tensor:
     """Return the residual stream in units of the consumer's output, shape [tokens, d], float32."""
-    return stream.residual.float() / group.join.scale
+    residual = stream.residual.float()
+    return residual if group.join.scale == 1 else residual / group.join.scale
 
 
 def _name_sum(group: UnitGroup) -> str:

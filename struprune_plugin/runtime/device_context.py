@@ -14,7 +14,7 @@ from compressed_tensors.offload import disable_offloading
 from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
-from struprune_plugin.runtime.residence import WeightsAhead, stay_on_host
+from struprune_plugin.runtime.residence import WeightsAhead, release_weights, stay_on_host
 
 _UNPINNED = 0.25  # fraction of the host's memory that stays free when copies are pinned
 
@@ -140,6 +140,20 @@ class DeviceContext:
             if following is not None and not self.offload:
                 self._ahead.fetch(following)
             yield
+
+    @contextmanager
+    def save_on_host(self, layer: nn.Module) -> Iterator[None]:
+        """Store what the layer's forward pass saves for the backward pass on the host, with ``offload``, its weights, too."""
+        if not self.offload:
+            yield
+            return
+
+        def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
+            return self.to_host(tensor), tensor.device
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: self.to_device(*saved)):
+            yield
+        release_weights(layer)
 
     # -- solves ---------------------------------------------------------------------------------------------------
 

@@ -20,10 +20,12 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
 from loguru import logger
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.calibration import prepare_dataset
 from struprune_plugin.evaluation.text import load_tokenizer
+from struprune_plugin.export.convert import carry_files, keep_generation_settings
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
@@ -36,7 +38,13 @@ from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.model_card import try_write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_layers, summarize_manifest
 from struprune_plugin.runtime.distributed import join_processes
-from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, is_packed, read_tensor_shapes
+from struprune_plugin.storage.checkpoint import (
+    check_checkpoint,
+    find_checkpoint,
+    is_packed,
+    note_left_out,
+    read_tensor_shapes,
+)
 from struprune_plugin.storage.manifest import carry_manifest, read_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
@@ -47,6 +55,24 @@ _DEVICE = "llmcompressor.utils.dev"  # warns for every module that there is no a
 _STAGE = "struprune_plugin.modifiers.pruning"  # logs the removed parameters, which the final table tells, too
 
 
+@contextmanager
+def _reset_torch() -> Iterator[None]:
+    """Run the block under torch's defaults (gradients, float32, tensors on the CPU, no autocast); restore the caller's."""
+    dtype = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@_reset_torch()
 def oneshot(
     model: str | os.PathLike | PreTrainedModel,
     recipe: str | os.PathLike | Mapping[str, Any] | Modifier | list[Modifier] | Recipe,
@@ -109,10 +135,13 @@ def oneshot(
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)
-        with _adapt_host(config, model, loaded.modifiers):
+        _copy_inference_tensors(model)
+        note_left_out(model, source, kwargs.get("model_revision", "main"))
+        with _adapt_host(config, model, loaded.modifiers), keep_generation_settings():
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
             write_recipe(loaded, folder, find_checkpoint(source) if source else None)
+            carry_files(source, folder)
             carry_manifest(source, folder)
             try_write_card(folder, source)
     if store is not None:
@@ -120,6 +149,18 @@ def oneshot(
     if output_dir is not None and is_source_process():
         _log_output(Path(output_dir), any(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers))
     return compressed
+
+
+def _copy_inference_tensors(model: PreTrainedModel) -> None:
+    """Replace parameters and buffers that were made in ``torch.inference_mode``, through which no gradient flows, by copies."""
+    made: dict[int, Any] = {}  # tied ones stay tied
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_inference():
+                    copy = tensor.detach().clone()
+                    copy = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+                    held[name] = made.setdefault(id(tensor), (copy, tensor))[0]  # the old one lives, and its id with it
 
 
 @contextmanager

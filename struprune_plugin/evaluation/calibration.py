@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.evaluation.sampling import SELF, sample_dataset
 from struprune_plugin.evaluation.scoring import load_checkpoint
-from struprune_plugin.evaluation.text import HUB_DATASETS, load_tokenizer, make_calibration_dataset
+from struprune_plugin.evaluation.text import (
+    HUB_DATASETS,
+    MESSAGES,
+    load_tokenizer,
+    make_calibration_dataset,
+    render_chat,
+)
 from struprune_plugin.runtime.distributed import count_ranks, split_range
+
+_DATASETS = (Dataset, IterableDataset, DatasetDict, IterableDatasetDict)
 
 
 def check_dataset(dataset: object, splits: object) -> None:
     """Raise on data of an unsupported type, and on ``splits`` for data without splits."""
-    if not isinstance(dataset, (str, os.PathLike, Dataset, DatasetDict, IterableDataset, DataLoader, type(None))):
+    if not isinstance(dataset, (str, os.PathLike, DataLoader, type(None), *_DATASETS)):
         raise ValueError(
             f"dataset: must be a file, self, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
             f"{type(dataset).__name__}. Make a Dataset of it: Dataset.from_dict({{'text': [...]}})."
         )
-    if splits is not None and not (isinstance(dataset, DatasetDict) or _is_from_host(dataset)):
+    if splits is not None and not (isinstance(dataset, (DatasetDict, IterableDatasetDict)) or _is_from_host(dataset)):
         raise ValueError(
             f"splits: must be left out for a file, c4, wikitext2, a Dataset or a loader, which have no splits to choose from, got "
             f"{splits!r}. Pass the part that you mean as dataset."
@@ -45,6 +54,8 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dic
         several processes, a data set name that llm-compressor resolves
     """
     source = kwargs.get("dataset")
+    if isinstance(source, _DATASETS):
+        return _split_dataset(_take_rows(model, source, kwargs))
     if not isinstance(source, (str, os.PathLike)) or _is_from_host(source):
         return _split_dataset(kwargs)
     if str(source) == SELF and kwargs.get("model_revision", "main") != "main":
@@ -52,13 +63,64 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dic
             "dataset: `self` must be left out with model_revision, whose model would not write the text. Pass a "
             "folder of that revision as model."
         )
-    tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        tokenizer = load_tokenizer(tokenizer or (model if isinstance(model, str) else model.config._name_or_path))
+    tokenizer = _find_tokenizer(model, kwargs)
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
     samples = kwargs.get("num_calibration_samples") or 512
     dataset = make_dataset(model, tokenizer, source, samples, length, kwargs.get("text_column") or "text")
     return _split_dataset({**kwargs, "dataset": dataset})
+
+
+def _find_tokenizer(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
+    tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
+    return load_tokenizer(where, trust_remote_code=kwargs.get("trust_remote_code_model", False))
+
+
+def _take_rows(
+    model: str | PreTrainedModel,
+    dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict,
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments with a data set that llm-compressor takes: one split, not streamed, conversations as token ids.
+
+    :raises ValueError: no such split; no rows; no column that holds token ids, text or conversations
+    """
+    kwargs = dict(kwargs)
+    if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
+        split = kwargs.pop("splits", None) or "train"
+        if not isinstance(split, str) or split not in dataset:
+            raise ValueError(f"splits: must be one of {sorted(dataset)}, got {split!r}. Pass the part that you mean.")
+        dataset = dataset[split]
+    samples, column = kwargs.get("num_calibration_samples") or 512, kwargs.get("text_column") or "text"
+    if isinstance(dataset, IterableDataset):
+        dataset = Dataset.from_list(list(islice(dataset, samples)))
+    kwargs["dataset"] = dataset
+    if kwargs.get("preprocessing_func") is not None:
+        return kwargs
+    if len(dataset) == 0:
+        raise ValueError("dataset: must have rows, got an empty data set. Pass another one.")
+    columns = dataset.column_names
+    if "input_ids" in columns:
+        return kwargs
+    chat = column if column in columns else MESSAGES
+    if chat in columns and isinstance(dataset[0][chat], list):
+        tokenizer = _find_tokenizer(model, kwargs)
+        length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
+
+        def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+            text = render_chat(tokenizer, row[chat])
+            return {"input_ids": (ids := tokenizer(text)["input_ids"][:length]), "attention_mask": [1] * len(ids)}
+
+        return kwargs | {"dataset": dataset.map(tokenize, remove_columns=columns, load_from_cache_file=False)}
+    if not {column, "text"} & {*columns}:
+        raise ValueError(
+            f"dataset: must have a column input_ids, {column} or {MESSAGES}, got {sorted(columns)}. Name the column of the text "
+            "(text_column=…)."
+        )
+    return kwargs
 
 
 def make_dataset(

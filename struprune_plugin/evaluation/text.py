@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from struprune_plugin.storage.files import shorten_error
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.jsonl", DEMO / "test.jsonl"
+
+MESSAGES = "messages"  # column of conversations: lists of {"role": …, "content": …}
 
 _C4_FILES = {
     "train": "en/c4-train.00000-of-01024.json.gz",
@@ -49,9 +51,12 @@ def load_tokenizer(
         ) from None
 
 
-def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
+def read_texts(
+    path: str | os.PathLike, text_column: str = "text", tokenizer: PreTrainedTokenizerBase | None = None
+) -> list[str]:
     """Read the texts of a JSON-lines file.
 
+    :param tokenizer: tokenizer whose chat template makes texts of lines with ``messages``; None refuses such lines
     :raises ValueError: no such file, or a line that is not UTF-8, not a JSON object, or without a text in the column
     """
     path = Path(path)
@@ -62,28 +67,63 @@ def read_texts(path: str | os.PathLike, text_column: str = "text") -> list[str]:
         if not line.strip():
             continue
         try:
-            text = json.loads(line.decode("utf-8"))[text_column]
-            text.encode("utf-8")  # fails for what is no text, and for half a character (a lone surrogate)
+            row = json.loads(line.decode("utf-8"))
+            text = row[MESSAGES if tokenizer is not None and is_chat(row, text_column) else text_column]
+            chat = tokenizer is not None and isinstance(text, list) and isinstance(text[0], dict)
+            (json.dumps(text, ensure_ascii=False) if chat else text).encode(
+                "utf-8"
+            )  # fails for what is no text, and for half a character (a lone surrogate)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {number}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
                 f"{error!r:.200}. Correct the line, or name the column of the text (--text-column)."
             ) from None
-        texts.append(text)
+        texts.append(render_chat(tokenizer, text) if chat else text)  # type: ignore[arg-type]
     if not texts:
         raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another file.")
     return texts
 
 
-def stream_texts(source: str | os.PathLike, text_column: str = "text", split: str = "train") -> Iterable[str]:
+def is_chat(row: Mapping[str, Any], text_column: str) -> bool:
+    """Return whether a row of data holds a conversation in the column ``messages``, and no text."""
+    return MESSAGES in row and text_column not in row
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+    """Return a conversation as text by the tokenizer's chat template, without the special token that tokenising adds in front.
+
+    :raises ValueError: there is no template, or the messages do not fit it
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "dataset: data of `messages` must come with a tokenizer that has a chat template, got none. Give texts, or set "
+            "tokenizer.chat_template."
+        )
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # a template raises errors of many classes
+        raise ValueError(
+            f"dataset: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)} Correct the messages."
+        ) from None
+    start = tokenizer.bos_token or ""
+    return text.removeprefix(start) if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else text
+
+
+def stream_texts(
+    source: str | os.PathLike,
+    text_column: str = "text",
+    split: str = "train",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Iterable[str]:
     """Return the texts of a local JSON-lines file or, streamed, of one split of a hub data set.
 
     :param source: a file, ``c4``, ``wikitext2`` or any hub name
     :param split: split of a hub data set
+    :param tokenizer: as in :func:`read_texts`
     :raises ValueError: neither a file nor a data set that can be loaded; no such column
     """
     if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
-        return read_texts(source, text_column)
+        return read_texts(source, text_column, tokenizer)
     name = os.fspath(source)
     try:
         rows = load_dataset(**HUB_DATASETS.get(name, {"path": name}), split=split, streaming=True)
@@ -93,6 +133,8 @@ def stream_texts(source: str | os.PathLike, text_column: str = "text", split: st
             f"data: {name!r} must be a JSON-lines file or a hub data set that can be loaded, got: {shorten_error(error)} Give a "
             "local file."
         ) from None
+    if tokenizer is not None and is_chat(dict.fromkeys(columns), text_column):
+        return (render_chat(tokenizer, row[MESSAGES]) for row in rows)
     if text_column not in columns:
         raise ValueError(
             f"data: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name the column of "
@@ -121,7 +163,7 @@ def make_calibration_dataset(
 
     :raises ValueError: as :func:`stream_texts`; too little text
     """
-    tokens = tokenize_texts(tokenizer, stream_texts(source, text_column), num_samples * seq_length)
+    tokens = tokenize_texts(tokenizer, stream_texts(source, text_column, tokenizer=tokenizer), num_samples * seq_length)
     if len(tokens) == 0:
         raise ValueError("tokenizer: must turn text into tokens, got none. Check the tokenizer in the model's folder.")
     if len(tokens) < num_samples * seq_length:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from compressed_tensors.distributed import is_source_process
+from compressed_tensors.utils import patch_attr
 from loguru import logger
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.any_class import (
@@ -44,8 +47,8 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import HEAD, VALUE, describe_padding
 from struprune_plugin.runtime.residence import compare_embeddings_on_host
 from struprune_plugin.storage.checkpoint import find_checkpoint
+from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES
 
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _WIDTH_KEYS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "hidden_dim")  # of one FFN per layer
 _EXPERT_KEYS = ("moe_intermediate_size", "intermediate_size")  # in the order in which engines ask for them
 _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
@@ -195,12 +198,29 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         type(model).register_for_auto_class("AutoModelForCausalLM")
 
 
-def copy_processor(source: str, output: Path) -> None:
-    """Copy the image processor's files of a wrapper to the output folder, if its checkpoint has them."""
+def carry_files(source: str, output: Path) -> None:
+    """Copy the files of tokenizer and processor that the output folder does not have yet."""
     folder = find_checkpoint(source) if source else None
-    for name in _PROCESSOR_FILES if folder else ():
-        if (folder / name).is_file() and not (output / name).exists():  # type: ignore[operator]
-            shutil.copyfile(folder / name, output / name)  # type: ignore[operator]
+    for file in sorted(folder.iterdir()) if folder else ():
+        if file.is_file() and any(fnmatch(file.name, name) for name in CARRIED) and not (output / file.name).exists():
+            shutil.copyfile(file, output / file.name)
+    if folder and (folder / TEMPLATES).is_dir() and not (output / TEMPLATES).exists():
+        shutil.copytree(folder / TEMPLATES, output / TEMPLATES)
+
+
+@contextmanager
+def keep_generation_settings() -> Iterator[None]:
+    """Let models be saved with the generation settings that they came with, also if transformers warns of them.
+
+    LLaMA-2's have a temperature without sampling, for one.
+    """
+    inner = GenerationConfig.validate
+
+    def validate(self: GenerationConfig, strict: bool = False, **kwargs: Any) -> None:
+        inner(self, strict=False, **kwargs)
+
+    with patch_attr(GenerationConfig, "validate", validate):
+        yield
 
 
 def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
@@ -218,14 +238,14 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
         model.config._name_or_path = ""
         logger.disable(_HOST_SAVING)  # warns that it cannot find the original config, as intended
         try:
-            with warnings.catch_warnings(), compare_embeddings_on_host():
+            with warnings.catch_warnings(), compare_embeddings_on_host(), keep_generation_settings():
                 warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
                 inner(save_directory, *args, **kwargs)
         finally:
             logger.enable(_HOST_SAVING)
             model.config._name_or_path = name
         if is_source_process():  # one of several processes writes, as in llm-compressor's own save
-            copy_processor(name, Path(save_directory))
+            carry_files(name, Path(save_directory))
             after(str(save_directory))
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # llm-compressor wraps only what lacks this mark

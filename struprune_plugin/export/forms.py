@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.export.any_class import grow_padded, make_dense_config, release_heads, replace_conv1d
-from struprune_plugin.export.convert import adopt_stock, copy_processor
+from struprune_plugin.export.convert import adopt_stock, carry_files, keep_generation_settings
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.export.stock_config import (
     build_stock,
@@ -68,10 +68,9 @@ def convert_folder(source: Path, form: Form, output: Path, trust_remote_code: bo
         write_gguf(model, config, source, output / FILE_NAME)
         return
     _pad_layers(model)
-    model.save_pretrained(output)
-    copy_processor(str(source), output)
-    if (source / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(source).save_pretrained(output)
+    with keep_generation_settings():
+        model.save_pretrained(output)
+    carry_files(str(source), output)
 
 
 def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:

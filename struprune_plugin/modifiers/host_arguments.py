@@ -17,9 +17,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from struprune_plugin.evaluation.calibration import check_dataset
+from struprune_plugin.export.any_class import build_dense
+from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.structure.tiny import find_auto_class
+from struprune_plugin.modifiers.checks import check_layers
 from struprune_plugin.storage.checkpoint import is_packed, load_whole
-from struprune_plugin.storage.files import check_place
+from struprune_plugin.storage.files import check_place, shorten_error
 
 _PRECISIONS = {  # values that llm-compressor knows; it treats any other as auto
     *("auto", "None", "float32", "torch.float32", "full", "bfloat16", "torch.bfloat16"),
@@ -38,6 +41,12 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
     for name, remedy in _IGNORED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}={kwargs[name]!r} has no effect. Remove it. {remedy}")
+    adapted = isinstance(model, nn.Module) and any(type(m).__module__.startswith("peft.") for m in model.modules())
+    if adapted:
+        raise ValueError(
+            f"model: must have its adapters merged, got {type(model).__name__} with layers of peft. Merge them first (model = "
+            "model.merge_and_unload()), save the model, and pass its folder."
+        )
     if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
         raise ValueError(
             f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}. Pass one of these."
@@ -47,6 +56,8 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
             f"model: must be a causal language model, got {type(model).__name__}, which has no output embeddings. Load it by "
             "AutoModelForCausalLM."
         )
+    if isinstance(model, PreTrainedModel):
+        _check_loaded(model)
     if str(kwargs.get("precision", "auto")) not in _PRECISIONS:
         raise ValueError(
             f"precision: must be auto, float32, bfloat16 or float16, got {kwargs['precision']!r}, which llm-compressor would read "
@@ -59,6 +70,40 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
             f"pipeline: must be 'independent' for a recipe of {count} modifiers, got {pipeline!r}, which gives none of them a "
             "calibration pass of its own. Remove it."
         )
+
+
+def _check_loaded(model: PreTrainedModel) -> None:
+    """Raise if a loaded model's weights are not there, or do not have the shapes that its configuration says.
+
+    :raises ValueError: in these cases
+    """
+    is_placed = hasattr(model, "hf_device_map")  # llm-compressor converts these hooks to its own
+    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
+    if hooked and not is_placed:
+        raise ValueError(
+            f"model: must be without accelerate's hooks, got one on {hooked[0] or 'the whole model'!r}. Remove them "
+            "(accelerate.hooks.remove_hook_from_submodules), or pass the model's folder, with offload_folder for a large one."
+        )
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty and not is_placed:
+        raise ValueError(f"model: must hold weights, got {empty[0]} on the meta device. Pass the model's folder.")
+    try:
+        if model.generation_config is not None:
+            model.generation_config.validate()
+    except ValueError as error:
+        raise ValueError(
+            f"model: generation_config must be one that transformers can save, got: {shorten_error(error)} Correct it."
+        ) from None
+    if is_pruned(type(model)):
+        return
+    check_layers(model)
+    wanted = {name: list(p.shape) for name, p in build_dense(type(model), model.config).named_parameters()}
+    for name, parameter in model.named_parameters():
+        if name in wanted and list(parameter.shape) != wanted[name]:
+            raise ValueError(
+                f"model: {name} must have the shape {wanted[name]} that the configuration says, got {list(parameter.shape)}. "
+                "Correct the configuration, e.g. by resize_token_embeddings for other tokens."
+            )
 
 
 def check_offload(model: object, folder: str | os.PathLike | None, memory: int | None) -> None:

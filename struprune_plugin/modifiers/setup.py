@@ -119,6 +119,7 @@ class RunSetup:
                 type=model.config.model_type,
                 parameters_before=self.num_parameters,
                 parameters_after=count_parameters(model),
+                left_out=getattr(model, "left_out", []),
             ),
             settings=recipe.dump_fields(),
             seed=torch.initial_seed(),

@@ -134,6 +134,11 @@ def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
     told = ", ".join(f"{kept} of {every} stay" for kept, every in left) + f" in {len(manifest.experts)} layers"
     return [
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
+        *(
+            [("not in the output", f"{', '.join(model.left_out)}, which the class does not load")]
+            if model.left_out
+            else []
+        ),
         ("weights on disk", format_bytes(measure_weight_bytes(folder))),
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}{asked})"),
         *([(f"budget: {budget.limit.name}", show_limit(budget.limit))] if budget.limit else []),

@@ -5,16 +5,32 @@ transformers fills missing tensors with random numbers and continues; :func:`loa
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import cached_file
 
+from struprune_plugin.model.structure.shrinking import walk_parts
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.storage.files import shorten_error
+
+_DERIVED = re.compile(
+    r"inv_freq$|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|num_batches_tracked$"
+)  # recomputed
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_MTP = re.compile(r"(^|[._])(mtp|nextn)")
+_MTP_COUNTS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+)
 
 
 def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
@@ -91,7 +107,45 @@ def load_whole(kind: Any, model: str, **options: Any) -> PreTrainedModel:
             f"model: {model!r} must hold every tensor that its config.json asks for, got {problems[0]}{more}. Use a complete "
             "checkpoint, or the config.json that belongs to it."
         )
+    loaded._unexpected = sorted(info["unexpected_keys"])
     return loaded
+
+
+def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -> None:
+    """Set ``model.left_out`` to the checkpoint's tensors that the class does not load, and say so in the log.
+
+    The numbers of experts are replaced by ``*``. If layers that predict several tokens ahead (MTP) are among them, their count
+    in the configuration becomes 0, because the saved output will not hold them either.
+
+    :param model: a loaded model; if :func:`load_whole` loaded it, all such tensors are found, else those that the class ignores,
+        and layers beyond the last
+    :param source: folder or hub name of its checkpoint
+    """
+    folder = find_checkpoint(source, revision) if source else None
+    stored, own = read_tensor_shapes(folder) if folder else {}, {name for name, _ in model.named_parameters()}
+    ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+
+    def is_ahead(name: str) -> bool:
+        layer = _LAYER.match(name)
+        return bool(_MTP.search(name) or (layer and count and int(layer[1]) >= count))
+
+    found = {name for name in stored if is_ahead(name) or any(one.search(name) for one in ignored)}
+    found |= {*getattr(model, "_unexpected", ())}
+    left = sorted(name for name in found - own if not _DERIVED.search(name))
+    model.left_out = sorted({re.sub(r"(?<=experts\.)\d+", "*", name) for name in left})  # type: ignore[assignment]
+    if not left:
+        return
+    told = ""
+    for part in walk_parts(model.config) if any(map(is_ahead, left)) else ():
+        for key in _MTP_COUNTS:
+            if isinstance(getattr(part, key, None), int) and getattr(part, key):
+                setattr(part, key, 0)
+                told = f"; {key} is set to 0"
+    logger.warning(
+        f"{source}: {type(model).__name__} does not load {len(left)} of its tensors, so that the output has none of them: "
+        f"{', '.join(model.left_out[:3])}{' …' if len(model.left_out) > 3 else ''}{told}"  # type: ignore[index, arg-type]
+    )
 
 
 def find_checkpoint(model: str, revision: str = "main") -> Path | None:

@@ -22,10 +22,26 @@ from struprune_plugin.storage.files import check_place, flush, format_bytes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
 _NEW, _OLD = "new", "old"  # in the temporary folder: the output, and the earlier one between two renames
+CARRIED = (  # files of tokenizers and processors, which AutoTokenizer, AutoProcessor and llama.cpp's converter read
+    *(
+        "*token*.json",
+        "vocab.*",
+        "*vocab*.txt",
+        "merges.txt",
+        "bpe.codes",
+        "dict.txt",
+        "*.model",
+        "*.spm",
+        "*.tiktoken",
+    ),
+    *("tekken.json", "normalizer.json", "special_tokens_map.json", "chat_template.*", "chat_template*.jinja"),
+    *("*processor_config.json", "sentence*_config.json", "tokenization_*.py", "*processing_*.py"),
+)
+TEMPLATES = "additional_chat_templates"  # folder of a tokenizer's other templates
 _WRITTEN = (  # what an output holds; anything else beside a manifest is somebody's own
     *(MANIFEST_NAME, "recipe.yaml", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py", "*.gguf"),
     *("model.safetensors*", "model-?????-of-?????.safetensors", "config.json", "*_config.json", "*token*.json"),
-    *("vocab.*", "merges.txt", "chat_template.*", "*.model", "*.tiktoken", "tekken.json", "normalizer.json"),
+    *CARRIED,
 )
 
 
@@ -83,6 +99,8 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
             "Choose another path, or remove the folder yourself."
         ) from None
     for path in sorted(folder.iterdir()):
+        if path.name == TEMPLATES and path.is_dir() and all(file.suffix == ".jinja" for file in path.iterdir()):
+            continue
         if path.is_symlink() or not path.is_file() or not any(fnmatch(path.name, name) for name in _WRITTEN):
             raise ValueError(
                 f"output_dir: must hold nothing but what StruPrune wrote to be overwritten, {folder} also holds {path.name}. "

@@ -26,12 +26,14 @@ class ModelRecord:
 
     :param base: folder or hub name of the dense model
     :param type: ``model_type`` of the pruned model
+    :param left_out: tensors of the dense checkpoint that its class does not load; omitted from the file if there are none
     """
 
     base: str
     type: str
     parameters_before: Count
     parameters_after: Count
+    left_out: list[str] = Field(default_factory=list, exclude_if=lambda names: not names)
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -99,7 +99,7 @@ def test_a_conversion_that_is_stopped_leaves_nothing(name, opt, prune_once, tmp_
     _, folder = prune_once(opt, "value_channels")
     before = digest(folder)
     monkeypatch.setattr(
-        "struprune_plugin.export.forms.copy_processor", lambda *_: os.kill(os.getpid(), getattr(signal, name))
+        "struprune_plugin.export.forms.carry_files", lambda *_: os.kill(os.getpid(), getattr(signal, name))
     )
     status = cli.main(["convert", str(folder), "--to", "uniform-padded", "--output", str(tmp_path / "out")])
     assert status == {"SIGINT": 130, "SIGTERM": 143}[name]

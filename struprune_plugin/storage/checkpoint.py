@@ -15,8 +15,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import cached_file
 
-from struprune_plugin.model.structure.shrinking import walk_parts
 from struprune_plugin.model.structure.finder import find_structure_of
+from struprune_plugin.model.structure.shrinking import walk_parts
 from struprune_plugin.storage.files import shorten_error
 
 _DERIVED = re.compile(

@@ -54,22 +54,27 @@ _EXPERT_KEYS = ("moe_intermediate_size", "intermediate_size")  # in the order in
 _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
 
 
-def check_heads(model: PreTrainedModel) -> None:
-    """Raise where whole heads cannot be removed from the model's attention.
+def check_attention_unit(model: PreTrainedModel, attention_unit: str) -> None:
+    """Raise where units of attention cannot be removed: heads, or value channels of what an earlier run has pruned.
 
-    :raises ValueError: heads are coupled with each other, or value channels are gone already
+    :raises ValueError: heads are coupled with each other; value channels are gone before heads, or heads that zeros stand for
+        before value channels
     """
     attentions = [(layer, layout.attention) for layer, layout in find_layouts(model) if layout.attention]
-    if not any(attention.has_heads for _, attention in attentions):
-        problem = "has none whose heads are independent of each other"
-    elif any(len(set(read_head_widths(attention, layer))) > 1 for layer, attention in attentions):
-        problem = "has lost value channels, after which whole heads cannot be removed"
-    else:
-        return
-    raise ValueError(
-        f"`attention_unit: head` cannot be used with {model.config.model_type!r}, whose attention {problem}. Set "
-        "`attention_unit: value_channels` or `attention_unit: none`."
-    )
+    problem = ""
+    if attention_unit == "head":
+        if not any(attention.has_heads for _, attention in attentions):
+            problem = "has none whose heads are independent of each other"
+        elif any(len(set(read_head_widths(attention, layer))) > 1 for layer, attention in attentions):
+            problem = "has lost value channels, after which whole heads cannot be removed"
+    elif attention_unit == "value_channels" and any(pads_heads(attention, layer) for layer, attention in attentions):
+        problem = "has lost heads that it counts by itself, after which value channels cannot be removed"
+    if problem:
+        other = "head" if attention_unit == "value_channels" else "value_channels"
+        raise ValueError(
+            f"`attention_unit: {attention_unit}` cannot be used with {model.config.model_type!r}, whose attention {problem}. Set "
+            f"`attention_unit: {other}` or `attention_unit: none`."
+        )
 
 
 def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
@@ -115,9 +120,8 @@ def adopt_config(model: PreTrainedModel) -> None:
         config.per_layer_config = None  # with that of an earlier run, single values cannot be read
         config.per_layer_config = sizes
         if "num_attention_heads" in sizes[0] and not hasattr(config, "head_dim"):
-            config.head_dim = next(
-                s.head_dim for s in list_sizes(model) if s.num_heads
-            )  # else readers divide by the heads
+            # else readers divide the hidden size by the heads
+            config.head_dim = next(size.head_dim for size in list_sizes(model) if size.num_heads)
     config.auto_map = auto_map or name_auto_classes(config)
     share_config(model, old, config)
     with keep_offload(model):

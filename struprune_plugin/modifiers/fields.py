@@ -18,7 +18,7 @@ from torch import nn
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.export.any_class import replace_conv1d
-from struprune_plugin.export.convert import check_heads
+from struprune_plugin.export.convert import check_attention_unit
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
@@ -215,8 +215,7 @@ class StructuredModifier(StageModifier):
     def find_groups(self, model: nn.Module) -> list[UnitGroup]:
         """Return the groups that the recipe selects; linears with transposed weights (GPT-2) are converted first."""
         replace_conv1d(model)
-        if self.attention_unit == "head":
-            check_heads(model)  # type: ignore[arg-type]
+        check_attention_unit(model, self.attention_unit)  # type: ignore[arg-type]
         if self.experts is not None and find_structure(model).has_experts:
             take_apart(model)
         groups = find_groups(

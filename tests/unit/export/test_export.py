@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.offload import offload_module
+from helpers.models import run_oneshot
 from llmcompressor.transformers.compression import compressed_tensors_utils as host_saving
 from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM
 
@@ -103,3 +104,11 @@ def test_adopt_config_of_a_dense_model_keeps_its_logits(opt, prompts):
     adopt_paddings(model, find_groups(model, "value_channels"))
     adopt_config(model)
     assert torch.equal(model(prompts).logits, before)
+
+
+def test_value_channels_are_refused_where_zeros_stand_for_heads(save_family, prune_once, tmp_path):
+    """Both paddings at once have no form; a class that counts its heads by itself gets zeros for those that went."""
+    out = prune_once(save_family("phi3"), "head")[1]
+    with pytest.raises(ValueError, match="has lost heads that it counts by itself"):
+        run_oneshot(str(out), sparsity=0.1, output_dir=str(tmp_path / "again"))
+    assert not (tmp_path / "again").exists()

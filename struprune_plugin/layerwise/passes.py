@@ -96,8 +96,21 @@ def list_visits(
 
 @contextmanager
 def calibrating(model: PreTrainedModel) -> Iterator[None]:
-    """Disable cache, gradients, head and quantisers in the block, as llm-compressor's pipeline does."""
-    with calibration_forward_context(model), DisableQuantization(model):
+    """Disable cache, gradients, head and quantisers in the block, as llm-compressor's pipeline does, but fuse attention."""
+    with calibration_forward_context(model), DisableQuantization(model), fuse_attention(model):
+        yield
+
+
+@contextmanager
+def fuse_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Compute attention without maps and, where the model needs none, without a mask; unchanged where fused attention is not exact.
+
+    llm-compressor forces eager attention, whose mask is dense even where no token is padding.
+    """
+    configs = [model.config, *list_attention_configs(model)] if can_fuse_attention(model) else []
+    with ExitStack() as stack:
+        for config in configs:
+            stack.enter_context(patch_attr(config, "_attn_implementation", "sdpa"))
         yield
 
 
@@ -108,10 +121,10 @@ def enter_device_context(model: PreTrainedModel, offload: bool = False) -> Itera
     :param offload: whether moments, solves and embeddings are on the host
     :raises torch.OutOfMemoryError: the device has too little memory; the message says what lowers the need
     """
-    layers = list_attention_configs(model)
     with ExitStack() as stack:
         stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", False))  # each sees its own tokens
-        stack.enter_context(hold_one_layer(layers, can_fuse_attention(model)))
+        stack.enter_context(fuse_attention(model))
+        stack.enter_context(hold_one_layer([layer for _, layer in find_decoder_layers(model)]))
         context = stack.enter_context(DeviceContext.open(offload))
         if offload:
             embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]

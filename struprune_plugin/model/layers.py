@@ -88,13 +88,10 @@ def can_fuse_attention(model: PreTrainedModel) -> bool:
     return model._supports_sdpa and getattr(config, SOFT_CAP, None) is None
 
 
-def list_attention_configs(model: PreTrainedModel) -> list[tuple[nn.Module, Any]]:
-    """Return (layer, configuration that its attention module reads) of every decoder layer."""
-    default = model.config.get_text_config(decoder=True)
-    return [
-        (layer, next((m.config for m in layer.modules() if hasattr(m, "config")), default))  # type: ignore[misc]
-        for _, layer in find_decoder_layers(model)
-    ]
+def list_attention_configs(model: PreTrainedModel) -> list[Any]:
+    """Return the different configurations that attention modules of decoder layers read."""
+    modules = (module for _, layer in find_decoder_layers(model) for module in layer.modules())
+    return list({id(module.config): module.config for module in modules if hasattr(module, "config")}.values())
 
 
 @dataclass(frozen=True)

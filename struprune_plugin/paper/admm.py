@@ -228,7 +228,10 @@ class AttentionRun(ADMMRun[AttentionSample]):
             valid = torch.zeros_like(valid).index_fill(0, visit.call.tokens.cpu(), True)
         causal = torch.full((length, length), float("-inf")).triu(1)
         for row in range(batch):
-            own = causal if mask is None else mask[min(row, len(mask) - 1), 0, :length, :length].float()
+            own = causal
+            if mask is not None:  # true where a token is read, or a number that is added
+                own = mask[min(row, len(mask) - 1), 0, :length, :length].to(source)
+                own = torch.finfo(own.dtype).min * (1 - own) if mask.dtype is torch.bool else own
             yield AttentionSample(source[row], target[row], own, valid.view(batch, length)[row])
 
     def initialize(self, sample: AttentionSample, weights: Weights) -> Variables:

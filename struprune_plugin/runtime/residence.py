@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import llmcompressor.transformers.compression.compressed_tensors_utils as saving
 import torch
@@ -18,35 +17,13 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def hold_one_layer(layers: Sequence[tuple[nn.Module, Any]], fused: bool) -> Iterator[None]:
-    """Use fused attention in decoder layers, and release onloaded weights of other modules while a layer runs.
-
-    llm-compressor forces eager attention only to obtain a causal mask; the attention maps take [heads, tokens, tokens] twice, in
-    float32. It also keeps the embeddings on the device beside the first layer.
-
-    :param layers: every decoder layer, and the configuration that its attention module reads
-    :param fused: whether attention may run fused, without attention maps
-    """
-    handles = []
-    for layer, config in layers:
-        before: list[str] = []
-
-        def enter(module: nn.Module, _args: Any, config: Any = config, before: Any = before) -> None:
-            _drop_others(module)
-            before.append(config._attn_implementation)
-            if fused:
-                config._attn_implementation = "sdpa"
-
-        def leave(_module: nn.Module, _args: Any, _output: Any, config: Any = config, before: Any = before) -> None:
-            config._attn_implementation = before.pop()
-
-        handles.append(layer.register_forward_pre_hook(enter, prepend=True))
-        handles.append(layer.register_forward_hook(leave, always_call=True))
-    try:
+def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Release onloaded weights of other modules while a decoder layer runs; llm-compressor would keep the embeddings beside it."""
+    with ExitStack() as stack:
+        for layer in layers:
+            handle = layer.register_forward_pre_hook(lambda module, _args: _drop_others(module), prepend=True)
+            stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

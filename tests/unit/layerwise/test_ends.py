@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from helpers.families import make_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from struprune_plugin.export.rehearsal import check_passes
 from struprune_plugin.layerwise.calls import LayerCall, States, find_tokens, pair_gradients
 from struprune_plugin.layerwise.ends import compute_logits, enter_layers
-from struprune_plugin.layerwise.passes import stream_layers
+from struprune_plugin.layerwise.passes import calibrating, enter_device_context, stream_layers
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.locate import locate_layers
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
@@ -45,6 +46,17 @@ def make_batches(model):
     masks[1][1, 7:] = 0
     masks[2][0, :4] = 0
     return [{"input_ids": part, "attention_mask": mask} for part, mask in zip(ids, masks, strict=True)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "opt", "qwen3_moe", "mistral"])
+def test_text_without_padding_has_no_mask(model_type):
+    """Fused attention is causal by itself; windows shorter than the text and padding still need a mask."""
+    model = make_model(model_type)
+    with enter_device_context(model) as context, calibrating(model):
+        flows = [enter_layers(model, batch, context) for batch in make_batches(model)]
+    masks = [[call.arguments["attention_mask"] for call in flow.calls] for flow in flows]
+    for batch, row in zip((False, True, True), masks, strict=True):
+        assert all((mask is not None) == (batch or model_type == "mistral") for mask in row)
 
 
 def build(model_type):

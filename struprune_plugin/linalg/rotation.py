@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from struprune_plugin.linalg.second_moments import SecondMoments, select_inputs
-from struprune_plugin.linalg.solve import invert_in_place
-from struprune_plugin.linalg.ties import MARGIN
+from struprune_plugin.linalg.second_moments import SecondMoments
+from struprune_plugin.linalg.solve import factorize_in_place, invert_in_place
+
+_PREFERENCE = 1e-6  # share of a direction's cost by which the first channel is cheaper than the last: ties do not hang on rounding
 
 
 @dataclass(frozen=True)
@@ -25,117 +26,68 @@ class Rotation:
     """Orthogonal basis of every value head, in the order of removal.
 
     :param basis: rows are directions, first removed first, shape [blocks, width, width], float64
-    :param increase: increase of the least-squares error when every block loses its next direction, shape [width], float64;
-        infinite for kept directions
+    :param increase: increase of the least-squares error at the removal of every direction, if the blocks lose one each in
+        turn, shape [blocks, width], float64
     """
 
     basis: Tensor
     increase: Tensor
 
 
-def eliminate_directions(
-    damped: SecondMoments, num_blocks: int, copies: int, where: str, num_remove: int | None = None
-) -> Rotation:
-    """Remove one direction of every block per round, each time the one whose removal raises the re-solved error least.
+def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: str) -> Rotation:
+    """Return an orthogonal basis of every head whose first directions cost least to remove, and what their removal costs.
 
-    Removing direction u of a block means ``W_b u = 0``, which raises ``min_W ||Y - W P||^2`` by
-    ``||W_b u||^2 / (u^T (H^-1)_bb u)``: least at the smallest generalised eigenvector of ``(W_b^T W_b, (H^-1)_bb)``, with W the
-    current least-squares weights; then W and H^-1 are downdated, all blocks at once. Copies share one direction: it is chosen
-    by the sums of both matrices over the copies, and the increase is still exact.
+    Removing the directions U of one block means ``W_b U = 0``, which raises ``min_W ||Y - W P||^2`` by
+    ``tr[(U^T W_b^T W_b U) (U^T (H^-1)_bb U)^-1]``, with W the least-squares weights. Whatever their number, the span of the first
+    generalised eigenvectors of ``(W_b^T W_b, (H^-1)_bb)`` costs least: one eigendecomposition orders all directions of a block.
+    That the other blocks lose directions, too, is left out of the choice, not of the increase. Copies share one direction: both
+    matrices are summed over them.
     Source: method.md section 3, ``obs``, with directions in place of columns; the increase is of the sum of squares.
 
-    :param num_remove: directions of every block to remove; None removes all, for curves over every prefix
+    :raises ValueError: H is singular
     """
-    size = damped.gram.shape[0] - 1
-    pairs = num_blocks * copies
-    width = size // pairs
-    columns = torch.arange(size, device=damped.gram.device).view(num_blocks, width, copies).mT.flatten()  # copy by copy
-    by_copy = select_inputs(damped, columns)
-    inverse = invert_in_place(by_copy.gram, where)
-    weight = inverse @ by_copy.cross.T
-    parts = weight[:-1].view(pairs, width, -1)
-    energy = parts @ parts.mT
-    # a view, which follows the downdates
-    spread = inverse[:-1, :-1].view(pairs, width, pairs, width).diagonal(dim1=0, dim2=2).movedim(2, 0)
-    # directions are found on the host: an accelerator's eigenvectors of matrices this small take longer than the host's
-    left = torch.eye(width, dtype=inverse.dtype).expand(num_blocks, width, width)
-    basis, increases = [], []
-    for _ in range(width if num_remove is None else num_remove):
-        sums = (part.reshape(num_blocks, copies, width, width).sum(1).cpu() for part in (spread, energy))
-        direction = _find_directions(next(sums), next(sums), left)
-        basis.append((left @ direction)[..., 0])
-        gone = basis[-1].to(inverse.device).repeat_interleave(copies, dim=0)
-        increases.append(_remove(inverse, weight, energy, gone))
-        left = left @ torch.linalg.qr(direction, mode="complete").Q[..., 1:]
-    basis += left.unbind(2)  # kept directions, in any basis
-    increases += [inverse.new_tensor(torch.inf)] * left.shape[2]
-    return Rotation(torch.stack(basis, dim=1).to(inverse.device), torch.stack(increases))
+    width = (len(damped.gram) - 1) // (num_blocks * copies)
+    inverse = invert_in_place(damped.gram.clone(), where)
+    weight = damped.cross @ inverse
+    parts = weight[:, :-1].T.reshape(num_blocks, width, -1)
+    spread = inverse[:-1, :-1].view(num_blocks, width, copies, num_blocks, width, copies)
+    spread = spread.diagonal(dim1=0, dim2=3).diagonal(dim1=1, dim2=3).sum(-1).movedim(2, 0)
+    basis = _order_span(parts @ parts.mT, spread)
+    inverse, weight = (rotate_columns(part, basis, copies) for part in (inverse, weight))
+    inverse = rotate_columns(inverse.T, basis, copies)
+    columns = (
+        torch.arange(len(inverse) - 1, device=inverse.device).view(num_blocks, width, copies).mT
+    )  # [blocks, copies, width]
+    rounds = columns.permute(2, 0, 1).flatten()
+    factor = factorize_in_place(inverse[rounds[:, None], rounds], where)
+    paid = torch.linalg.solve_triangular(factor, weight[:, rounds].T, upper=False).square().sum(1)
+    return Rotation(basis, paid.view(width, num_blocks, copies).sum(2).T)
 
 
-def _find_directions(spread: Tensor, energy: Tensor, left: Tensor) -> Tensor:
-    """Return the cheapest direction of every block, in coordinates of ``left``, shape [blocks, rest, 1], norm 1.
+def _order_span(energy: Tensor, spread: Tensor) -> Tensor:
+    """Return orthonormal rows whose first k span the k least generalised eigenvectors of two matrices, for every k.
 
-    :param spread: (H^-1)_bb, shape [blocks, width, width]
-    :param energy: W_b^T W_b, the same shape
+    :param energy: W_b^T W_b, shape [blocks, width, width]
+    :param spread: (H^-1)_bb, the same shape, positive definite
     """
-    factor = torch.linalg.cholesky_ex(left.mT @ spread @ left).L
-    half = torch.linalg.solve_triangular(factor, left.mT @ energy @ left, upper=False)
+    width = energy.shape[-1]
+    scale = energy.diagonal(dim1=1, dim2=2).mean()
+    prefer = torch.linspace(0, _PREFERENCE, width, dtype=energy.dtype, device=energy.device)
+    energy = energy + torch.diag(prefer * scale)
+    factor = torch.linalg.cholesky_ex(spread).L
+    half = torch.linalg.solve_triangular(factor, energy, upper=False)
     whitened = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    values, vectors = torch.linalg.eigh((whitened + whitened.mT) / 2)
-    direction = torch.linalg.solve_triangular(factor.mT, _choose_vector(values, vectors), upper=True)
-    return direction / direction.norm(dim=1, keepdim=True)
-
-
-def _choose_vector(values: Tensor, vectors: Tensor) -> Tensor:
-    """Return a vector of every matrix's least eigenvalue, independent of rounding, shape [blocks, rest, 1].
-
-    An eigenvector has no defined sign, and a repeated eigenvalue no defined eigenvectors; only their span is defined. The
-    vector is the longest projection of an axis on that span; on a tie, that of the first axis.
-
-    :param values: ascending, shape [blocks, rest]
-    :param vectors: in columns, shape [blocks, rest, rest]
-    """
-    even = values - values[:, :1] <= MARGIN * values.abs().amax(1, keepdim=True)
-    span = vectors * even[:, None]
-    lengths = span.square().sum(2)  # of every axis' projection, squared
-    axis = (lengths >= (1 - MARGIN) * lengths.amax(1, keepdim=True)).byte().argmax(1)
-    row = span.gather(1, axis[:, None, None].expand(-1, 1, span.shape[2]))
-    return span @ row.mT
-
-
-def _remove(inverse: Tensor, weight: Tensor, energy: Tensor, gone: Tensor) -> Tensor:
-    """Remove one direction of every copy, shape [pairs, width], in place; return the increase of the error.
-
-    :param inverse: H^-1, shape [n + 1, n + 1]
-    :param weight: W^T, shape [n + 1, d]
-    :param energy: diagonal blocks of ``W^T W``, one per copy, shape [pairs, width, width]
-    """
-    pairs, width = gone.shape
-
-    def project(matrix: Tensor) -> Tensor:
-        return (gone[:, None] @ matrix[:-1].reshape(pairs, width, -1))[:, 0]
-
-    reach, moved = project(inverse), project(weight)
-    pivot, lost = project(reach.T), moved @ moved.T
-    gain = torch.linalg.solve(pivot, reach)
-    # [copies, removed, width]
-    part, shared = (rows.view(pairs, pairs, width).movedim(1, 0) for rows in (gain[:, :-1], moved @ weight[:-1].T))
-    cross = part.mT @ (shared - lost / 2 @ part)
-    energy -= cross + cross.mT
-    weight.addmm_(gain.T, moved, alpha=-1)
-    inverse.addmm_(gain.T, reach, alpha=-1)
-    return torch.linalg.solve(pivot, lost).trace()
+    vectors = torch.linalg.eigh((whitened + whitened.mT) / 2).eigenvectors
+    basis = torch.linalg.qr(torch.linalg.solve_triangular(factor.mT, vectors, upper=True)).Q.mT
+    largest = basis.abs().argmax(2, keepdim=True)  # a direction has no sign of its own
+    return (basis * basis.gather(2, largest).sign()).contiguous()
 
 
 def order_directions(rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Return (order, scores) of the rotated channels, as :func:`~struprune_plugin.linalg.elimination.order_units` orders units.
-
-    The increase of a round is divided equally among the blocks.
-    """
+    """Return (order, scores) of the rotated channels, as :func:`~struprune_plugin.linalg.elimination.order_units` orders units."""
     num_blocks, width = rotation.basis.shape[:2]
-    rounds = torch.arange(width, device=rotation.basis.device)
-    order = (rounds[:, None] + torch.arange(num_blocks, device=rounds.device) * width).flatten()
-    return order, (rotation.increase / num_blocks).repeat(num_blocks)
+    channels = torch.arange(num_blocks * width, device=rotation.basis.device).view(num_blocks, width)
+    return channels.T.flatten(), rotation.increase.flatten()
 
 
 def rotate_columns(matrix: Tensor, basis: Tensor, copies: int) -> Tensor:

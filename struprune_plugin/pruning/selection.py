@@ -7,7 +7,7 @@ from torch import Tensor
 
 from struprune_plugin.layerwise.statistics import ModuleView
 from struprune_plugin.linalg.elimination import keep_last
-from struprune_plugin.linalg.rotation import eliminate_directions, order_directions
+from struprune_plugin.linalg.rotation import find_directions, order_directions
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import weigh_outputs
 from struprune_plugin.model.units.group import UnitGroup
@@ -30,8 +30,7 @@ def rank_units(ranking: Ranking, config: PruningConfig, num_remove: int) -> tupl
     group = ranking.group
     if not config.rotates(group):
         return *config.importance.rank(ranking, num_remove), None
-    rounds = num_remove // group.num_blocks
-    rotation = eliminate_directions(ranking.damped, group.num_blocks, group.columns_per_unit, group.name, rounds)
+    rotation = find_directions(ranking.damped, group.num_blocks, group.columns_per_unit, group.name)
     return *order_directions(rotation), rotation.basis
 
 

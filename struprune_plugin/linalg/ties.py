@@ -26,16 +26,6 @@ def argmin_with_ties(values: Sequence[float], margin: float = 0.0) -> int:
     return next((i for i, value in enumerate(values) if value == least or value <= most), 0)
 
 
-def argmin_tensor_with_ties(costs: Tensor, margin: Tensor | float = 0.0) -> int:
-    """Return the flat index of the first entry that exceeds the least by no more than a margin, without a loop.
-
-    Parameters as in :func:`argmin_with_ties`; the least is finite.
-    """
-    least = costs.min()
-    most = torch.add(least + margin, least.abs(), alpha=MARGIN)
-    return int((costs <= most).view(torch.uint8).argmax())
-
-
 def order_scores(scores: Tensor, descending: bool = False) -> Tensor:
     """Return the order by score along the last dimension; ties go by index.
 

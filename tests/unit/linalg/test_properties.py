@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from struprune_plugin.linalg.budget import allocate_error_curves
-from struprune_plugin.linalg.rotation import eliminate_directions, rotate_columns, rotate_moments
+from struprune_plugin.linalg.rotation import find_directions, rotate_columns, rotate_moments
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, measure_error
 from struprune_plugin.linalg.solve import damp_moments
@@ -79,7 +79,7 @@ def test_rotation_is_orthogonal_and_changes_no_function(blocks, width, copies, d
     n = blocks * width * copies
     moments, weight, inputs, _ = make_moments(n, d, seed, dtype)
     damped = damp_moments(moments, weight, 0.01)
-    rotation = eliminate_directions(damped, blocks, copies, "here")
+    rotation = find_directions(damped, blocks, copies, "here")
     identity = torch.eye(width, dtype=torch.float64).expand(blocks, width, width)
     torch.testing.assert_close(rotation.basis @ rotation.basis.mT, identity, rtol=0, atol=1e-8)
     assert (rotation.increase >= -1e-9 * damped.target_energy).all()

@@ -6,7 +6,7 @@ from helpers.problems import make_problem, naive_restored_error
 from struprune_plugin.linalg.elimination import keep_last
 from struprune_plugin.linalg.rotation import (
     Rotation,
-    eliminate_directions,
+    find_directions,
     order_directions,
     rotate_columns,
     rotate_moments,
@@ -23,43 +23,30 @@ def _rotate(damped, rotation, copies):
 
 @pytest.mark.parametrize(("blocks", "copies"), LAYOUTS)
 @pytest.mark.parametrize("seed", range(3))
-def test_eliminate_directions_increase_is_that_of_a_naive_solve(blocks, copies, seed):
+def test_find_directions_increase_is_that_of_a_naive_solve(blocks, copies, seed):
     width = 4
     _, _, damped = make_problem(n=blocks * copies * width, seed=seed, tokens=80)
-    rotation = eliminate_directions(damped, blocks, copies, "x")
+    rotation = find_directions(damped, blocks, copies, "x")
     rotated = _rotate(damped, rotation, copies)
     start = naive_restored_error(rotated, range(blocks * copies * width))
     for gone in range(1, width + 1):
         columns = [i for i in range(blocks * copies * width) if i // copies % width >= gone]
         naive = naive_restored_error(rotated, columns) - start
-        assert rotation.increase[:gone].sum().item() == pytest.approx(naive, rel=1e-6, abs=1e-9)
+        assert rotation.increase[:, :gone].sum().item() == pytest.approx(naive, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize(("blocks", "copies"), LAYOUTS)
-@pytest.mark.parametrize("gone", [0, 2, 5])
-def test_eliminate_directions_ends_where_asked_and_keeps_the_same_space(blocks, copies, gone):
-    _, _, damped = make_problem(n=blocks * copies * 5, tokens=80)
-    whole, part = (eliminate_directions(damped, blocks, copies, "x", count) for count in (None, gone))
-    torch.testing.assert_close(part.basis[:, :gone], whole.basis[:, :gone])
-    torch.testing.assert_close(part.increase[:gone], whole.increase[:gone])
-    assert part.increase[gone:].isinf().all()
-    spaces = [found.basis[:, gone:].mT @ found.basis[:, gone:] for found in (part, whole)]
-    torch.testing.assert_close(*spaces, atol=1e-10, rtol=0)
-
-
+@pytest.mark.parametrize("gone", range(1, 5))
 @pytest.mark.parametrize("seed", range(3))
-def test_eliminate_directions_first_direction_beats_every_channel_and_random_directions(seed):
+def test_of_one_head_no_other_directions_cost_less(seed, gone):
     _, _, damped = make_problem(n=5, seed=seed)
-    first = eliminate_directions(damped, 1, 1, "x").increase[0].item()
+    least = find_directions(damped, 1, 1, "x").increase[0, :gone].sum().item()
     start = naive_restored_error(damped, range(5))
     generator = torch.Generator().manual_seed(seed)
-    bases = [torch.randn(5, 5, generator=generator, dtype=torch.float64) for _ in range(50)]
-    bases = [torch.linalg.qr(basis).Q for basis in bases] + [
-        torch.eye(5, dtype=torch.float64).roll(i, 0) for i in range(5)
-    ]
-    others = [naive_restored_error(rotate_moments(damped, basis[None], 1), range(1, 5)) - start for basis in bases]
-    assert first <= min(others) * (1 + 1e-9)
-    assert first < 0.99 * max(others)
+    bases = [torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=torch.float64)).Q for _ in range(50)]
+    bases += [torch.eye(5, dtype=torch.float64).roll(i, 0) for i in range(5)]
+    others = [naive_restored_error(rotate_moments(damped, basis[None], 1), range(gone, 5)) - start for basis in bases]
+    assert least <= min(others) * (1 + 1e-5)  # ties prefer the first channels by a millionth
+    assert least < 0.99 * max(others)
 
 
 @pytest.mark.parametrize(("blocks", "copies"), LAYOUTS)
@@ -75,10 +62,10 @@ def test_rotate_moments_are_those_of_rotated_inputs(blocks, copies):
 
 
 def test_order_directions_removes_one_of_each_block_a_round():
-    rotation = Rotation(torch.eye(3).expand(2, 3, 3), torch.tensor([2.0, 4.0, 6.0]))
+    rotation = Rotation(torch.eye(3).expand(2, 3, 3), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     order, scores = order_directions(rotation)
     assert order.tolist() == [0, 3, 1, 4, 2, 5]
-    assert scores.tolist() == [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
+    assert scores.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert keep_last(order, 6, 4).tolist() == [1, 2, 4, 5]
 
 

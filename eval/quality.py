@@ -2,7 +2,8 @@
 
     python -m eval.quality --model MODEL --data DATA --rows peers --sparsity 0.1,0.2,0.3,0.5 --output results/quality
 
-DATA has books_calibration.jsonl and the texts to score. ``--rows`` names a set of :data:`eval.methods.SETS`: ladder (each rung adds
+DATA has mixed_calibration.jsonl and the texts to score; how-to's are the zero-shot items with their right answers, where these
+are at hand. ``--rows`` names a set of :data:`eval.methods.SETS`: ladder (each rung adds
 a part of the default), parts (the default without one), efforts, peers, paper (both of the paper's perplexity tables), printed (its
 algorithms as printed and as corrected), admm (against the least squares alone), recovery (LoRA), experts (of a mixture; the
 sparsity is then that of the experts). Finished rows are read back, not computed again. Writes rows.json, ROWS.md and ROWS.png.

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.ledger import EVAL, Ledger, describe_code, identify_model, identify_text
-from eval.zeroshot import TASKS, identify_tasks, score_tasks
+from eval.zeroshot import TASKS, find_items, identify_tasks, read_items, score_tasks
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
@@ -25,7 +25,9 @@ from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_prunable_parameters
 from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
 
-_TEXTS = {"WikiText-2": "wikitext2", "books": "books"}
+_TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
+PROTOCOLS = {"short": (64, 256), "long": (64, 2048)}  # calibration windows, and tokens of these and of scored windows
+ITEMS = "items"  # the right answers of the zero-shot items: text of neither kind that methods are calibrated on
 _C4_TEXTS, _C4_WINDOWS = 1100, 256  # of the validation file, as SparseGPT's scripts (and all who follow them) score C4
 
 
@@ -51,7 +53,7 @@ class Row:
 class Workload:
     """What all rows of a table share: the model, the calibration text and the texts to score.
 
-    :param texts: name of a text -> its JSON-lines file, or ``wikitext2`` or ``c4`` on the hub
+    :param texts: name of a text -> its JSON-lines file, or ``wikitext2`` or ``c4`` on the hub, or :data:`ITEMS`
     :param recovery: text that recovery rows are trained on, a file or a hub name
     :param window: length of calibration samples and of scored windows, in tokens
     :param max_tokens: scored of every text; all of it where None
@@ -76,7 +78,8 @@ class Workload:
         told: dict[str, Any] = {
             "code": describe_code(Path(__file__), *([EVAL / "peers"] if row is not None and row.peer else [])),
             "model": identify_model(self.model),
-            "texts": {name: identify_text(source) for name, source in self.texts.items()},
+            "texts": {name: identify_text(s) for name, s in self.texts.items() if s != ITEMS},
+            "items": [identify_text(str(file)) for file in find_items() if ITEMS in self.texts.values()],
             "scored": [self.window, self.stride or self.window, self.max_tokens, self.divergence],
             "tasks": identify_tasks(self.tasks),
         }
@@ -96,15 +99,21 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         type=Path,
-        help="folder with books_calibration.jsonl, wikitext2_test.jsonl, books_test.jsonl and books_train.jsonl (for "
+        help="folder with mixed_calibration.jsonl, wikitext2_test.jsonl, books_test.jsonl and books_train.jsonl (for "
         "recovery); C4 and WikiText-2 from the hub if unset",
     )
     parser.add_argument(
-        "--calibration", help="a JSON-lines file, in DATA or elsewhere: books_calibration.jsonl; C4 if no --data"
+        "--protocol",
+        choices=PROTOCOLS,
+        default="short",
+        help="of local text: short (64 windows of 256 tokens, quick) or long (64 of 2,048, as people prune)",
     )
-    parser.add_argument("--num-samples", type=int, help="calibration windows: 64 of local text, 128 of C4")
+    parser.add_argument(
+        "--calibration", help="a JSON-lines file, in DATA or elsewhere: mixed_calibration.jsonl; C4 if no --data"
+    )
+    parser.add_argument("--num-samples", type=int, help="calibration windows: the protocol's; 128 of C4")
     parser.add_argument("--recovery-samples", type=int, default=896, help="training windows of recovery rows")
-    parser.add_argument("--window", type=int, help="tokens: 256 on local text, 2048 on the hub's")
+    parser.add_argument("--window", type=int, help="tokens: the protocol's; 2048 on the hub's text")
     parser.add_argument("--stride", type=int, help="tokens between window starts [default: the window]")
     parser.add_argument("--max-tokens", type=int, help="scored of every text: 60,000 of local ones, all of the hub's")
     parser.add_argument("--divergence", action="store_true", help="KL(dense || pruned) on the texts, too, in nats")
@@ -118,10 +127,12 @@ def read_workload(args: argparse.Namespace) -> Workload:
         calibration, recovery = args.calibration or "c4", "c4"
         texts, samples, window, max_tokens = {"WikiText-2": "wikitext2", "C4": "c4"}, 128, 2048, None
     else:
-        name, recovery = args.calibration or "books_calibration.jsonl", str(args.data / "books_train.jsonl")
+        name, recovery = args.calibration or "mixed_calibration.jsonl", str(args.data / "books_train.jsonl")
         calibration = str(args.data / name if (args.data / name).is_file() else name)
-        texts = {name: str(args.data / f"{file}_test.jsonl") for name, file in _TEXTS.items()}
-        samples, window, max_tokens = 64, 256, 60_000
+        texts = {name: str(args.data / file) for name, file in _TEXTS.items()}
+        if find_items():
+            texts["how-to"] = ITEMS
+        (samples, window), max_tokens = PROTOCOLS[args.protocol], 60_000
     return Workload(
         args.model,
         calibration,
@@ -248,6 +259,8 @@ def read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, work: Workload)
     A file's texts are tokenised one by one. The hub's are joined first, as the pruning papers do: WikiText-2's test lines
     by blank lines; the first 1,100 texts of C4's first validation file by blanks, of which 256 windows count.
     """
+    if source == ITEMS:
+        return tokenize_texts(tokenizer, ["\n\n".join(read_items())], work.max_tokens)
     if source == "wikitext2":
         return tokenize_texts(tokenizer, ["\n\n".join(stream_texts(source, split="test"))], work.max_tokens)
     if source == "c4":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,19 @@ def identify_tasks(names: Sequence[str]) -> dict[str, Any]:
             )
         told[name] = [identify_text(str(part)) for part in (*parts, items)]
     return {**told, "lm-eval": version("lm-eval"), "code": digest_sources(Path(__file__))} if told else {}
+
+
+def find_items() -> list[Path]:
+    """Return the files of the tasks' items, seen from the current folder; none where one of them is missing."""
+    parsed = [yaml.safe_load((TASKS_FOLDER / f"{task}.yaml").read_text(encoding="utf-8")) for task in TASKS.values()]
+    files = [Path(content["dataset_kwargs"]["data_files"]["test"]) for content in parsed]
+    return files if all(file.is_file() for file in files) else []
+
+
+def read_items() -> list[str]:
+    """Return every item of the tasks with its right answer, as text."""
+    rows = [json.loads(line) for file in find_items() for line in file.read_text(encoding="utf-8").splitlines()]
+    return [f"{row['query']} {row['choices'][row['gold']]}" for row in rows]
 
 
 def score_tasks(

@@ -23,7 +23,7 @@ from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
 
 LOCAL = {  # file of a data folder -> what stands in for it
-    "books_calibration.jsonl": DEMO_CALIBRATION,
+    "mixed_calibration.jsonl": DEMO_CALIBRATION,
     "books_train.jsonl": DEMO_CALIBRATION,
     "wikitext2_test.jsonl": DEMO_TEST,
     "books_test.jsonl": DEMO_TEST,
@@ -134,7 +134,7 @@ def test_rows_are_made_again_when_sources_sizes_or_texts_of_theirs_change(counte
         work = dataclasses.replace(counted.work, **change)
         assert counted.run(work) == [counted.all[index] for index in again]
         counted.run()
-    for name, again in (("books_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])):
+    for name, again in (("mixed_calibration", [1, 2, 3]), ("books_train", [2]), ("wikitext2_test", [0, 1, 2, 3])):
         file = counted.data / f"{name}.jsonl"  # under the same name
         file.write_text(file.read_text(encoding="utf-8") + '{"text": "more"}\n', encoding="utf-8")
         assert counted.run() == [counted.all[index] for index in again]
@@ -143,7 +143,7 @@ def test_rows_are_made_again_when_sources_sizes_or_texts_of_theirs_change(counte
 def test_run_row_prunes_and_scores_by_fields(work):
     row = rows.run_row(methods.SETS["admm"]["FFN, wanda, ADMM"], 0.3, work)
     assert row["removed"] == pytest.approx(0.3, abs=0.005)
-    assert row["perplexity"].keys() == {"WikiText-2", "books"}
+    assert row["perplexity"].keys() == work.texts.keys()
 
 
 def test_shares_of_experts_are_of_their_parameters(texts, tmp_path):

@@ -6,7 +6,7 @@ DATA has mixed_calibration.jsonl and the texts to score; how-to's are the zero-s
 are at hand. ``--rows`` names a set of :data:`eval.methods.SETS`: ladder (each rung adds
 a part of the default), parts (the default without one), efforts, peers, paper (both of the paper's perplexity tables), printed (its
 algorithms as printed and as corrected), admm (against the least squares alone), recovery (LoRA), experts (of a mixture; the
-sparsity is then that of the experts). Finished rows are read back, not computed again. Writes rows.json, ROWS.md and ROWS.png.
+sparsity is then that of the experts). Finished rows are read back, not computed again. Writes rows.json, ROWS.md and ROWS.svg.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) 
         axes.set(xlabel="decoder parameters left", ylabel=f"perplexity, {text}", yscale="log")
     panels[0][0].legend(fontsize="small")
     figure.suptitle(title)
-    figure.savefig(file, dpi=120)
+    figure.savefig(file)
     pyplot.close(figure)
 
 
@@ -130,7 +130,7 @@ def main() -> None:
         rows = run_rows(Ledger(args.output / "rows.json"), work, chosen, map(float, args.sparsity.split(",")))
     text, title = format_quality(rows), Path(args.model).name
     (args.output / f"{args.rows}.md").write_text(f"# {title}\n\n```\n{text}\n```\n", encoding="utf-8")
-    plot_quality(rows, title, args.output / f"{args.rows}.png")
+    plot_quality(rows, title, args.output / f"{args.rows}.svg")
     print(text)
 
 

@@ -15,7 +15,7 @@ from helpers.families import make_model
 from helpers.models import ROOT, save_model
 from transformers import AutoTokenizer
 
-from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
+from eval import growth, ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import text as data
@@ -384,3 +384,15 @@ def test_estimate_growth_finds_the_exponents():
 def test_fit_exponent_finds_it():
     assert memory.fit_exponent([1e6, 1e8, 1e10], [1e3, 1e4, 1e5]) == pytest.approx(0.5)
     assert memory.fit_exponent([1e6], [1e3]) is None
+
+
+def test_growth_tells_and_draws_the_lead_by_tokens_read(opt, texts, tmp_path, monkeypatch, capsys):
+    sizes = ["--window", "32", "--max-tokens", "320", "--windows", "8,16", "--sparsity", "0.3"]
+    command = ["growth", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    growth.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("256", "512"))] == ["256", "512"]
+    assert "<svg" in (tmp_path / "growth.svg").read_text()
+    monkeypatch.setattr(growth, "run_row", lambda *_: pytest.fail("a finished row was made again"))
+    growth.main()

@@ -1,0 +1,101 @@
+"""How the lead grows with the text that methods read: FASP's recipe and the default at several numbers of windows.
+
+    python -m eval.growth --protocol long --model MODEL --data DATA --windows 8,16,32,64,128 --output results/growth
+
+Finished rows are read back, not computed again. Writes rows.json, growth.md and growth.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+
+from eval.ledger import Ledger
+from eval.measure import count_own_seconds
+from eval.methods import DEFAULT, FASP, OURS
+from eval.quality import find_delta
+from eval.rows import add_workload_arguments, read_workload, run_row, score_dense
+from struprune_plugin.reporting.tables import format_table
+
+_METHODS = {"FASP": FASP, OURS: DEFAULT}
+Rows = Mapping[str, Mapping[str, Any]]  # by method
+
+
+def format_growth(dense: Mapping[str, Any], found: Mapping[int, Rows]) -> str:
+    """Return one line per number of tokens: perplexities of both methods, and our increase over FASP's, by text."""
+    texts = list(dense["perplexity"])
+    table = []
+    for tokens, rows in found.items():
+        fasp, ours = (rows[name] for name in _METHODS)
+        cells = [" / ".join(f"{row['perplexity'][text]:.2f}" for text in texts) for row in (fasp, ours)]
+        share = " / ".join(f"{find_delta(ours, dense, text) / find_delta(fasp, dense, text):.2f}" for text in texts)
+        seconds = f"{ours['method_seconds']:.0f}, {fasp['seconds']:.0f}"
+        table.append([f"{tokens:,}", *cells, share, seconds])
+    start = " / ".join(f"{value:.2f}" for value in dense["perplexity"].values())
+    header = ["tokens", *_METHODS, "of FASP's increase", "seconds, ours and FASP's"]
+    return format_table(header, table) + f"\n\n{' / '.join(texts)}; dense {start}"
+
+
+def plot_growth(dense: Mapping[str, Any], found: Mapping[int, Rows], title: str, file: Path) -> None:
+    """Draw perplexity against tokens read, one panel per text, the dense model as a dotted line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    texts = dense["perplexity"]
+    figure, panels = pyplot.subplots(1, len(texts), figsize=(4 * len(texts), 3.6), layout="constrained", squeeze=False)
+    for axes, (text, least) in zip(panels[0], texts.items(), strict=True):
+        for name, style in zip(_METHODS, ("s--", "o-"), strict=True):
+            axes.plot(list(found), [rows[name]["perplexity"][text] for rows in found.values()], style, label=name)
+        axes.axhline(least, color="gray", linestyle=":", label="dense")
+        axes.set(xscale="log", title=text, xlabel="calibration tokens")
+        axes.set_xticks(list(found), [f"{tokens / 1000:.0f}k" for tokens in found])
+        axes.minorticks_off()
+    panels[0][0].set_ylabel("perplexity")
+    panels[0][0].legend()
+    figure.suptitle(title)
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_arguments(parser)
+    parser.add_argument("--sparsity", type=float, default=0.3)
+    parser.add_argument("--windows", default="8,16,32,64", help="numbers of calibration windows, comma-separated")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
+    args = parser.parse_args()
+    logger.remove()
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+
+    work, ledger, found = read_workload(args), Ledger(args.output / "rows.json"), {}
+    dense = ledger.finish("dense", work.identify_row(), lambda: score_dense(work))
+    with count_own_seconds():
+        for windows in map(int, args.windows.split(",")):
+            own = replace(work, num_samples=windows)
+            found[windows * work.window] = {
+                name: ledger.finish(
+                    f"{windows} | {name}",
+                    own.identify_row(row, args.sparsity),
+                    lambda row=row, own=own: run_row(row, args.sparsity, own),
+                )
+                for name, row in _METHODS.items()
+            }
+    text = format_growth(dense, found)
+    (args.output / "growth.md").write_text(f"# {Path(args.model).name}\n\n```\n{text}\n```\n", encoding="utf-8")
+    title = f"{Path(args.model).name}, {args.sparsity:.0%} of the decoder removed"
+    plot_growth(dense, found, title, args.output / "growth.svg")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

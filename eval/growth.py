@@ -11,6 +11,7 @@ import argparse
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def main() -> None:
                 name: ledger.finish(
                     f"{windows} | {name}",
                     own.identify_row(row, args.sparsity),
-                    lambda row=row, own=own: run_row(row, args.sparsity, own),
+                    partial(run_row, row, args.sparsity, own),
                 )
                 for name, row in _METHODS.items()
             }

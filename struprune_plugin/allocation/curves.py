@@ -24,7 +24,7 @@ from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import Ranking, Sensitivity
-from struprune_plugin.pruning.selection import rank_units, weigh_moments
+from struprune_plugin.pruning.selection import RankedUnits, list_together, rank_units, weigh_moments
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks
 
@@ -65,8 +65,10 @@ class CurveMeasurer:
             own = select_groups(groups, step.name)
             for _ in step.observe(self._statistics, own):
                 pass
-            for group in own:
-                measured[group.name] = self._measure_group(model, ModuleView(step.layer, group, self._statistics))
+            for together in list_together(own):
+                modules = [ModuleView(step.layer, group, self._statistics) for group in together]
+                found = self._measure_groups(model, modules)
+                measured.update(zip((group.name for group in together), found, strict=True))
             self._statistics.finish_layer()
         return measured
 
@@ -79,32 +81,45 @@ class CurveMeasurer:
                 self.moments[module.group.name] = replace(gathered, all=moved)
         return gathered.all
 
-    def _measure_group(self, model: PreTrainedModel, module: ModuleView) -> GroupStatistics:
-        """Return the statistics of a group, computed on rank 0."""
-        moments = self._gather(module)
+    def _measure_groups(self, model: PreTrainedModel, modules: Sequence[ModuleView]) -> list[GroupStatistics]:
+        """Return the statistics of a group, or of experts of one shape, computed on rank 0."""
+        moments = [self._gather(module) for module in modules]
         with self._context.stage("curves"), self._context.solving():
             cpu = torch.device("cpu")
-            return compute_on_rank0(lambda: self._measure(model, module, moments), cpu)
+            return compute_on_rank0(lambda: self._measure(model, modules, moments), cpu)
 
-    def _measure(self, model: PreTrainedModel, module: ModuleView, moments: SecondMoments) -> GroupStatistics:
-        """Return a group's importance, error curve, and the scores, order and basis of its units."""
-        group, config, sensitivity = module.group, self._config, self._sensitivity
-        dense = module.read_dense()
+    def _measure(
+        self, model: PreTrainedModel, modules: Sequence[ModuleView], moments: Sequence[SecondMoments]
+    ) -> list[GroupStatistics]:
+        rankings = [self._weigh(module, own) for module, own in zip(modules, moments, strict=True)]
+        ranked = rank_units(rankings, self._config, modules[0].group.num_units)
+        return [self._describe(model, *pair) for pair in zip(rankings, ranked, strict=True)]
+
+    def _weigh(self, module: ModuleView, moments: SecondMoments) -> Ranking:
+        """Return what a group's units are ranked by."""
+        config, sensitivity, dense = self._config, self._sensitivity, module.read_dense()
         damped = damp_moments(moments, dense, config.dampening_frac, module.has_bias)
         weighed = weigh_moments(module, damped, dense, sensitivity)
         ranked = weighed if config.importance.eliminates else damped
-        ranking = Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac)
-        order, scores, basis = rank_units(ranking, config, group.num_units)
+        return Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac)
+
+    def _describe(self, model: PreTrainedModel, ranking: Ranking, ranked: RankedUnits) -> GroupStatistics:
+        """Return a group's importance, error curve, and the scores, order and basis of its units."""
+        config, module, group = self._config, ranking.module, ranking.group
         if config.weight_update.solves and config.importance.eliminates:
-            curve = sum_increases(scores[order])
-        elif config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
-            curve = measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
+            curve = sum_increases(ranked.scores[ranked.order])
         else:
-            root = sensitivity.fisher_sqrt.get(group.output_name)
-            moved = dense if root is None else self._context.place(root, dense) @ dense
-            curve = measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
-        subject = Subject(model, module.layer, group, scores)
-        parts = (curve, scores, order, basis)
+            dense = module.read_dense()
+            damped = damp_moments(ranking.moments, dense, config.dampening_frac, module.has_bias)
+            weighed = weigh_moments(module, damped, dense, self._sensitivity)
+            if config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
+                curve = measure_restored_curve(weighed, ranked.order, group.columns_per_unit, group.name)
+            else:
+                root = self._sensitivity.fisher_sqrt.get(group.output_name)
+                moved = dense if root is None else self._context.place(root, dense) @ dense
+                curve = measure_deletion_curve(weighed, moved, ranked.order, group.columns_per_unit)
+        subject = Subject(model, module.layer, group, ranked.scores)
+        parts = (curve, ranked.scores, ranked.order, ranked.basis)
         weight, host = self._rule.weigh(subject), self._context.to_host
         return GroupStatistics(weight, *(None if part is None else host(part) for part in parts))  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ Legend (per linear that consumes a group's units):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -264,6 +264,12 @@ def add_moments(moments: SecondMoments, others: SecondMoments) -> None:
 def move_moments(moments: SecondMoments, move: Callable[[Tensor], Tensor]) -> SecondMoments:
     """Return the moments with every tensor moved by ``move``."""
     return SecondMoments(*map(move, vars(moments).values()))
+
+
+def stack_moments(parts: Sequence[SecondMoments]) -> SecondMoments:
+    """Return the moments of several linears of one shape, with a first dimension more; those of one alone as a view."""
+    fields = zip(*(vars(part).values() for part in parts), strict=True)
+    return SecondMoments(*(values[0][None] if len(parts) == 1 else torch.stack(values) for values in fields))
 
 
 def subtract_moments(moments: SecondMoments, part: SecondMoments) -> SecondMoments:

@@ -27,7 +27,13 @@ from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.importance import Ranking, Sensitivity
 from struprune_plugin.pruning.reconstruction import LeastSquaresProblem, refine_group, solve_group
 from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
-from struprune_plugin.pruning.selection import describe_group, select_units, weigh_moments
+from struprune_plugin.pruning.selection import (
+    RankedUnits,
+    describe_group,
+    list_together,
+    select_units,
+    weigh_moments,
+)
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.records import GroupRecord
@@ -124,15 +130,17 @@ class Pruner:
         if len(left) < len(groups):
             statistics.keep_groups(left)
             changed = True
-        for group in left:
-            module = ModuleView(layer, group, statistics)
+        for together in list_together(left, self.plan.kept):
+            modules = [ModuleView(layer, group, statistics) for group in together]
             with self.context.stage("statistics"):
-                moments = module.collect_moments(f"{progress}{group.consumer.split('.')[-1]} statistics")
-            changed = changed or self.plan.kept[group.name] < group.num_units
+                told = f"{progress}{together[0].consumer.split('.')[-1]} statistics"
+                moments = [module.collect_moments(told) for module in modules]
+            changed = changed or any(self.plan.kept[group.name] < group.num_units for group in together)
             with self.context.stage("select and solve"):
-                decision = self.decide(module, moments, updates=changed)
+                decisions = self.decide(modules, moments, updates=changed)
             del moments
-            records.append(self._slice(module, decision) if changed else decision.record)
+            for module, decision in zip(modules, decisions, strict=True):
+                records.append(self._slice(module, decision) if changed else decision.record)
         return LayerOutcome(records, changed)
 
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -147,31 +155,56 @@ class Pruner:
                     experts.routing.drop(layer, group.experts, experts.keep[group.output_name])
         return self.plan.list_left(groups)
 
-    def decide(self, module: ModuleView, moments: GroupMoments, updates: bool = True) -> Decision:
-        """Return the kept units and new weights of one group; rank 0 decides for all processes. The layer is not changed.
+    def decide(
+        self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool = True
+    ) -> list[Decision]:
+        """Return the kept units and new weights of a group, or of experts of one shape; rank 0 decides for all processes.
 
-        :param moments: moments of the group's consumer
+        The layer is not changed.
+
+        :param moments: moments of each group's consumer
         :param updates: whether the remaining weights are re-solved
         """
         with self.context.solving():
-            device = moments.all.gram.device
-            return compute_on_rank0(lambda: self._decide(module, moments, updates), device)
+            device = moments[0].all.gram.device
+            return compute_on_rank0(lambda: self._decide(modules, moments, updates), device)
 
-    def _decide(self, module: ModuleView, moments: GroupMoments, updates: bool) -> Decision:
-        group, config = module.group, self.config
-        problem = LeastSquaresProblem.pose(module, moments, config.dampening_frac)
-        weighed = problem.damped
+    def _decide(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool) -> list[Decision]:
+        frac = self.config.dampening_frac
+        problems = [LeastSquaresProblem.pose(*pair, frac) for pair in zip(modules, moments, strict=True)]
+        rankings = [self._weigh(*pair) for pair in zip(modules, problems, strict=True)]
+        (num_keep,) = {self.plan.kept[module.group.name] for module in modules}
+        selected = select_units(rankings, num_keep, self.config)
+        return [
+            self._solve(module, problem, keep, ranked, updates)
+            for module, problem, (keep, ranked) in zip(modules, problems, selected, strict=True)
+        ]
+
+    def _weigh(self, module: ModuleView, problem: LeastSquaresProblem) -> Ranking:
+        """Return what a group's units are ranked by."""
+        config, weighed = self.config, problem.damped
         if config.importance.eliminates:
             weighed = weigh_moments(module, weighed, problem.dense, self.sensitivity)
-        ranking = Ranking(module, moments.all, weighed, self.sensitivity, config.sparsity, config.dampening_frac)
-        keep, scores, basis = select_units(ranking, self.plan.kept[group.name], config)
-        rows = None
+        moments = problem.gathered.all
+        return Ranking(module, moments, weighed, self.sensitivity, config.sparsity, config.dampening_frac)
+
+    def _solve(
+        self,
+        module: ModuleView,
+        problem: LeastSquaresProblem,
+        keep: Tensor,
+        ranked: RankedUnits | None,
+        updates: bool,
+    ) -> Decision:
+        """Return the new weights of a group on its kept units."""
+        group, basis, rows = module.group, None if ranked is None else ranked.basis, None
         if basis is not None:
             problem = problem.rotate(basis)
             kept = group.find_kept_rows(next(iter(group.producers)), keep.cpu())
             producer = rotate_producer(module.layer, group, basis, self.context.fetch)
             rows = producer[kept.to(producer.device)]
-        weight, solve = solve_group(problem, keep, config, updates)
+        weight, solve = solve_group(problem, keep, self.config, updates)
+        scores = None if ranked is None else ranked.scores
         return Decision(keep, weight, basis, rows, describe_group(group, keep, scores, solve))
 
     def _slice(self, module: ModuleView, decision: Decision) -> GroupRecord:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +19,24 @@ from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import Ranking, Sensitivity
 from struprune_plugin.storage.records import GroupRecord, SolveRecord
 
+_TOGETHER = (
+    1 << 26
+)  # float64 entries of the systems of experts that are eliminated together, with as many of their copies
+
+
+@dataclass(frozen=True)
+class RankedUnits:
+    """Order of removal of a group's units.
+
+    :param order: units, first removed first, shape [at least those to be removed], int64
+    :param scores: score of every unit, shape [units], float64
+    :param basis: to which the heads' units are rotated first, shape [blocks, width, width]; None without rotation
+    """
+
+    order: Tensor
+    scores: Tensor
+    basis: Tensor | None = None
+
 
 def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sensitivity: Sensitivity) -> SecondMoments:
     """Return the moments with errors weighted by the sensitivity, or unchanged if none was measured."""
@@ -22,26 +44,48 @@ def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sens
     return damped if root is None else weigh_outputs(damped, module.context.place(root, damped.gram), dense)
 
 
-def rank_units(ranking: Ranking, config: PruningConfig, num_remove: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the removal order of the units, every unit's score, and the basis of the units; None without rotation.
+def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, int] | None = None) -> list[list[UnitGroup]]:
+    """Return the groups in runs whose units are ranked together: experts of one list and shape, every other group alone.
 
-    :param num_remove: minimum number of units in the order
+    :param kept: number of kept units by group, the same in a run
     """
-    group = ranking.group
+
+    def describe(group: UnitGroup) -> tuple[object, ...]:
+        return group.experts or group.name, group.num_units, group.columns_per_unit, (kept or {}).get(group.name)
+
+    runs = []
+    for _, run in itertools.groupby(groups, describe):
+        alike = list(run)
+        step = max(_TOGETHER // (alike[0].num_columns + 1) ** 2, 1)
+        runs += [alike[start : start + step] for start in range(0, len(alike), step)]
+    return runs
+
+
+def rank_units(rankings: Sequence[Ranking], config: PruningConfig, num_remove: int) -> list[RankedUnits]:
+    """Return the order of removal of the units of every group.
+
+    :param rankings: of one group, or of experts of one shape
+    :param num_remove: minimum number of units in the orders
+    """
+    group = rankings[0].group
     if not config.rotates(group):
-        return *config.importance.rank(ranking, num_remove), None
-    rotation = find_directions(ranking.damped, group.num_blocks, group.columns_per_unit, group.name)
-    return *order_directions(rotation), rotation.basis
+        return [RankedUnits(*found) for found in config.importance.rank(rankings, num_remove)]
+    rotations = [
+        find_directions(ranking.damped, group.num_blocks, group.columns_per_unit, ranking.group.name)
+        for ranking in rankings
+    ]
+    return [RankedUnits(*order_directions(rotation), rotation.basis) for rotation in rotations]
 
 
-def select_units(ranking: Ranking, num_keep: int, config: PruningConfig) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the sorted kept units of a group, chosen by the recipe's importance, shape [kept], int64; every unit's score; and the
-    basis to which the heads' units are rotated first. Without a ranking, the latter two are None; without rotation, the basis."""
-    group = ranking.group
-    if num_keep == group.num_units:
-        return torch.arange(num_keep, device=ranking.damped.gram.device), None, None
-    order, scores, basis = rank_units(ranking, config, group.num_units - num_keep)
-    return keep_last(order, group.num_units, num_keep), scores, basis
+def select_units(
+    rankings: Sequence[Ranking], num_keep: int, config: PruningConfig
+) -> list[tuple[Tensor, RankedUnits | None]]:
+    """Return the sorted kept units of every group, shape [kept], int64, and their ranking; None where all are kept."""
+    num_units = rankings[0].group.num_units
+    if num_keep == num_units:
+        return [(torch.arange(num_keep, device=ranking.damped.gram.device), None) for ranking in rankings]
+    ranked = rank_units(rankings, config, num_units - num_keep)
+    return [(keep_last(units.order, num_units, num_keep), units) for units in ranked]
 
 
 def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve: SolveRecord) -> GroupRecord:

@@ -78,8 +78,14 @@ class Importance(Config):
     takes_experts: ClassVar[bool] = True
     method: str
 
-    def rank(self, ranking: Ranking, num_remove: int) -> Order:
-        """Return the removal order of at least ``num_remove`` units, lowest score first, and every unit's score."""
+    def rank(self, rankings: Sequence[Ranking], num_remove: int) -> list[Order]:
+        """Return the removal order of at least ``num_remove`` units, lowest score first, and every unit's score, by group.
+
+        :param rankings: of one group, or of experts of one shape
+        """
+        return [self._rank_by_score(ranking) for ranking in rankings]
+
+    def _rank_by_score(self, ranking: Ranking) -> Order:
         group = ranking.group
         dense = ranking.module.read_dense()
         columns = unit_columns(torch.arange(group.num_units, device=dense.device), group.columns_per_unit)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
 
 from struprune_plugin.linalg.elimination import eliminate_units
+from struprune_plugin.linalg.second_moments import stack_moments
 from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Order, Ranking
 
 
@@ -17,10 +19,12 @@ class OBS(Importance):
     eliminates: ClassVar[bool] = True
     method: Literal["obs"] = "obs"
 
-    def rank(self, ranking: Ranking, num_remove: int) -> Order:
-        """Return the order of elimination and every unit's score; kept units have the score infinity."""
-        group = ranking.group
-        elimination = eliminate_units(ranking.damped, group.columns_per_unit, group.name, group.num_blocks, num_remove)
-        scores = elimination.increase.new_full((group.num_units,), torch.inf)
-        scores[elimination.order] = elimination.increase
-        return elimination.order, scores
+    def rank(self, rankings: Sequence[Ranking], num_remove: int) -> list[Order]:
+        """Return the order of elimination and every unit's score, by group; kept units have the score infinity."""
+        group = rankings[0].group
+        where = group.name if len(rankings) == 1 else f"{group.name} to {rankings[-1].group.name}"
+        damped = stack_moments([ranking.damped for ranking in rankings])
+        elimination = eliminate_units(damped, group.columns_per_unit, where, group.num_blocks, num_remove)
+        scores = elimination.increase.new_full((len(rankings), group.num_units), torch.inf)
+        scores.scatter_(1, elimination.order, elimination.increase)
+        return list(zip(elimination.order, scores, strict=True))

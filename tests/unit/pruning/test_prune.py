@@ -131,7 +131,7 @@ def test_decisions_survive_the_wire():
     plan = UnitAllocation({group.name: group.num_units // 2 for group in groups}, AllocationRecord("by hand"))
     moments = observed.collect_moments(layer, groups[0], "")
     pruner = Pruner(config, plan, Sensitivity(), DeviceContext())
-    decision = pruner.decide(ModuleView(layer, groups[0], observed), moments)
+    (decision,) = pruner.decide([ModuleView(layer, groups[0], observed)], [moments])
     again = load(Decision, *dump(decision))
     assert again.record == decision.record
     assert decision.basis is not None

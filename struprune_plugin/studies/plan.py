@@ -35,6 +35,7 @@ from struprune_plugin.modifiers.setup import find_budget
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.modifiers.targets import check_bytes, describe_target
 from struprune_plugin.modifiers.widths import describe_roundings, find_roundings
+from struprune_plugin.pruning.selection import list_together
 from struprune_plugin.reporting.tables import (
     Table,
     describe_rounding,
@@ -253,7 +254,10 @@ def _count_device(
     weights = 2 * max(_count_bytes(layer) for layer, _ in layouts)  # with the next layer's, on their way
     activations = max(_count_activations(model, layer, layout, work) for layer, layout in layouts)
     widest = max(group.num_columns for group in groups)
-    solve = max(8 * (g.num_columns + 1) * (g.unit.solve_copies * (g.num_columns + 1) + 4 * hidden) for g in groups)
+    solve = max(
+        8 * len(run) * (run[0].num_columns + 1) * (run[0].unit.solve_copies * (run[0].num_columns + 1) + 4 * hidden)
+        for run in list_together(groups)
+    )
     by_layer: dict[str, list[UnitGroup]] = {}
     for group in groups:
         by_layer.setdefault(group.layer_name, []).append(group)

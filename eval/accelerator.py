@@ -36,7 +36,7 @@ from eval.paper_sizes import make_llama_config, make_opt_config, prune_random
 from eval.speed import format_rows, measure_models
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting.tables import Table
 
 SPARSITY, TOLERANCE, WITHIN = 0.3, 1e-3, 0.1  # removed; of weights and logits; of the account's peak
 Figures = dict[str, Any]
@@ -244,18 +244,18 @@ def make_report(rows: Mapping[str, Figures], waiting: Sequence[str]) -> str:
         for name, row in good.items()
         if "same_units" in row
     ]
-    tables = [format_table(["case", "same units", "weights differ by", "reloaded logits by"], lines)] if lines else []
+    tables = [str(Table(["case", "same units", "weights differ by", "reloaded logits by"], lines))] if lines else []
     lines = [
         [name, *(f"{row[f'{what}_bytes'] / 1e9:.4f}" for what in ("layer", "peak", "account"))]
         for name, row in good.items()
         if "layer_bytes" in row
     ]
-    tables += [format_table(["GB", "one layer", "peak", "account"], lines)] if lines else []
+    tables += [str(Table(["GB", "one layer", "peak", "account"], lines))] if lines else []
     for name, row in good.items():
         if "stages" in row:
             lines = [[stage, f"{s:.2f}", f"{(peak or 0) / 1e9:.3f}"] for stage, (s, peak) in row["stages"].items()]
             lines.append(["per layer", f"{row['layer_seconds']:.2f}", ""])
-            tables.append(format_table([f"{name}, {row['layers']} layers", "seconds", "peak, GB"], lines))
+            tables.append(str(Table([f"{name}, {row['layers']} layers", "seconds", "peak, GB"], lines)))
         elif "rows" in row:
             tables.append(format_rows(row["rows"]))
     return "\n\n".join([*parts, *(f"```\n{table}\n```" for table in tables)]) + "\n"

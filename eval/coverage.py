@@ -50,7 +50,7 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class
 from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting.tables import Table
 from struprune_plugin.storage.manifest import Manifest
 
 LAYERS = 8
@@ -438,7 +438,7 @@ def main() -> int:
     if args.markdown:
         print(format_markdown(rows))
     else:
-        print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
+        print(Table(list(rows[0]), [list(row.values()) for row in rows]))
     verdicts = Counter(row["verdict"].split(":")[0] for row in rows)
     print("; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
     return 0

@@ -15,7 +15,7 @@ from eval.measure import measure_peak_bytes, time_turns
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.evaluation.text import DEMO_MODEL, DEMO_TEST, read_texts, tokenize_texts
-from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
+from struprune_plugin.reporting.tables import Table, measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
 
 TASKS = ("struprune_demo_text", "struprune_demo_word_order")
@@ -70,9 +70,7 @@ def main() -> int:
         "tokens/s, decode batch 8",
         "peak memory, prefill in float32",
     ]
-    print(
-        "\n" + format_table(["", "dense", "pruned"], [list(row) for row in zip(names, *columns.values(), strict=True)])
-    )
+    print("\n" + str(Table(["", "dense", "pruned"], [list(row) for row in zip(names, *columns.values(), strict=True)])))
     return 0
 
 

@@ -25,7 +25,7 @@ from eval.serve import FACTOR, PROMPTS, TOLERANCE, compare, make_form
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting.tables import Table
 
 TINY = "tiny-llama"
 FORMS = ("dense", "none", "value_channels", "head")
@@ -170,7 +170,7 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
         size = f"{row['bytes'] / 1e6:,.1f} MB"
         cells.append([row["model"], form, row["kind"], size, f"{row['same']} of {row['tokens']}", off, *ratios])
     header = ["model", "form", "type", "file", "tokens", "log-probabilities", "prompt tok/s", "new tok/s"]
-    return format_table(header, cells)
+    return str(Table(header, cells))
 
 
 if __name__ == "__main__":

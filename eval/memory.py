@@ -36,7 +36,7 @@ from eval.paper_sizes import (
 )
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting.tables import Table
 
 MODES: dict[str, dict[str, Any]] = {"default": {}, "offload": {"offload": True}}  # fields of the recipe
 SPARSITY, LENGTH, LAYERS = 0.2, 2048, 2  # what is removed, tokens of a sequence, decoder layers of a model
@@ -106,7 +106,7 @@ def format_rows(rows: dict[str, dict[str, Any]]) -> str:
         peak = row["peak_bytes"]
         told += [f"{peak / 1e9:.3f}", f"{peak / row['layer_bytes']:.2f}", f"{peak / row['model_bytes']:.3f}"]
         lines.append([*told, f"{row['seconds']:.0f}"])
-    return "\n\n".join([format_table(header, lines), *notes])
+    return "\n\n".join([str(Table(header, lines)), *notes])
 
 
 def group_by_mode(rows: dict[str, dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:

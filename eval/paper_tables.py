@@ -36,7 +36,7 @@ from eval.paper_sizes import (
     make_opt_config,
 )
 from eval.rows import Row, add_workload_arguments, list_refusals, read_workload, run_rows
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting import tables
 
 SPARSITIES = (0.1, 0.2, 0.3)  # of the paper's tables
 # method -> perplexity of OPT-125M on (WikiText-2, C4) at those sparsities
@@ -87,7 +87,7 @@ class Table:
     def write(self, folder: Path) -> None:
         """Write both files, and print the first."""
         notes = "\n".join(f"- {note}" for note in self.notes)
-        text = f"# {self.title}\n\n```\n{format_table(self.header, self.rows)}\n```\n\n{notes}\n"
+        text = f"# {self.title}\n\n```\n{tables.Table(self.header, self.rows)}\n```\n\n{notes}\n"
         (folder / f"{self.name}.md").write_text(text, encoding="utf-8")
         (folder / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         print(text)

@@ -27,7 +27,7 @@ from eval.measure import count_own_seconds
 from eval.methods import BEST, OURS, PEERS, SETS
 from eval.rows import add_workload_arguments, list_refusals, read_workload, run_rows
 from eval.zeroshot import METRICS, TASKS, format_scores
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting.tables import Table
 
 
 def find_delta(row: Mapping[str, Any], dense: Mapping[str, Any], text: str) -> float:
@@ -69,7 +69,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
         line.append(_compare(row, dense, ours) if key.split(" | ")[-1] in PEERS and ours else "")
         line += [f"{value:.4f}" for value in row.get("divergence", {}).values()]
         table.append([*line, *(cell for task in tasks for cell in format_scores(row["zeroshot"][task]))])
-    return "\n\n".join([format_table(header, table), *list_refusals(rows)])
+    return "\n\n".join([str(Table(header, table)), *list_refusals(rows)])
 
 
 def _compare(row: Mapping[str, Any], dense: Mapping[str, Any], ours: Sequence[Mapping[str, Any]]) -> str:

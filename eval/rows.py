@@ -23,7 +23,7 @@ from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplex
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_prunable_parameters
-from struprune_plugin.reporting.tables import format_table, measure_weight_bytes
+from struprune_plugin.reporting.tables import Table, measure_weight_bytes
 
 _TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 PROTOCOLS = {"short": (64, 256), "long": (64, 2048)}  # calibration windows, and tokens of these and of scored windows
@@ -285,7 +285,7 @@ def format_rows(rows: Mapping[str, Mapping[str, Any]]) -> str:
         else [key, *["refused"] * len(dense["perplexity"]), "", "", ""]
         for key, row in rows.items()
     ]
-    return "\n\n".join([format_table(header, table), *list_refusals(rows)])
+    return "\n\n".join([str(Table(header, table)), *list_refusals(rows)])
 
 
 def list_refusals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

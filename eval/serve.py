@@ -30,7 +30,7 @@ from struprune_plugin import oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, make_calibration_dataset
 from struprune_plugin.export.forms import convert_folder
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting.tables import Table
 
 FORMS = ("dense", "dense-backend", "value_channels", "head", "none", "uniform", "uniform-padded", "dense-w8a8", "w8a8")
 _SIZES: dict[str, Any] = {
@@ -213,7 +213,7 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
         ratio = f"{row['rate'] / dense[row['model']]:.2f} ×" if row["model"] in dense else ""
         told = [f"{row['same']} of {row['tokens']}", f"{row['off']:.1e}" + " OTHER" * (not passes(row, rows))]
         cells.append([row["model"], row["form"], *told, f"{row['rate']:,.0f}", ratio])
-    return format_table(["model", "form", "tokens", "off", "tokens/s", "of dense"], cells)
+    return str(Table(["model", "form", "tokens", "off", "tokens/s", "of dense"], cells))
 
 
 if __name__ == "__main__":

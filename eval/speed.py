@@ -35,7 +35,7 @@ from eval.measure import count_own_seconds, time_turns
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, make_calibration_dataset
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting.tables import Table
 
 
 def main() -> None:
@@ -205,7 +205,7 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
             speedup = row[f"{name}_speedup"]
             cells[-1] += [f"{row[name]:,.0f}", f"{whole:.1f}", f"{linears:.1f}", f"{whole - linears:.1f}"]
             cells[-1] += [f"{speedup:.2f} ×", f"{speedup * row['linears']:.2f}", f"{row[f'{name}_reachable']:.2f} ×"]
-    return format_table(header, cells)
+    return str(Table(header, cells))
 
 
 if __name__ == "__main__":

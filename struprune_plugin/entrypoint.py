@@ -29,14 +29,14 @@ from struprune_plugin.export.convert import carry_files, keep_generation_setting
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
-from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
+from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
-from struprune_plugin.reporting.model_card import try_write_card
-from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_layers, summarize_manifest
+from struprune_plugin.reporting.model_card import write_card
+from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_output
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.storage.checkpoint import (
     check_checkpoint,
@@ -45,7 +45,7 @@ from struprune_plugin.storage.checkpoint import (
     note_left_out,
     read_tensor_shapes,
 )
-from struprune_plugin.storage.manifest import carry_manifest, read_manifest
+from struprune_plugin.storage.manifest import carry_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
 
@@ -82,6 +82,7 @@ def oneshot(
     offload_memory: int | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
     seed: int | None = 0,
+    changes: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
@@ -104,6 +105,7 @@ def oneshot(
         with the same weights
     :param seed: seed of torch in the run, e.g. of llm-compressor's shuffling, after which torch's state is as before; None leaves
         that state alone
+    :param changes: fields to set in a recipe that is not modifiers, as ``--set`` does: ``{"sparsity": 0.3}``
     :param kwargs: all other arguments of llm-compressor's ``oneshot``
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
@@ -111,17 +113,25 @@ def oneshot(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     join_processes()
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe, changes)
     check_arguments(model, loaded, kwargs)
     check_offload(model, offload_folder, offload_memory)
     model = model if isinstance(model, PreTrainedModel) else os.fspath(model)
     config = _check_model(model, kwargs)
-    check_cache_quantisation(config, loaded.modifiers, _has_layers_of_other_heads(config))
+    uneven = is_pruned(type(config)) and "num_attention_heads" in (config.per_layer_attributes or ())
+    check_cache_quantisation(config, loaded.modifiers, uneven)
     source = model if isinstance(model, str) else config.name_or_path
-    inputs = list_inputs(source, recipe, offload_folder, kwargs)
-    store = _make_store(checkpoint_dir, output_dir, loaded.modifiers, inputs)
+    inputs = _list_inputs(source, recipe, offload_folder, kwargs)
+    store = None
+    if checkpoint_dir is not None:
+        store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
+        for modifier in loaded.modifiers:
+            if isinstance(modifier, StageModifier):
+                modifier.set_store(store)
     with ExitStack() as stack:
-        stack.enter_context(_seed_torch(seed))
+        if seed is not None:
+            stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+            torch.manual_seed(seed)
         stack.enter_context(_quieten(output_dir is not None))
         folder = None
         if output_dir is not None:
@@ -143,11 +153,11 @@ def oneshot(
             write_recipe(loaded, folder, find_checkpoint(source) if source else None)
             carry_files(source, folder)
             carry_manifest(source, folder)
-            try_write_card(folder, source)
+            write_card(folder, source)
     if store is not None:
         store.clear()
     if output_dir is not None and is_source_process():
-        _log_output(Path(output_dir), any(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers))
+        logger.info("\n" + "\n\n".join(summarize_output(Path(output_dir))))
     return compressed
 
 
@@ -161,17 +171,6 @@ def _copy_inference_tensors(model: PreTrainedModel) -> None:
                     copy = tensor.detach().clone()
                     copy = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
                     held[name] = made.setdefault(id(tensor), (copy, tensor))[0]  # the old one lives, and its id with it
-
-
-@contextmanager
-def _seed_torch(seed: int | None) -> Iterator[None]:
-    """Seed torch in the block, and restore its state afterwards; None does nothing."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
 
 
 @contextmanager
@@ -191,15 +190,6 @@ def _quieten(summarises: bool) -> Iterator[None]:
             logger.enable(name)
 
 
-def _log_output(folder: Path, pruned: bool) -> None:
-    """Log the path of an output and, if it was pruned in this run, its summary."""
-    parts = [f"wrote {folder}"]
-    if pruned:
-        manifest = read_manifest(folder)
-        parts = [str(summarize_layers(manifest)), summarize_manifest(manifest, folder), *parts]
-    logger.info("\n" * pruned + "\n\n".join(parts))
-
-
 @contextmanager
 def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: list[Modifier]) -> Iterator[None]:
     """Patch llm-compressor in the block to accept models that it would refuse or change needlessly; explain missing mappings.
@@ -210,9 +200,7 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
     with ExitStack() as stack:
         if is_packed(config) and not is_packed(model.config):  # weights that were unpacked as they were loaded
             stack.enter_context(patch_attr(Oneshot, "validate_model", lambda self, model: None))
-        if (
-            not torch.accelerator.is_available()
-        ):  # AWQ pins its inputs for faster copies to a device, and fails without one
+        if not torch.accelerator.is_available():  # AWQ pins its inputs for faster copies, and fails without a device
             stack.enter_context(patch_attr(IntermediatesCache, "pin_memory", lambda *args: None))
         if all(isinstance(modifier, StructuredModifier | LoRARecoveryModifier) for modifier in modifiers):
             # Quantisers need experts split into linears, which not all classes can save, and norms that scale by
@@ -230,32 +218,6 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
                     "recipe, or remove SmoothQuantModifier."
                 ) from error
             raise
-
-
-def _make_store(
-    folder: str | os.PathLike | None,
-    output: str | os.PathLike | None,
-    modifiers: list[Modifier],
-    inputs: list[str | os.PathLike],
-) -> ResumeStore | None:
-    """Return the store of a run's finished parts, after setting it in every modifier that uses it; None without a folder.
-
-    :raises ValueError: the folder holds something else, or overlaps a path that the run reads or writes
-    """
-    if folder is None:
-        return None
-    path, others = Path(folder).resolve(), [Path(p).resolve() for p in (*inputs, *([] if output is None else [output]))]
-    for other in others:
-        if path == other or path in other.parents or other in path.parents:
-            raise ValueError(
-                f"checkpoint_dir: must be apart from what the run reads and writes, got {path} beside {other}, one of which holds "
-                "the other. Choose another path."
-            )
-    store = ResumeStore(path)
-    for modifier in modifiers:
-        if isinstance(modifier, StageModifier):
-            modifier.set_store(store)
-    return store
 
 
 def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PretrainedConfig:
@@ -276,7 +238,7 @@ def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> Pretra
     return model.config
 
 
-def list_inputs(
+def _list_inputs(
     model: object,
     recipe: object,
     offload_folder: str | os.PathLike | None,
@@ -307,8 +269,3 @@ def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[s
     if any(not isinstance(modifier, StageModifier) for modifier in modifiers):
         left /= 4
     return int(measure_weight_bytes(folder) * left) if folder else 0
-
-
-def _has_layers_of_other_heads(config: PretrainedConfig) -> bool:
-    """Return whether head counts of a pruned model's layers differ from that of its configuration."""
-    return is_pruned(type(config)) and "num_attention_heads" in (config.per_layer_attributes or ())

@@ -7,9 +7,7 @@ import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
 from rich.console import Console, RenderableType
@@ -29,7 +27,7 @@ class Screen:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
         sys.stdout = sys.stderr
 
-    def set_log(self, verbose: bool) -> None:
+    def set_log(self, verbose: bool = False) -> None:
         """Show warnings and errors, under ``--quiet`` errors alone, or all that llm-compressor logs."""
         from loguru import logger
 
@@ -37,10 +35,7 @@ class Screen:
             os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "INFO")  # otherwise a run hides llm-compressor's steps
             return
         logger.remove()
-        level, hidden = (
-            "ERROR" if self.quiet else "WARNING",
-            {"llmcompressor.utils.dev": False},
-        )  # no accelerator, it says
+        level, hidden = "ERROR" if self.quiet else "WARNING", {"llmcompressor.utils.dev": False}  # says: no accelerator
         logger.add(self._err, level=level, format="{level}: {message}", filter=hidden)  # type: ignore[arg-type]
         for name in ("torch.fx._symbolic_trace", "lm_eval"):
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -69,17 +64,25 @@ def show_error(message: str, stream: TextIO | None = None) -> None:
     _open_console(stream or sys.stderr).print(Text.assemble(("struprune:", "red"), f" {message}"), soft_wrap=True)
 
 
-def run_command(run: Callable[[], int | None]) -> int:
+class _Terminated(BaseException):
+    """SIGTERM as an exception, as KeyboardInterrupt is for Ctrl-C, so that cleanup runs."""
+
+
+def _raise_terminated(*_: object) -> NoReturn:
+    raise _Terminated
+
+
+def run_command(run: Callable[[], object]) -> int:
     """Run a command and return its exit status: 0 when the whole job is done, 2 for bad input, 130 and 143 when stopped."""
-    streams = sys.stdout, sys.stderr
+    streams, before = (sys.stdout, sys.stderr), signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         try:
-            with _raise_on_sigterm():
-                status = run()
-                streams[0].flush()
-                return status or 0
+            run()
+            streams[0].flush()
+            return 0
         finally:
             sys.stdout, sys.stderr = streams
+            signal.signal(signal.SIGTERM, before)
     except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
@@ -94,22 +97,3 @@ def run_command(run: Callable[[], int | None]) -> int:
         interrupted = isinstance(stop, KeyboardInterrupt)
         show_error("interrupted" if interrupted else "terminated")
         return 128 + (signal.SIGINT if interrupted else signal.SIGTERM)
-
-
-class _Terminated(BaseException):
-    """SIGTERM as an exception, as KeyboardInterrupt is for Ctrl-C, so that cleanup runs."""
-
-
-@contextmanager
-def _raise_on_sigterm() -> Iterator[None]:
-    def stop(*_: object) -> NoReturn:
-        raise _Terminated
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

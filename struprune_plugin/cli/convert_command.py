@@ -29,18 +29,17 @@ def convert(
     file for llama.cpp, sizes per layer (LLaMA only).
     """
     screen = Screen(as_json, quiet)
-    if not path.is_dir():
-        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
+    opt.check_folder(path)
     from struprune_plugin import registration  # noqa: F401
     from struprune_plugin.export.forms import convert_folder
-    from struprune_plugin.reporting.model_card import try_write_card
+    from struprune_plugin.reporting.model_card import write_card
     from struprune_plugin.storage.output_folder import write_folder
 
-    screen.set_log(False)
+    screen.set_log()
     with write_folder(output, overwrite, [path], measure_weight_bytes(path)) as partial:
         convert_folder(path, to, partial, trust_remote_code)
         carry_manifest(path, partial)
-        try_write_card(partial)
+        write_card(partial)
     how = "; load it with trust_remote_code=True" if any(output.glob("*.py")) else ""
     size = measure_weight_bytes(output)
     record = {"output": str(output), "form": to, "bytes": size}

@@ -15,10 +15,9 @@ from struprune_plugin import __version__
 from struprune_plugin.cli.console import run_command, show_error
 from struprune_plugin.cli.convert_command import convert
 from struprune_plugin.cli.eval_command import score
-from struprune_plugin.cli.inspect_command import inspect, recipes
+from struprune_plugin.cli.inspect_command import inspect, recipes, report
 from struprune_plugin.cli.plan_command import plan
 from struprune_plugin.cli.prune_command import prune
-from struprune_plugin.cli.report_command import report
 from struprune_plugin.cli.sweep_command import sweep
 
 # Commands import torch and llm-compressor only when they run, so that help and early errors take no seconds.
@@ -58,7 +57,7 @@ def make_app() -> typer.Typer:
     app.callback(epilog=_EPILOG)(struprune)
     for name, command in COMMANDS.items():
         paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-        told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)  # typer keeps their line ends
         app.command(name, help=told)(_defer(command))
     return app
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from huggingface_hub import constants
 from rich.markup import escape
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
 from struprune_plugin.storage.files import is_hub_name
-
-_RESTARTED = "STRUPRUNE_RESTARTED"  # set in a process that was restarted to see one device
 
 
 def option(name: str, help: str, metavar: str | None = None, panel: str | None = None, **more: Any) -> Any:
@@ -33,16 +29,11 @@ def _complete_recipe(incomplete: str) -> list[str]:
     return [name for name in list_recipes() if name.startswith(incomplete)]
 
 
-def _recipe(help: str = "") -> Any:
-    told = f"recipe: a YAML file, or a name that `struprune recipes` lists{help}"
-    return option("--recipe", told, "R", autocompletion=_complete_recipe)
-
-
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder")]
-RecipeName = Annotated[str, _recipe()]
-DefaultedRecipe = Annotated[str | None, _recipe(" [default: struprune]")]
+_RECIPE = "recipe: a YAML file, or a name that `struprune recipes` lists"
+RecipeName = Annotated[str, option("--recipe", _RECIPE, "R", autocompletion=_complete_recipe)]
 Seed = Annotated[int, option("--seed", "seed of all random choices", "N", min=0, max=2**32 - 1)]
 Dtype = Annotated[Floats, option("--dtype", "dtype that the model is loaded in")]
 Device = Annotated[str, option("--device", "device: auto, cpu, cuda or cuda:N", "D")]
@@ -143,63 +134,69 @@ def read_tasks(tasks: str | None, include_path: str | None) -> list[str]:
     return names
 
 
-def check_names(device: str, recipe: str | None, models: Sequence[str], texts: Sequence[str | Path | None]) -> None:
-    """Raise if the name of a device, recipe, model or text is invalid, before anything heavy is imported."""
-    check_device(device)
+def check_names(
+    recipe: str | None, models: Sequence[str], texts: Sequence[str | Path | None] = (), device: str = "auto"
+) -> None:
+    """Raise if the name of a recipe, model, text or device is invalid, before anything heavy is imported."""
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}. Choose one of these.")
     if recipe is not None and "\n" not in recipe:  # otherwise it is a YAML text
         find_recipe(recipe)
     for text in texts:
         if text is not None and Path(text).suffix in (".json", ".jsonl") and not Path(text).is_file():
             raise ValueError(f"text: must be an existing JSON-lines file, got {os.fspath(text)!r}. Correct the path.")
     for model in models:
-        _check_model_name(model)
+        problem = "" if is_hub_name(model) else "no such folder"
+        if Path(model).is_dir():
+            problem = "" if (Path(model) / "config.json").is_file() else "a folder without a config.json"
+        if problem:
+            raise ValueError(
+                f"model: {model!r} must be a model folder or a hub name that can be loaded, got {problem}. Correct the path or "
+                "the name."
+            )
 
 
-def check_device(device: str) -> None:
-    """Raise if a word names no device."""
-    kind, _, index = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}. Choose one of these.")
-
-
-def _check_model_name(name: str) -> None:
-    """Raise if a name is neither a model folder nor, as far as can be known locally, a hub name."""
-    cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
-    found = None
-    if Path(name).is_dir():
-        found = None if (Path(name) / "config.json").is_file() else "a folder without a config.json"
-    elif not is_hub_name(name):
-        found = "no such folder"
-    elif constants.HF_HUB_OFFLINE and not cached.is_dir():
-        found = "no such folder, and no model of that name in the hub's cache while HF_HUB_OFFLINE is set"
-    if found is not None:
-        raise ValueError(
-            f"model: {name!r} must be a model folder or a hub name that can be loaded, got {found}. Correct the path or the name."
-        )
+def check_folder(path: Path) -> None:
+    """Raise if there is no such folder."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
 
 
 def prepare(device: str, screen: Screen, verbose: bool = False) -> None:
-    """Register StruPrune with llm-compressor and transformers, restrict them to one device, and set what they log.
+    """Let torch see one device, register StruPrune with llm-compressor and transformers, and set what they log.
 
-    An import may already have started CUDA, which then ignores changes to the environment; so the process is restarted. N of
-    ``cuda:N`` counts the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, as torch does.
+    N of ``cuda:N`` counts the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, as torch does.
     """
+    kind, _, index = device.partition(":")
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if kind == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif index:
+        cards = dict(enumerate(shown.split(","))) if shown else {int(index): index}
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards.get(int(index), "")
     import torch
 
-    from struprune_plugin import registration  # noqa: F401
-
-    kind, _, index = device.partition(":")
-    held, restarted = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.pop(_RESTARTED, None)
-    found = torch.cuda.is_available()  # without a card there is nothing to hide
-    if found and not restarted and (kind == "cpu" or index):
-        cards = held.split(",") if held else [str(number) for number in range(torch.cuda.device_count())]
-        visible = "" if kind == "cpu" else dict(enumerate(cards)).get(int(index))
-        found = visible is not None
-        if visible is not None and visible != held:
-            os.environ |= {"CUDA_VISIBLE_DEVICES": visible, _RESTARTED: "1"}
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    if kind == "cuda" and not found:
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"--device: {device!r} must be present, but torch finds no such GPU. Use --device auto or cpu."
         )
+    from struprune_plugin import registration  # noqa: F401
+
     screen.set_log(verbose)
+
+
+def describe_calibration(
+    data: str | None, text_column: str, num_samples: int, seq_length: int, batch_size: int
+) -> dict[str, Any]:
+    """Return the calibration arguments of :func:`struprune_plugin.oneshot`; the same command calibrates on the same samples."""
+    from struprune_plugin.evaluation.text import DEMO_CALIBRATION
+
+    return {
+        "dataset": data or DEMO_CALIBRATION,
+        "text_column": text_column,
+        "num_calibration_samples": num_samples,
+        "max_seq_length": seq_length,
+        "batch_size": batch_size,
+        "shuffle_calibration_samples": False,
+    }

@@ -10,10 +10,9 @@ from struprune_plugin.cli.console import Screen
 
 def plan(
     model: opt.Model,
-    recipe: opt.DefaultedRecipe = None,
+    recipe: opt.RecipeName = "struprune",
     dtype: opt.Dtype = "auto",
     trust_remote_code: opt.TrustRemoteCode = False,
-    device: opt.Device = "auto",
     num_samples: opt.NumSamples = None,
     seq_length: opt.SeqLength = 256,
     batch_size: opt.BatchSize = 8,
@@ -26,25 +25,18 @@ def plan(
 ) -> None:
     """Predict the sizes of a pruning run's result and the memory of the run, without pruning.
 
-    Parameters and bytes of the result, the engines that load it, and the bytes that the run holds on the device
-    and on the host. The plan needs the model's configuration alone; it loads no weights.
+    Parameters and bytes of the result, and the bytes that the run holds on the device and on the host. The plan needs the
+    model's configuration alone; it loads no weights.
     """
     screen = Screen(as_json, quiet)
     changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort)
-    opt.check_names(device, recipe, [model], [])
-    opt.prepare(device, screen)
-    from struprune_plugin.model.structure.finder import find_structure
+    opt.check_names(recipe, [model])
+    opt.prepare("auto", screen)
     from struprune_plugin.recipes.load import load_recipe
-    from struprune_plugin.studies import plan as planning
+    from struprune_plugin.studies.plan import Workload, format_plan, plan_run
 
-    shapes = planning.read_shapes(model, dtype, trust_remote_code)
-    name = recipe or "struprune"
-    modifiers = load_recipe(name, changes=changes).modifiers
-    outline = planning.outline_run(shapes, modifiers)
-    work = planning.Workload(opt.count_samples(num_samples, changes), seq_length, batch_size)
-    needs = planning.count_needs(shapes, modifiers, work)
-    engines = planning.list_engines(modifiers, find_structure(shapes.model).has_experts)
-    layers = planning.list_layer_units(shapes.model)
-    record = {"model": model, "recipe": name, **asdict(outline), "engines": engines}
-    record |= {"layers": [vars(kind) for kind in layers], "needs": {**vars(needs), "host": needs.host}}
-    screen.show(record, *planning.format_plan(f"{model} by {name}", outline, needs, engines, layers))
+    modifiers = load_recipe(recipe, changes=changes).modifiers
+    work = Workload(opt.count_samples(num_samples, changes), seq_length, batch_size)
+    found = plan_run(model, modifiers, work, dtype, trust_remote_code)
+    record = {"model": model, "recipe": recipe, **asdict(found)}
+    screen.show(record, f"{model} by {recipe}, sparsity {found.sparsity:g}", *format_plan(found))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import nullcontext
+import os
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import RenderableType
-
 from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen
-from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_layers, summarize_manifest
+from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_output
 from struprune_plugin.storage.files import check_place
-from struprune_plugin.storage.manifest import read_manifest
+from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
 _OFFLOAD = "folder for weights that do not fit in memory, during the run"
 _CHECKPOINT = "folder for finished layers; after an interruption, the same command continues"
@@ -49,51 +47,32 @@ def prune(
     """
     screen = Screen(as_json, quiet)
     changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort)
-    count = opt.count_samples(num_samples, changes)
-    opt.check_names(device, recipe, [model], [data])
-    opt.prepare(device, screen, verbose)
-    from struprune_plugin.entrypoint import list_inputs, oneshot
-    from struprune_plugin.evaluation.calibration import make_dataset
-    from struprune_plugin.evaluation.sampling import SELF
-    from struprune_plugin.evaluation.scoring import load_checkpoint
-    from struprune_plugin.evaluation.text import DEMO_CALIBRATION, load_tokenizer
-    from struprune_plugin.modifiers import StruPruneModifier
-    from struprune_plugin.recipes.load import load_recipe
-    from struprune_plugin.storage.checkpoint import check_checkpoint
-    from struprune_plugin.storage.output_folder import check_output
-
-    loaded = load_recipe(recipe, changes=changes)
+    opt.check_names(recipe, [model], [data], device)
     if offload is not None:
         check_place("--offload", offload)
-    check_output(output, overwrite, list_inputs(model, recipe, offload, {"dataset": data}))
-    check_checkpoint(model, trust_remote_code)
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    source = data or DEMO_CALIBRATION
-    own = load_checkpoint(model, "auto", trust_remote_code)[0] if source == SELF else model
-    dataset = make_dataset(own, tokenizer, source, count, seq_length, text_column)
-    if offload is not None:
-        offload.mkdir(parents=True, exist_ok=True)
-    with nullcontext() if offload is None else tempfile.TemporaryDirectory(dir=offload) as scratch:
+    opt.prepare(device, screen, verbose)
+    from struprune_plugin.entrypoint import oneshot
+
+    scratch = None if offload is None else offload / f"struprune-{os.getpid()}"
+    count = opt.count_samples(num_samples, changes)
+    try:
         oneshot(
             model=model,
-            recipe=loaded,
+            recipe=recipe,
+            changes=changes,
             output_dir=output,
             overwrite=overwrite,
             offload_folder=scratch,
             checkpoint_dir=checkpoint,
             seed=seed,
-            dataset=dataset,
-            tokenizer=tokenizer,
-            batch_size=batch_size,
-            num_calibration_samples=count,
-            shuffle_calibration_samples=False,
             precision=dtype,
             trust_remote_code_model=trust_remote_code,
+            **opt.describe_calibration(data, text_column, count, seq_length, batch_size),
         )
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
     record: dict[str, Any] = {"output": str(output), "bytes": measure_weight_bytes(output)}
-    parts: list[RenderableType] = [f"wrote {output}"]
-    if any(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers):
-        manifest = read_manifest(output)
-        record["manifest"] = manifest.model_dump()
-        parts = [summarize_layers(manifest), summarize_manifest(manifest, output), *parts]
-    screen.show(record, *parts)
+    if (output / MANIFEST_NAME).is_file():
+        record["manifest"] = read_manifest(output).model_dump()
+    screen.show(record, *summarize_output(output))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,6 @@ from struprune_plugin.cli.console import Screen
 from struprune_plugin.recipes.shipped import find_recipe
 
 _PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
-_METHODS = "methods: default, allocation rules (uniform, …) or names of recipes"
 _WANTED = "also name the smallest model within this loss, e.g. '+5% perplexity'"
 
 
@@ -22,8 +22,7 @@ def sweep(
     sparsity: Annotated[
         str, opt.option("--sparsity", "a range, or a list such as 0.2,0.4", "A:B:STEP")
     ] = "0.1:0.6:0.1",
-    methods: Annotated[str, opt.option("--methods", _METHODS, "a,b")] = "default",
-    recipe: opt.DefaultedRecipe = None,
+    recipe: opt.RecipeName = "struprune",
     pick: Annotated[str | None, opt.option("--pick", _WANTED, "LOSS")] = None,
     seed: opt.Seed = 0,
     dtype: opt.Dtype = "auto",
@@ -46,65 +45,63 @@ def sweep(
 ) -> None:
     """Prune at several sparsities, each by a run of its own, and compare quality.
 
-    DIR holds the model of every point, e.g. DIR/default-0.2; after an interruption, the same command continues.
+    DIR holds the model of every point, e.g. DIR/0.2; after an interruption, the same command continues.
     """
-    screen = Screen(as_json, quiet)
-    changes, sparsities, names = (
-        opt.read_changes(settings),
-        read_sparsities(sparsity),
-        opt.read_tasks(tasks, include_path),
-    )
+    screen, changes = Screen(as_json, quiet), opt.read_changes(settings)
+    sparsities, names = read_sparsities(sparsity), opt.read_tasks(tasks, include_path)
     wanted = None if pick is None else read_pick(pick, names)
-    opt.check_names(device, recipe, [model], [data, text])
+    opt.check_names(recipe, [model], [data, text], device)
     opt.prepare(device, screen)
     from struprune_plugin.entrypoint import oneshot
-    from struprune_plugin.evaluation.calibration import make_dataset
-    from struprune_plugin.evaluation.sampling import SELF
-    from struprune_plugin.evaluation.scoring import check_tasks, check_window, load_checkpoint
-    from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST, load_tokenizer, read_texts
+    from struprune_plugin.evaluation.scoring import check_window
+    from struprune_plugin.evaluation.text import DEMO_TEST
+    from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.storage.checkpoint import check_checkpoint
-    from struprune_plugin.studies import sweep as sweeping
-    from struprune_plugin.studies.scores import Scoring, format_scores, score_model
+    from struprune_plugin.studies.scores import Scoring, format_scores, make_scorer
+    from struprune_plugin.studies.sweep import PICTURE_NAME, draw_sweep, pick_point, run_points
 
-    config = check_checkpoint(model, trust_remote_code)
-    check_window(config, window)
-    name, count = recipe or "struprune", opt.count_samples(num_samples, changes)
-    chosen = list(dict.fromkeys(method.strip() for method in methods.split(",")))
-    recipes = sweeping.load_points(name, chosen, sparsities, changes)
-    texts = read_texts(text or DEMO_TEST, text_column if text else "text")
-    manager = check_tasks(names, include_path) if names else None
-    scoring = Scoring(texts, window, None, max_tokens, names, manager, limit, batch_size, "float32", trust_remote_code)
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    own = load_checkpoint(model, "auto", trust_remote_code)[0] if data == SELF else model
-    dataset = make_dataset(own, tokenizer, data or DEMO_CALIBRATION, count, seq_length, text_column)
-    options: dict[str, Any] = {"batch_size": batch_size, "num_calibration_samples": count, "precision": dtype}
-    options |= {"tokenizer": tokenizer, "trust_remote_code_model": trust_remote_code, "seed": seed}
+    check_window(check_checkpoint(model, trust_remote_code), window)
+    load_recipe(recipe, changes={**changes, "sparsity": sparsities[0]})
+    asked = Scoring(
+        text=str(text or DEMO_TEST),
+        text_column=text_column if text else "text",
+        window=window,
+        max_tokens=max_tokens,
+        tasks=names,
+        include_path=include_path,
+        limit=limit,
+        batch_size=batch_size,
+        trust_remote_code=trust_remote_code,
+    )
+    scorer = make_scorer(asked)
+    count = opt.count_samples(num_samples, changes)
+    run: dict[str, Any] = {"precision": dtype, "seed": seed, "trust_remote_code_model": trust_remote_code}
+    run |= opt.describe_calibration(data, text_column, count, seq_length, batch_size)
 
-    def prune(recipe: Any, out: Path) -> None:
-        more = {**options, "overwrite": out.exists(), "shuffle_calibration_samples": False}
-        oneshot(model=model, recipe=recipe, output_dir=out, dataset=dataset, **more)
+    def prune(sparsity: float, out: Path) -> None:
+        own = {**changes, "sparsity": sparsity}
+        oneshot(model=model, recipe=recipe, changes=own, output_dir=out, overwrite=out.exists(), **run)
 
     told = {
         "model": model,
-        "recipe": find_recipe(name).read_text(encoding="utf-8"),
+        "recipe": find_recipe(recipe).read_text(encoding="utf-8"),
         "changes": str(changes),
-        "calibration": [str(data), text_column, count, seq_length, batch_size],
-        "scoring": [str(text), window, max_tokens, names, limit],
-        "run": [seed, dtype],
+        "run": {name: str(value) for name, value in run.items()},
+        "scoring": asdict(asked),
     }
-    scores = sweeping.run_points(output, told, recipes, prune, lambda path: score_model(path, scoring))
-    parts: list[Any] = [format_scores(sweeping.add_changes(scores))]
+    scores = run_points(output, told, sparsities, prune, scorer)
+    parts: list[Any] = [format_scores(scores)]
     parts += [f"{point}: refused, {found['refused']}" for point, found in scores.items() if "refused" in found]
     parts.append(f"wrote {output}")
     try:
-        sweeping.draw_sweep(scores, output / sweeping.PICTURE_NAME)
+        draw_sweep(scores, output / PICTURE_NAME)
     except ImportError:
         parts.append('no picture without matplotlib: pip install "struprune-plugin[plots]"')
     record: dict[str, Any] = {"scores": scores}
     if wanted is not None:
-        point = sweeping.pick_point(scores, wanted)
-        record["picked"] = {"point": point, "output": str(sweeping.find_output(output, point))}
-        parts.append(f"picked {point}: {record['picked']['output']}")
+        point = pick_point(scores, wanted)
+        record["picked"] = {"point": point, "output": str(output / point)}
+        parts.append(f"picked {point}: {output / point}")
     screen.show(record, *parts)
 
 

@@ -25,7 +25,7 @@ from struprune_plugin.modifiers.planning import Planner
 from struprune_plugin.modifiers.setup import RunSetup, open_store, prepare_run
 from struprune_plugin.pruning.prune_layer import Pruner
 from struprune_plugin.pruning.resume import LayerLog
-from struprune_plugin.reporting.tables import tell_budget
+from struprune_plugin.reporting.tables import describe_budget
 from struprune_plugin.storage.manifest import Manifest, write_manifest
 
 
@@ -110,7 +110,7 @@ class StruPruneModifier(StructuredModifier):
         tell_lost_experts(state.model, self._setup.groups)
         finish_model(state.model, self.output == "uniform")
         manifest = self._describe(state.model)
-        logger.info(tell_budget(manifest.budget))
+        logger.info(f"decoder linears: {describe_budget(manifest.budget)}")
         wrap_save(state.model, lambda path: write_manifest(manifest, path))
         return True
 

@@ -32,7 +32,6 @@ from struprune_plugin.recovery.recovery_config import RecoveryConfig
 from struprune_plugin.recovery.training import AdapterTraining
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
-from struprune_plugin.storage.records import EvaluationRecord
 
 
 class LoRARecoveryModifier(StageModifier, RecoveryConfig):
@@ -125,10 +124,7 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             """Add the record to the manifest of this run's pruning stage or, without one, of the loaded pruned folder."""
             manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
             if manifest is not None:  # None if nothing was ever pruned
-                told = {
-                    "evaluation": EvaluationRecord(),
-                    "recovery": RecoveryRecord(**record),
-                }  # earlier scores are void
+                told = {"evaluation": [], "recovery": RecoveryRecord(**record)}  # earlier scores are void
                 write_manifest(read_manifest(manifest).model_copy(update=told), folder)
 
         wrap_save(state.model, add_record)

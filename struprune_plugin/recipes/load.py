@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from llmcompressor.modifiers import Modifier, ModifierFactory
+from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
 from loguru import logger
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.files import shorten_value
-from struprune_plugin.storage.registry import GONE, describe_error, show_name, suggest
+from struprune_plugin.storage.registry import describe_error, refuse_gone, show_name, suggest
 
 _METHOD_KEYS = ("rule", "method")
 RECIPE_NAME = "recipe.yaml"
@@ -32,7 +33,7 @@ _OURS: dict[str, type[Modifier]] = {
 
 def load_recipe(
     recipe: str | os.PathLike | Mapping[str, Any] | Modifier | list[Modifier] | Recipe,
-    changes: dict[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Recipe:
     """Read a recipe, and raise on every part of it that llm-compressor would silently ignore.
 
@@ -47,21 +48,12 @@ def load_recipe(
         raise ValueError(
             "recipe: none was given. Pass recipe=… with a YAML file, a YAML text, modifiers or the name of a shipped recipe."
         )
-    if isinstance(recipe, (str, os.PathLike, Mapping)):
-        where, content = (
-            ("recipe", copy.deepcopy(dict(recipe))) if isinstance(recipe, Mapping) else _read_recipe(recipe)
-        )
-        _check_form(where, content)
-        _change_fields(where, content, changes or {})
-        try:
-            loaded = Recipe.from_dict(content)
-        except ValidationError as error:
-            raise ValueError(f"{where}: {error.title}: {describe_error(error, _OURS)}") from None
-        except Exception as error:  # a modifier of llm-compressor, given what it does not expect
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise ValueError(
-                f"{where}: llm-compressor cannot read the recipe ({problem}). Correct the field that this error is about."
-            ) from None
+    if isinstance(recipe, Mapping):
+        loaded = _build_recipe("recipe", copy.deepcopy(dict(recipe)), changes or {})
+    elif isinstance(recipe, (str, os.PathLike)):
+        loaded = _build_recipe(*_read_recipe(recipe), changes or {})
+    elif changes:
+        raise ValueError(f"changes: must be left out for modifiers, got {', '.join(changes)}. Set the fields in them.")
     else:
         loaded = Recipe.create_instance(recipe)
     if not loaded.modifiers:
@@ -74,6 +66,34 @@ def load_recipe(
     return loaded
 
 
+def _build_recipe(where: str, content: Any, changes: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a YAML content, which is changed in place.
+
+    :param where: place of the recipe, for messages
+    """
+    _check_form(where, content)
+    try:
+        _change_fields(where, content, changes)
+        return _create_modifiers(where, content)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {error.title}: {describe_error(error, _OURS)}") from None
+
+
+def _create_modifiers(where: str, content: dict[str, Any]) -> Recipe:
+    try:
+        return Recipe.from_dict(content)
+    except ValidationError:
+        raise
+    except Exception as error:  # a modifier of llm-compressor, given what it does not expect, or of nobody
+        problem = " ".join(str(error).split())[:300]
+        if unknown := re.match("No modifier of type '(.*)'", problem):
+            remedy = suggest(unknown[1], _OURS) or f"StruPrune's modifiers are {', '.join(_OURS)}."
+            problem = f"{unknown[1]!r} is not a modifier of StruPrune or llm-compressor. {remedy}"
+        else:
+            problem = f"llm-compressor cannot read the recipe ({type(error).__name__}: {problem}). Correct the field."
+        raise ValueError(f"{where}: {problem}") from None
+
+
 def write_recipe(recipe: Recipe, folder: Path, source: Path | None = None) -> None:
     """Write a recipe as plain YAML that loads again, a stage per modifier, after the stages that the model came from.
 
@@ -84,11 +104,11 @@ def write_recipe(recipe: Recipe, folder: Path, source: Path | None = None) -> No
     stages: dict[str, Any] = {}
     if source is not None and (source / RECIPE_NAME).is_file():
         try:
-            where, stages = _read_recipe(source / RECIPE_NAME)
-            _check_form(where, stages)
+            where, held = _read_recipe(source / RECIPE_NAME)
+            _check_form(where, held)
+            stages = held
         except ValueError as error:
             logger.warning(f"{error} {folder.name}/{RECIPE_NAME} holds the recipe of this run alone.")
-            stages = {}
     for modifier in recipe.modifiers:
         group = modifier.group or "default"
         fields = {name for name in type(modifier).model_fields.keys() - Modifier.model_fields if not name.endswith("_")}
@@ -114,23 +134,16 @@ class _RecipeLoader(yaml.SafeLoader):
 def _read_recipe(recipe: str | os.PathLike) -> tuple[str, Any]:
     """Return the place of a recipe, for messages, and its content."""
     text = os.fspath(recipe)
-    where = "recipe" if "\n" in text else text
-    file = None if "\n" in text else find_recipe(text)
+    where, file = ("recipe", None) if "\n" in text else (text, find_recipe(text))
     try:
-        return where, yaml.load(
-            text if file is None else file.read_text(encoding="utf-8"), Loader=_RecipeLoader
-        )  # a SafeLoader
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-        TypeError,
-    ) as error:  # also for other encodings and invalid dates
+        content = text if file is None else file.read_text(encoding="utf-8")
+        return where, yaml.load(content, Loader=_RecipeLoader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:  # also other encodings and invalid dates
         raise ValueError(f"{where}: is not valid YAML: {' '.join(str(error).split())[:500]}. Correct it.") from None
 
 
 def _check_form(where: str, content: Any) -> None:
-    """Raise on parts of a recipe that llm-compressor would pass over, and on modifiers that nobody knows."""
+    """Raise on parts of a recipe that llm-compressor would pass over, and on modifiers that are gone."""
     if not isinstance(content, dict) or not content:
         raise ValueError(
             f"{where}: must be a mapping of the form {_FORM}, got {type(content).__name__}. `struprune recipes` lists examples."
@@ -139,18 +152,13 @@ def _check_form(where: str, content: Any) -> None:
         raise ValueError(
             f"{where}: 'args' has no effect, as llm-compressor does not substitute its values. Write them in place."
         )
-    known = _list_modifiers()
     for stage, groups in content.items():
         _check_mapping(where, [stage], groups, "_stage")
         for group, modifiers in groups.items():
             _check_mapping(where, [stage, group], modifiers, "_modifiers")
+            refuse_gone(modifiers)
             for name, fields in modifiers.items():
                 _check_mapping(where, [stage, group, name], fields)
-                if name not in known:
-                    remedy = (
-                        GONE.get(name) or suggest(str(name), known) or f"StruPrune's modifiers are {', '.join(_OURS)}."
-                    )
-                    raise ValueError(f"{where}: {name!r} is not a modifier of StruPrune or llm-compressor. {remedy}")
 
 
 def _check_mapping(where: str, path: list[object], value: Any, ending: str = "") -> None:
@@ -164,33 +172,27 @@ def _check_mapping(where: str, path: list[object], value: Any, ending: str = "")
         )
 
 
-def _list_modifiers() -> set[str]:
-    """Return the names of all modifiers, including those of llm-compressor that cannot be imported, which it says itself."""
-    if not ModifierFactory._loaded:
-        ModifierFactory.refresh()
-    registries = (
-        ModifierFactory._main_registry,
-        ModifierFactory._experimental_registry,
-        ModifierFactory._registered_registry,
-    )
-    return {*_OURS, *ModifierFactory._errors}.union(*registries)
-
-
 # -- changes --------------------------------------------------------------------------------------------------------
 
 
-def _change_fields(where: str, content: dict[str, Any], changes: dict[str, Any]) -> None:
+def _change_fields(where: str, content: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Set fields in place, whole fields before fields within them."""
     held = [each for groups in content.values() for modifiers in groups.values() for each in modifiers.items()]
     for change in sorted(changes, key=lambda name: name.count(".")):
-        first, *rest = change.split(".")
-        named = bool(rest) and (first.endswith("Modifier") or first in dict(held))
-        field, inner = (rest[0], rest[1:]) if named else (first, rest)
-        for holder, fields in _find_holders(where, first if named else "", field, held):
-            fields[field] = _set_inner(holder, field, fields, inner, changes[change]) if inner else changes[change]
-            other = {"budget": "sparsity", "sparsity": "budget"}.get(field)
+        *path, last = change.split(".")
+        name = path.pop(0) if path and path[0].endswith("Modifier") else ""
+        field = (*path, last)[0]
+        other = {"budget": "sparsity", "sparsity": "budget"}.get(field)  # they replace each other
+        for holder, fields in _find_holders(where, name, field, held):
+            part = fields
+            for depth, inner in enumerate(path):
+                is_method = last in _METHOD_KEYS  # another method has other fields
+                nested = {} if is_method else _expand(holder, part, inner, depth == 0)
+                part[inner] = nested
+                part = nested
+            part[last] = changes[change]
             if other and other not in changes:
-                fields.pop(other, None)  # sparsity and budget replace each other
+                fields.pop(other, None)
 
 
 def _find_holders(where: str, name: str, field: str, held: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
@@ -215,23 +217,16 @@ def _find_holders(where: str, name: str, field: str, held: list[tuple[str, dict]
     return found
 
 
-def _set_inner(holder: str, field: str, fields: dict[str, Any], inner: list[str], value: Any) -> dict[str, Any]:
-    """Return a field's mapping with one nested field set; a field that the recipe leaves out starts from its default."""
-    if inner[0] in _METHOD_KEYS:  # another method has other fields
-        return {inner[0]: value}
-    whole: Any = fields.get(field)
-    if holder in _OURS and field in _OURS[holder].model_fields and not isinstance(whole, dict):
-        known = _OURS[holder].model_fields[field]  # a name or a number may be short for a mapping
-        form: Any = Annotated[known.annotation, "field", *known.metadata]
-        try:
-            given = TypeAdapter(form).validate_python(fields.get(field, known.get_default(call_default_factory=True)))
-        except ValidationError as error:
-            raise ValueError(f"{holder}: {field} {describe_error(error, _OURS)}") from None
-        keys = {name: getattr(given, name) for name in _METHOD_KEYS if hasattr(given, name)}
-        whole = {**keys, **given.model_dump(exclude_unset=True)} if isinstance(given, BaseModel) else {}
-    part = whole = dict(whole or {})
-    for name in inner[:-1]:
-        part[name] = dict(part.get(name) or {})
-        part = part[name]
-    part[inner[-1]] = value
-    return whole
+def _expand(holder: str, fields: dict[str, Any], name: str, is_field: bool) -> dict[str, Any]:
+    """Return a copy of the mapping that a modifier's fields hold under a name.
+
+    A name or a number may be short for a mapping, and a field that the recipe leaves out has its default.
+
+    :param is_field: whether ``fields`` are those of the modifier itself
+    """
+    held = fields.get(name)
+    if not isinstance(held, dict) and is_field and holder in _OURS:
+        given = getattr(_OURS[holder](**fields), name)
+        keys = {key: getattr(given, key) for key in _METHOD_KEYS if hasattr(given, key)}
+        held = {**keys, **given.model_dump(exclude_unset=True)} if isinstance(given, BaseModel) else {}
+    return dict(held or {})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 import re
 from pathlib import Path
+
+from struprune_plugin.storage.registry import suggest
 
 _PACKAGE = Path(__file__).parents[1]
 _PLACES = (_PACKAGE / "recipe_files", _PACKAGE.parent / "recipes")  # in the installed package; in a checkout
@@ -37,6 +38,8 @@ def find_recipe(name: str) -> Path:
     known = list_recipes()
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), known, n=1)
-    remedy = f"Did you mean {near[0]}?" if near else "Correct the path, or take a name that `struprune recipes` lists."
-    raise ValueError(f"recipe: {name!r} is neither an existing file nor the name of a shipped recipe. " + remedy)
+    remedy = suggest(Path(name).name.removesuffix(".yaml"), known)
+    raise ValueError(
+        f"recipe: {name!r} is neither an existing file nor the name of a shipped recipe. "
+        f"{remedy or 'Correct the path, or take a name that `struprune recipes` lists.'}"
+    )

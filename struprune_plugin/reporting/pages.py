@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from struprune_plugin.reporting.tables import (
-    describe_units,
-    list_facts,
-    list_result_rows,
-    list_stages,
-    name_module,
-)
+from struprune_plugin.reporting.tables import describe_units, list_facts, list_result_rows, name_module
 from struprune_plugin.storage.manifest import Manifest
 
-
-@cache
-def _open_environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=lambda name: name is not None and ".html" in name,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=lambda name: name is not None and ".html" in name,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def fill_template(name: str, /, **values: Any) -> str:
     """Return a rendered template; in HTML, all values are escaped."""
-    return _open_environment().get_template(f"{name}.jinja").render(**values)
+    return _TEMPLATES.get_template(f"{name}.jinja").render(**values)
 
 
 def make_page(folder: Path, manifest: Manifest) -> str:
@@ -46,7 +36,6 @@ def make_page(folder: Path, manifest: Manifest) -> str:
         most=max((group.error_before for group in manifest.groups), default=0.0) or 1.0,
         experts=manifest.experts,
         results=list_result_rows(manifest.evaluation),
-        stages=list_stages(manifest),
         seed=manifest.seed,
         digest=manifest.calibration.sha256[:16],
         versions=", ".join(f"{name} {value}" for name, value in manifest.versions.items()),

@@ -1,4 +1,4 @@
-"""Text tables and summaries of an output: its sizes, its layers and how it was made."""
+"""Text tables and facts of an output: its sizes, its layers and how it was made."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from typing import Any
 from rich.text import Text
 
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.manifest import Manifest
-from struprune_plugin.storage.records import (
-    BudgetRecord,
-    EvaluationRecord,
-    GroupRecord,
-    LimitRecord,
-    PerplexityRecord,
-    RoundingRecord,
-    TaskRecord,
-)
+from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, read_manifest
+from struprune_plugin.storage.records import BudgetRecord, GroupRecord, LimitRecord, ResultRecord, RoundingRecord
 
 _BAR = 20
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_UNITS = {
+    "ffn": "FFN channels",
+    "head": "heads",
+    "value_channels": "value channels",
+    "experts": "channels of an expert",
+}
 
 
 @dataclass(frozen=True)
@@ -43,11 +40,6 @@ class Table:
     def __rich__(self) -> Text:
         header, rest = str(self).split("\n", 1)
         return Text.assemble((header, "bold"), f"\n{rest}")
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return rows under a header as text, one line per row."""
-    return str(Table(header, rows))
 
 
 def format_facts(facts: Sequence[tuple[str, str]]) -> str:
@@ -76,12 +68,7 @@ def read_saved_config(folder: str | Path) -> dict[str, Any]:
         return {}
 
 
-def describe_units(group: GroupRecord) -> tuple[str, str]:
-    """Return how many units of a module are kept, and their kind, as text."""
-    blocks = group.num_blocks
-    words = {"ffn": "FFN channels", "head": "heads", "value_channels": f"value channels × {blocks} heads"}
-    words["experts"] = "channels of an expert"
-    return f"{group.kept // blocks} / {group.num_units // blocks}", words.get(group.kind, group.kind)
+# -- parts of a manifest as text ------------------------------------------------------------------------------------
 
 
 def name_module(group: GroupRecord) -> str:
@@ -89,9 +76,84 @@ def name_module(group: GroupRecord) -> str:
     return {"ffn": "FFN", "experts": "expert"}.get(group.kind, "attention")
 
 
+def describe_units(group: GroupRecord) -> tuple[str, str]:
+    """Return how many units of a module are kept, and their kind, as text."""
+    blocks = group.num_blocks
+    unit = _UNITS.get(group.kind, group.kind) + (f" × {blocks} heads" if group.kind == "value_channels" else "")
+    return f"{group.kept // blocks} / {group.num_units // blocks}", unit
+
+
 def describe_rounding(rounding: RoundingRecord) -> str:
     """Return the multiple that kept widths were rounded to, and the reasons, as text."""
     return f"{rounding.kind} in multiples of {rounding.width_multiple} ({', '.join(rounding.because)})"
+
+
+def show_limit(record: LimitRecord) -> str:
+    """Return a budget of bytes or time, and what is planned for it, as text."""
+    asked, planned = (
+        format_bytes(value) if record.name == "bytes" else f"{value:.3f} ×" for value in (record.asked, record.planned)
+    )
+    return f"asked {asked}, planned {planned}"
+
+
+def describe_budget(budget: BudgetRecord) -> str:
+    """Return the removed and the requested parameters as text."""
+    asked = "" if budget.limit else f", asked {budget.asked_sparsity:.3%}"
+    removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
+    return f"{removed} ({budget.met_sparsity:.3%}{asked})"
+
+
+def _describe_shares(manifest: Manifest) -> str:
+    """Return the least and the largest share of units that stays in a module, by kind of unit, as text."""
+    shares: dict[str, list[float]] = {}
+    for group in manifest.groups:
+        shares.setdefault(_UNITS.get(group.kind, group.kind), []).append(group.kept / group.num_units)
+    return ", ".join(f"{name} {min(share):.0%} to {max(share):.0%}" for name, share in shares.items())
+
+
+def _describe_stages(manifest: Manifest) -> str:
+    """Return the seconds of a run, of its stages, and its peak memory, as text."""
+    *parts, whole = manifest.stages
+    told = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in parts)
+    peaks = [stage.peak_bytes for stage in manifest.stages if stage.peak_bytes]
+    return f"{whole.seconds:.1f} s ({told})" + (f", peak {format_bytes(max(peaks))} on the device" if peaks else "")
+
+
+def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
+    """Return (name, text) of the facts about a pruned folder, for its summary, its card and its report."""
+    budget, model, settings = manifest.budget, manifest.model, manifest.settings
+    before, after, calibration = model.parameters_before, model.parameters_after, manifest.calibration
+    temperature = manifest.allocation.temperature
+    chosen = [settings.get(name) for name in ("importance", "weight_update")]
+    methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
+    left = sorted({(len(record.keep), record.num_experts) for record in manifest.experts})
+    facts = [
+        ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
+        ("weights on disk", format_bytes(measure_weight_bytes(folder))),
+        ("decoder linears", describe_budget(budget)),
+        ("units that stay", _describe_shares(manifest)),
+        ("method", f"{methods}, reconstruct {settings.get('reconstruct')}"),
+        ("allocation", manifest.allocation.method + ("" if temperature is None else f", T = {temperature:g}")),
+        ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
+    ]
+    if model.left_out:
+        facts.append(("not in the output", f"{', '.join(model.left_out)}, which the class does not load"))
+    if budget.limit:
+        facts.append((f"budget: {budget.limit.name}", show_limit(budget.limit)))
+    if left:
+        told = ", ".join(f"{kept} of {every} stay" for kept, every in left)
+        facts.append(("whole experts", f"{told} in {len(manifest.experts)} layers"))
+    facts += [("widths", f"{describe_rounding(entry)}, {len(entry.modules)} modules") for entry in budget.rounding]
+    if recovery := manifest.recovery:
+        told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.1f} s"
+        facts.append(("recovery", f"LoRA rank {recovery.settings.get('adapters', {}).get('rank')}, {told}"))
+    if {"quantization_config", "layout"} <= {*read_saved_config(folder)}:  # its layers have inputs of odd widths
+        why = "not with its CPU kernels, which run quantised models only in stock classes; set output: uniform"
+        facts.append(("vLLM", why))
+    return [*facts, ("took", _describe_stages(manifest))] if manifest.stages else facts
+
+
+# -- what is shown --------------------------------------------------------------------------------------------------
 
 
 def summarize_layers(manifest: Manifest) -> Table:
@@ -105,108 +167,34 @@ def summarize_layers(manifest: Manifest) -> Table:
     return Table(["module", "kept", "unit", "left", "sparsity", "error, deleted", "error, re-solved"], rows)
 
 
-def show_limit(record: LimitRecord) -> str:
-    """Return a budget of bytes or time, and what is planned for it, as text."""
-    shown = [
-        format_bytes(value) if record.name == "bytes" else f"{value:.3f} ×" for value in (record.asked, record.planned)
+def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
+    """Return a text summary of a pruned folder."""
+    return format_facts([("pruned from", manifest.model.base), *list_facts(manifest, folder)])
+
+
+def summarize_output(folder: Path) -> list[str]:
+    """Return what a run left and where to go next, as paragraphs of at most 25 lines together."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return [f"wrote {folder}"]
+    code = ", trust_remote_code=True" if "auto_map" in read_saved_config(folder) else ""
+    following = [
+        (f"struprune eval {folder}", "measures it beside the dense model"),
+        (f"struprune inspect {folder}", "shows it layer by layer"),
+        (f"struprune report {folder}", "writes a page about it"),
+        ("in Python", f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{code})'),
     ]
-    return f"asked {shown[0]}, planned {shown[1]}"
+    return [summarize_manifest(read_manifest(folder), folder), f"wrote {folder}", format_facts(following)]
 
 
-def tell_budget(budget: BudgetRecord) -> str:
-    """Return one sentence on the removed and the requested parameters, and on another budget."""
-    removed = (
-        f"removed {budget.removed_parameters:,} of {budget.prunable_parameters:,} parameters of the decoder layers"
-    )
-    if budget.limit is None:
-        return f"{removed} ({budget.met_sparsity:.4%}, asked {budget.asked_sparsity:.4%})"
-    return f"{removed} ({budget.met_sparsity:.4%}); {budget.limit.name}: {show_limit(budget.limit)}"
-
-
-def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
-    """Return (name, text) of the facts about a pruned folder, for its summary, its card and its report."""
-    budget, model, calibration = manifest.budget, manifest.model, manifest.calibration
-    before, after, allocation = model.parameters_before, model.parameters_after, manifest.allocation
-    removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
-    asked = "" if budget.limit else f", asked {budget.asked_sparsity:.3%}"
-    temperature = "" if allocation.temperature is None else f", T = {allocation.temperature:g}"
-    left = sorted({(len(record.keep), record.num_experts) for record in manifest.experts})
-    told = ", ".join(f"{kept} of {every} stay" for kept, every in left) + f" in {len(manifest.experts)} layers"
-    return [
-        ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
-        *(
-            [("not in the output", f"{', '.join(model.left_out)}, which the class does not load")]
-            if model.left_out
-            else []
-        ),
-        ("weights on disk", format_bytes(measure_weight_bytes(folder))),
-        ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}{asked})"),
-        *([(f"budget: {budget.limit.name}", show_limit(budget.limit))] if budget.limit else []),
-        ("allocation", allocation.method + temperature),
-        *([("whole experts", told)] if left else []),
-        ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
-    ]
-
-
-def name_result(entry: PerplexityRecord | TaskRecord) -> str:
-    """Return the name of a measurement with the settings that its value depends on."""
-    if isinstance(entry, TaskRecord):
-        told = f"{entry.task}, {entry.metric}" + (f", {entry.limit} examples" if entry.limit else "")
-    else:
-        told = f"perplexity, {entry.text}, windows of {entry.window}"
-        told += f", stride {entry.stride}" if entry.stride != entry.window else ""
-        told += f", first {entry.max_tokens:,} tokens" if entry.max_tokens else ""
-    return told + (f", {entry.dtype}" if entry.dtype != "float32" else "")
-
-
-def list_result_rows(evaluation: EvaluationRecord) -> list[list[str]]:
+def list_result_rows(results: Sequence[ResultRecord]) -> list[list[str]]:
     """Return (measure, dense, pruned) of all results, with standard errors if they are known."""
-    rows = []
-    for entry in evaluation.perplexity:
-        told = [f"{value:.2f}" if value is not None else "" for value in (entry.dense, entry.value)]
-        rows.append([name_result(entry), *told])
-    for score in evaluation.tasks:
-        cells = [_format_score(score.dense, score.dense_stderr), _format_score(score.value, score.stderr)]
-        rows.append([name_result(score), *cells])
-    return rows
+    return [
+        [each.name, _format_score(each.dense, each.dense_stderr), _format_score(each.value, each.stderr)]
+        for each in results
+    ]
 
 
 def _format_score(value: float | None, error: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if error is None else f"{value:.3f} ± {error:.3f}"
-
-
-def list_stages(manifest: Manifest) -> list[tuple[str, str, str]]:
-    """Return (stage, seconds, peak memory) of a run as text."""
-    return [
-        (entry.name, f"{entry.seconds:.2f} s", format_bytes(entry.peak_bytes) if entry.peak_bytes else "")
-        for entry in manifest.stages
-    ]
-
-
-def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
-    """Return a text summary of a pruned folder: its model, budget, allocation and stages."""
-    settings = manifest.settings
-    chosen = [settings.get(name) for name in ("importance", "weight_update")]
-    methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
-    units = f"attention: {settings.get('attention_unit')}, FFN: {'channels' if settings.get('prune_ffn') else 'none'}"
-    facts = [
-        ("pruned from", manifest.model.base),
-        *list_facts(manifest, folder),
-        ("units", units),
-        ("method", f"{methods}, reconstruct {settings.get('reconstruct')}"),
-    ]
-    facts += [
-        ("widths", f"{describe_rounding(entry)}, {len(entry.modules)} modules") for entry in manifest.budget.rounding
-    ]
-    facts += [
-        (f"stage: {name}", f"{took}, peak {peak}" if peak else took) for name, took, peak in list_stages(manifest)
-    ]
-    if recovery := manifest.recovery:
-        told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.2f} s"
-        facts.append(("recovery", f"LoRA rank {recovery.settings.get('adapters', {}).get('rank')}, {told}"))
-    if {"quantization_config", "layout"} <= {*read_saved_config(folder)}:  # its layers have inputs of odd widths
-        why = "not with its CPU kernels, which run quantised models only in stock classes; set output: uniform"
-        facts.append(("vLLM", why))
-    return format_facts(facts)

@@ -1,8 +1,7 @@
-"""Files that are written whole or not at all, their digests and sizes. This module imports nothing heavy."""
+"""Files that are written whole or not at all, places, names and sizes. This module imports nothing heavy."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -53,12 +52,6 @@ def check_place(where: str, folder: Path) -> None:
         raise ValueError(
             f"{where}: must be in a folder that can be written, got {place}, which cannot. Choose another path."
         )
-
-
-def digest_file(path: Path) -> str:
-    """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_hub_name(name: str) -> bool:

@@ -18,10 +18,10 @@ from struprune_plugin.storage.records import (
     BudgetRecord,
     CalibrationRecord,
     Count,
-    EvaluationRecord,
     ExpertsRecord,
     GroupRecord,
     ModelRecord,
+    ResultRecord,
     StageEntry,
 )
 
@@ -71,9 +71,7 @@ class Manifest(BaseModel):
     sensitivity: dict[str, float]
     groups: list[GroupRecord]
     experts: list[ExpertsRecord] = Field(default_factory=list, exclude_if=lambda experts: not experts)
-    evaluation: EvaluationRecord = Field(
-        default_factory=EvaluationRecord, exclude_if=lambda e: not (e.perplexity or e.tasks)
-    )
+    evaluation: list[ResultRecord] = Field(default_factory=list, exclude_if=lambda results: not results)
     recovery: RecoveryRecord | None = Field(default=None, exclude_if=lambda recovery: recovery is None)
 
     @model_validator(mode="after")
@@ -125,4 +123,4 @@ def carry_manifest(source: str | Path, folder: Path) -> None:
     The evaluation is left out, because it does not apply to the new folder.
     """
     if source and (Path(source) / MANIFEST_NAME).is_file() and not (folder / MANIFEST_NAME).exists():
-        write_manifest(read_manifest(source).model_copy(update={"evaluation": EvaluationRecord()}), folder)
+        write_manifest(read_manifest(source).model_copy(update={"evaluation": []}), folder)

@@ -22,27 +22,19 @@ from struprune_plugin.storage.files import check_place, flush, format_bytes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
 _NEW, _OLD = "new", "old"  # in the temporary folder: the output, and the earlier one between two renames
-CARRIED = (  # files of tokenizers and processors, which AutoTokenizer, AutoProcessor and llama.cpp's converter read
-    *(
-        "*token*.json",
-        "vocab.*",
-        "*vocab*.txt",
-        "merges.txt",
-        "bpe.codes",
-        "dict.txt",
-        "*.model",
-        "*.spm",
-        "*.tiktoken",
-    ),
-    *("tekken.json", "normalizer.json", "special_tokens_map.json", "chat_template.*", "chat_template*.jinja"),
-    *("*processor_config.json", "sentence*_config.json", "tokenization_*.py", "*processing_*.py"),
-)
 TEMPLATES = "additional_chat_templates"  # folder of a tokenizer's other templates
-_WRITTEN = (  # what an output holds; anything else beside a manifest is somebody's own
-    *(MANIFEST_NAME, "recipe.yaml", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py", "*.gguf"),
-    *("model.safetensors*", "model-?????-of-?????.safetensors", "config.json", "*_config.json", "*token*.json"),
-    *CARRIED,
-)
+_CARRIED = """
+    *token*.json vocab.* *vocab*.txt merges.txt bpe.codes dict.txt *.model *.spm *.tiktoken tekken.json normalizer.json
+    special_tokens_map.json chat_template.* chat_template*.jinja *processor_config.json sentence*_config.json
+    tokenization_*.py *processing_*.py LICENSE* NOTICE* USE_POLICY*
+"""
+_WRITTEN = """
+    recipe.yaml README.md *.py *.gguf model.safetensors* model-?????-of-?????.safetensors config.json *_config.json
+"""
+CARRIED = (
+    _CARRIED.split()
+)  # what AutoTokenizer, AutoProcessor and llama.cpp's converter read of an input, and its terms
+_OURS = [MANIFEST_NAME, *_WRITTEN.split(), *CARRIED]  # what an output holds; anything else is somebody's own
 
 
 def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = (), num_bytes: int = 0) -> None:
@@ -56,15 +48,10 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
         that cannot be written or lacks space
     """
     folder = folder.resolve()
-    kept = {
-        "current folder": Path.cwd(),
-        "home folder": Path(os.path.expanduser("~")),
-        "root folder": Path(folder.anchor),
-    }
-    paths = [(what, path.resolve()) for what, path in kept.items()]
-    paths += [("input", Path(p).resolve()) for p in inputs if isinstance(p, Path) or os.path.lexists(p)]
-    for what, path in paths:
-        if path.is_relative_to(folder):
+    kept = [("current folder", Path.cwd()), ("home folder", Path.home()), ("root folder", Path(folder.anchor))]
+    kept += [("input", Path(path)) for path in inputs if isinstance(path, Path) or os.path.lexists(path)]
+    for what, path in kept:
+        if path.resolve().is_relative_to(folder):
             raise ValueError(
                 f"output_dir: must not be or hold the {what} {path}, got {folder}, which would be replaced. Choose another path."
             )
@@ -101,7 +88,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
     for path in sorted(folder.iterdir()):
         if path.name == TEMPLATES and path.is_dir() and all(file.suffix == ".jinja" for file in path.iterdir()):
             continue
-        if path.is_symlink() or not path.is_file() or not any(fnmatch(path.name, name) for name in _WRITTEN):
+        if path.is_symlink() or not path.is_file() or not any(fnmatch(path.name, name) for name in _OURS):
             raise ValueError(
                 f"output_dir: must hold nothing but what StruPrune wrote to be overwritten, {folder} also holds {path.name}. "
                 "Move that away, or choose another path."

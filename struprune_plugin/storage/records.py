@@ -227,45 +227,20 @@ class ExpertsRecord:
 
 
 @dataclass(frozen=True, config=CLOSED)
-class PerplexityRecord:
-    """Record of one perplexity of an output.
+class ResultRecord:
+    """Record of one measurement of an output.
 
-    :param sha256: digest of the text
-    :param dense: perplexity of the dense model; None if not measured
+    :param name: what was measured, with the settings that its value depends on
+    :param data: name of the text or of the lm-eval task
+    :param metric: ``perplexity``, or a metric of lm-eval
+    :param dense: value of the dense model; None if not measured
+    :param stderr: standard error; None if it is not known
     """
 
-    text: str
-    sha256: str
-    window: Count
-    stride: Count
-    max_tokens: Count | None
-    dtype: str
-    tokens: Count
-    value: float
-    dense: float | None
-
-
-@dataclass(frozen=True, config=CLOSED)
-class TaskRecord:
-    """Record of one score of an output on an lm-eval task.
-
-    :param limit: number of examples; None for all
-    :param dense: score of the dense model; None if not measured
-    """
-
-    task: str
+    name: str
+    data: str
     metric: str
-    limit: Count | None
     value: float
-    dense: float | None
-    stderr: float | None
-    dense_stderr: float | None
-    dtype: str = "float32"
-
-
-@dataclass(frozen=True, config=CLOSED)
-class EvaluationRecord:
-    """Record of the measurements of an output."""
-
-    perplexity: list[PerplexityRecord] = Field(default_factory=list)
-    tasks: list[TaskRecord] = Field(default_factory=list)
+    dense: float | None = None
+    stderr: float | None = None
+    dense_stderr: float | None = None

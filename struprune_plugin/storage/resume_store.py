@@ -6,8 +6,10 @@ truncated counts as missing.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,19 @@ class ResumeStore:
     """Store of the finished parts of one run.
 
     :param folder: folder of the store, created if absent
-    :raises ValueError: the folder holds something else
+    :param others: what the run reads and writes besides
+    :raises ValueError: the folder holds something else, or overlaps one of the others
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, others: Sequence[str | os.PathLike] = ()):
         self.folder = folder.resolve()
         self._is_open = False
+        for other in (Path(path).resolve() for path in others):
+            if self.folder == other or self.folder in other.parents or other in self.folder.parents:
+                raise ValueError(
+                    f"checkpoint_dir: must be apart from what the run reads and writes, got {self.folder} beside {other}, one of "
+                    "which holds the other. Choose another path."
+                )
         check_place("checkpoint_dir", self.folder)
         if self.folder.is_dir() and not is_empty(self.folder) and not (self.folder / _RUN).is_file():
             raise ValueError(
@@ -57,12 +66,11 @@ class ResumeStore:
                     f"checkpoint_dir: {self.folder} holds the checkpoint of another run, which differs in "
                     f"{', '.join(changes)}. Repeat that run, or choose another folder."
                 )
-            logger.info(
-                f"checkpoint_dir: continuing after {len(list(self.folder.glob('*.safetensors')))} finished parts in {self.folder}"
-            )
+            count = len(list(self.folder.glob("*.safetensors")))
+            logger.info(f"checkpoint_dir: continuing after {count} finished parts in {self.folder}")
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with _tell_of_refusals(self.folder, "the description of the run"):
+            with self._writing("the description of the run"):
                 write_whole(file, json.dumps(identity, indent=1) + "\n")
         self._is_open = True
 
@@ -73,12 +81,12 @@ class ResumeStore:
         :raises OSError: the disk cannot be written; earlier parts are kept
         """
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with _tell_of_refusals(self.folder, part), replace_file(self._locate(part)) as partial:
+        with self._writing(part), replace_file(self.folder / f"{part}.safetensors") as partial:
             save_file(held, partial, metadata={"record": json.dumps(record)})
 
     def read(self, part: str) -> tuple[Any, dict[str, Tensor]] | None:
         """Return the record and the tensors of a part, on the host; None if it is missing or truncated."""
-        file = self._locate(part)
+        file = self.folder / f"{part}.safetensors"
         if not file.is_file():
             return None
         try:
@@ -96,19 +104,15 @@ class ResumeStore:
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def _locate(self, part: str) -> Path:
-        return self.folder / f"{part}.safetensors"
-
-
-@contextmanager
-def _tell_of_refusals(folder: Path, part: str) -> Iterator[None]:
-    """Raise any error of the block as an OSError that names the part."""
-    try:
-        yield
-    except Exception as error:  # safetensors has errors of its own for a full disk
-        failure = OSError(
-            f"checkpoint_dir: {part} cannot be written to {folder}: {error}. Free disk space; the same command then "
-            "continues after the last finished part."
-        )
-        failure.errno = getattr(error, "errno", None) or 5
-        raise failure from None
+    @contextmanager
+    def _writing(self, part: str) -> Iterator[None]:
+        """Raise any error of the block as an OSError that names the part."""
+        try:
+            yield
+        except Exception as error:  # safetensors has errors of its own for a full disk
+            failure = OSError(
+                f"checkpoint_dir: {part} cannot be written to {self.folder}: {error}. Free disk space; the same command then "
+                "continues after the last finished part."
+            )
+            failure.errno = getattr(error, "errno", None) or errno.EIO
+            raise failure from None

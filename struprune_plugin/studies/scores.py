@@ -2,61 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from struprune_plugin.evaluation.scoring import check_window, load_checkpoint, measure_perplexity, run_tasks
-from struprune_plugin.evaluation.text import tokenize_texts
+from struprune_plugin.evaluation.scoring import (
+    check_tasks,
+    check_window,
+    load_checkpoint,
+    measure_perplexity,
+    run_tasks,
+)
+from struprune_plugin.evaluation.text import read_texts, tokenize_texts
 from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.reporting.tables import Table, measure_weight_bytes
 from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.records import ResultRecord
 
-if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
+Score = dict[str, Any]  # parameters, bytes, perplexity and metrics of tasks of one model, by column
 
 
 @dataclass(frozen=True)
 class Scoring:
     """Settings of a scoring.
 
-    :param texts: texts for the perplexity; None leaves it out
+    :param text: JSON-lines file for the perplexity; None leaves it out
     :param window: tokens per window of the perplexity
     :param stride: tokens between window starts; None is the window
+    :param max_tokens: tokens that are scored; None for all
     :param tasks: lm-eval tasks, ``limit`` examples each
-    :param manager: lm-eval's index of tasks; None without tasks
+    :param include_path: folder with further task files
     """
 
-    texts: Sequence[str] | None
-    window: int
+    text: str | None
+    text_column: str = "text"
+    window: int = 256
     stride: int | None = None
     max_tokens: int | None = None
     tasks: Sequence[str] = ()
-    manager: TaskManager | None = None
+    include_path: str | None = None
     limit: int | None = None
     batch_size: int = 8
     dtype: str = "float32"
     trust_remote_code: bool = False
 
 
-def score_model(path: str, scoring: Scoring) -> dict[str, Any]:
-    """Return a model's parameters, bytes, perplexity and metrics of tasks, by column.
+def make_scorer(asked: Scoring) -> Callable[[str], Score]:
+    """Return a function that scores a checkpoint, after reading the texts and finding the tasks.
 
-    :raises ValueError: nothing to load there; the window exceeds the model's positions
+    It raises a ValueError if there is nothing to load, or if the window exceeds the model's positions.
+
+    :raises ValueError: a text that cannot be read, an unknown task
     """
-    model, tokenizer = load_checkpoint(path, scoring.dtype, scoring.trust_remote_code)
-    found: dict[str, Any] = {"parameters": 0, "bytes": measure_weight_bytes(path)}
-    if scoring.texts is not None:
-        tokens = tokenize_texts(tokenizer, scoring.texts, scoring.max_tokens)
-        check_window(model.config, scoring.window)
-        found["perplexity"] = measure_perplexity(model, tokens, scoring.window, scoring.stride, scoring.batch_size)
-        found["tokens"] = len(tokens)
-    if scoring.manager is not None:
-        for task in scoring.tasks:
-            results = run_tasks(model, tokenizer, [task], scoring.manager, scoring.batch_size, scoring.limit)
-            found |= {name_column(name, metric): v for name, row in results.items() for metric, v in row.items()}
-    found["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
-    return found
+    texts = None if asked.text is None else read_texts(asked.text, asked.text_column)
+    manager = check_tasks(asked.tasks, asked.include_path) if asked.tasks else None
+
+    def score(path: str) -> Score:
+        model, tokenizer = load_checkpoint(path, asked.dtype, asked.trust_remote_code)
+        found: Score = {"parameters": 0, "bytes": measure_weight_bytes(path)}
+        if texts is not None:
+            tokens = tokenize_texts(tokenizer, texts, asked.max_tokens)
+            check_window(model.config, asked.window)
+            found["perplexity"] = measure_perplexity(model, tokens, asked.window, asked.stride, asked.batch_size)
+        if manager is not None:
+            for task in asked.tasks:
+                results = run_tasks(model, tokenizer, [task], manager, asked.batch_size, asked.limit)
+                found |= {name_column(name, metric): v for name, row in results.items() for metric, v in row.items()}
+        found["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
+        return found
+
+    return score
 
 
 def name_column(task: str, metric: str) -> str:
@@ -66,10 +82,10 @@ def name_column(task: str, metric: str) -> str:
     return f"{task} {name.removesuffix(kind)}{'' if chosen == 'none' else f',{chosen}'}{kind}"
 
 
-def format_scores(scores: Mapping[str, Mapping[str, Any]]) -> Table:
+def format_scores(scores: Mapping[str, Score]) -> Table:
     """Return a table with a row per model; a column that a model lacks is empty there."""
-    columns = list(dict.fromkeys(name for found in scores.values() for name in found if "stderr" not in name))
-    columns = [name for name in columns if name != "tokens"]
+    columns = list(dict.fromkeys(name for found in scores.values() for name in found))
+    columns = [name for name in columns if "stderr" not in name and name != "refused"]
     rows = [
         [path, *(_show(name, found[name]) if name in found else "" for name in columns)]
         for path, found in scores.items()
@@ -80,4 +96,30 @@ def format_scores(scores: Mapping[str, Mapping[str, Any]]) -> Table:
 def _show(column: str, value: Any) -> str:
     if column == "bytes":
         return format_bytes(value) if value else "on the hub"
-    return f"{value:,}" if column == "parameters" else value if isinstance(value, str) else f"{value:.4g}"
+    return f"{value:,}" if column == "parameters" else f"{value:+.1%}" if column == "change" else f"{value:.4g}"
+
+
+def list_results(asked: Scoring, score: Score, dense: Score) -> list[ResultRecord]:
+    """Return the manifest's records of a model's scores, beside those of the dense model; empty if it was not scored."""
+    dtype = f", {asked.dtype}" if asked.dtype != "float32" else ""
+    results = []
+    if "perplexity" in score:
+        data = Path(str(asked.text)).name
+        name = f"perplexity, {data}, windows of {asked.window}"
+        name += f", stride {asked.stride}" if asked.stride not in (None, asked.window) else ""
+        name += f", first {asked.max_tokens:,} tokens" if asked.max_tokens else ""
+        value, before = score["perplexity"], dense.get("perplexity")
+        results.append(ResultRecord(name + dtype, data, "perplexity", value, before))
+    limit = f", {asked.limit} examples" if asked.limit else ""
+    for column, value in score.items():
+        task, _, metric = column.partition(" ")
+        if metric and not metric.endswith("_stderr"):
+            errors = _read_error(score, column), _read_error(dense, column)
+            name = f"{task}, {metric}{limit}{dtype}"
+            results.append(ResultRecord(name, task, metric, float(value), dense.get(column), *errors))
+    return results
+
+
+def _read_error(score: Score, column: str) -> float | None:
+    error = score.get(f"{column}_stderr")
+    return float(error) if isinstance(error, int | float) and error == error else None

@@ -141,20 +141,11 @@ def test_weights_are_small_on_disk(compressed, wide):
     assert share < {"struprune_w8a8": 0.3, "struprune_sparsegpt_24": 1.01}.get(name, 0.17)
 
 
-def test_eval_counts_the_parameters_that_are_left_not_packed_ones(compress, tmp_path):
+def test_eval_counts_the_parameters_that_are_left_not_packed_ones(compress, capsys):
     _, _, out = compress("struprune_w4a16_gptq")
-    options = [
-        "--window",
-        "32",
-        "--max-tokens",
-        "256",
-        "--no-dense",
-        "--no-keep",
-        "--output",
-        str(tmp_path / "scores.json"),
-    ]
+    options = ["--window", "32", "--max-tokens", "256", "--no-dense", "--no-keep", "--json"]
     assert cli.main(["eval", str(out), *options]) == 0
-    (scores,) = json.loads((tmp_path / "scores.json").read_text())["scores"].values()
+    (scores,) = json.loads(capsys.readouterr().out)["scores"].values()
     assert scores["parameters"] == read_manifest(out).model.parameters_after
 
 

@@ -12,10 +12,10 @@ from huggingface_hub import ModelCard
 from struprune_plugin import LoRARecoveryModifier, read_manifest
 from struprune_plugin.cli import eval_command
 from struprune_plugin.cli import main as cli
-from struprune_plugin.reporting.model_card import find_hub_name, write_card
+from struprune_plugin.reporting.model_card import write_card
 from struprune_plugin.reporting.pages import make_page
 from struprune_plugin.storage import checkpoint
-from struprune_plugin.storage.records import EvaluationRecord, ExpertsRecord, PerplexityRecord
+from struprune_plugin.storage.records import ExpertsRecord, ResultRecord
 
 EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
 
@@ -40,6 +40,7 @@ def test_every_output_has_a_card_that_the_hub_reads(made):
     card = ModelCard.load(made / "README.md")
     assert card.data.library_name == "transformers"
     assert "structured-pruning" in card.data.tags
+    assert card.data.base_model is None  # nobody else could find a local folder
     assert "/tmp" not in card.text  # of a local model its name alone
 
 
@@ -57,14 +58,6 @@ def test_the_licence_is_carried_over(opt, tmp_path):
     assert ModelCard.load(out / "README.md").data.license is None
 
 
-def test_base_models_are_named_as_the_hub_names_them(tmp_path):
-    cached = tmp_path / "models--facebook--opt-125m" / "snapshots" / "abc"
-    cached.mkdir(parents=True)
-    assert find_hub_name(str(cached), cached) == "facebook/opt-125m"
-    assert find_hub_name("facebook/opt-125m", None) == "facebook/opt-125m"
-    assert find_hub_name(str(tmp_path), tmp_path) is None
-
-
 # -- results --------------------------------------------------------------------------------------------------------
 
 
@@ -75,30 +68,31 @@ def test_results_go_with_the_output(out, opt, monkeypatch, capsys):
     assert cli.main(["eval", str(out), *EVAL, *text, *tasks, "--json"]) == 0
     scores = json.loads(capsys.readouterr().out)["scores"]
     evaluation = read_manifest(out).evaluation
-    (perplexity,), (task,) = evaluation.perplexity, evaluation.tasks
+    perplexity, task = evaluation
+    assert perplexity.name == "perplexity, test.jsonl, windows of 32, first 512 tokens"
     assert perplexity.value == scores[str(out)]["perplexity"]
     assert perplexity.dense == scores[str(opt)]["perplexity"]
-    assert (task.task, task.metric, task.limit) == ("struprune_demo_word_order", "acc", 10)
+    assert task.name == "struprune_demo_word_order, acc, 10 examples"
     assert 0 < task.stderr < 0.5
     assert task.dense == scores[str(opt)]["struprune_demo_word_order acc"]
     card = ModelCard.load(out / "README.md")
     assert {result.metric_type for result in card.data.eval_results} == {"perplexity", "acc"}
     assert cli.main(["eval", str(out), *EVAL, *text]) == 0  # again: one entry, not two
-    assert len(read_manifest(out).evaluation.perplexity) == 1
+    assert len(read_manifest(out).evaluation) == 2
     assert cli.main(["eval", str(out), "--window", "16", "--max-tokens", "256", *text]) == 0
-    assert [entry.window for entry in read_manifest(out).evaluation.perplexity] == [32, 16]
+    assert read_manifest(out).evaluation[-1].name == "perplexity, test.jsonl, windows of 16, first 256 tokens"
 
 
 def test_results_do_not_follow_into_what_is_made_from_an_output(out, tmp_path):
     assert cli.main(["eval", str(out), *EVAL, "--no-dense"]) == 0
-    assert read_manifest(out).evaluation.perplexity
+    assert read_manifest(out).evaluation
     recovered = tmp_path / "recovered"
     run_oneshot(
         str(out),
         recipe=[LoRARecoveryModifier(adapters={"rank": 2}, schedule={"max_steps": 1})],
         output_dir=str(recovered),
     )
-    assert not read_manifest(recovered).evaluation.perplexity
+    assert not read_manifest(recovered).evaluation
 
 
 def test_no_keep_writes_nothing(out):
@@ -155,10 +149,10 @@ def test_a_report_is_one_page_that_needs_nothing_else(made):
 
 def test_the_report_shows_results_and_whole_experts(made):
     manifest = read_manifest(made)
-    record = PerplexityRecord("a.jsonl", "0" * 64, 32, 32, None, "float32", 512, 12.345, 10.5)
-    found = {"evaluation": EvaluationRecord([record]), "experts": [ExpertsRecord("experts", 2, 3, [0, 2], 1)]}
+    record = ResultRecord("perplexity of a.jsonl", "a.jsonl", "perplexity", 12.345, 10.5)
+    found = {"evaluation": [record], "experts": [ExpertsRecord("experts", 2, 3, [0, 2], 1)]}
     page = make_page(made, manifest.model_copy(update=found))
-    assert "<td>10.50</td><td>12.35</td>" in page or "<td>10.50</td><td>12.34</td>" in page
+    assert "<td>10.5</td><td>12.35</td>" in page or "<td>10.5</td><td>12.34</td>" in page
     assert "layer 2: 2 of 3." in page
 
 
@@ -173,11 +167,12 @@ def test_the_command_writes_a_page_beside_the_output(out, tmp_path, capsys):
     assert "--output: the folder" in capsys.readouterr().err
 
 
-def test_scores_are_shown_and_written_before_they_are_stored(out, tmp_path, capsys):
+def test_scores_are_shown_before_they_are_stored(out, capsys):
     (out / "README.md").write_bytes(b"\xff")
-    assert cli.main(["eval", str(out), *EVAL, "--no-dense", "--output", str(tmp_path / "scores.json")]) == 0
-    assert "the scores are not stored with the output" in capsys.readouterr().err
-    assert json.loads((tmp_path / "scores.json").read_text())["scores"]
+    assert cli.main(["eval", str(out), *EVAL, "--no-dense", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "the scores are not stored with the output" in printed.err
+    assert json.loads(printed.out)["scores"]
 
 
 def test_a_dense_model_named_by_its_hub_name_is_scored_once(out, opt, tmp_path, monkeypatch, capsys):
@@ -190,10 +185,10 @@ def test_a_dense_model_named_by_its_hub_name_is_scored_once(out, opt, tmp_path, 
         checkpoint, "find_checkpoint", lambda name, *how: base if name == "me/demo" else find(name, *how)
     )
     monkeypatch.setattr(eval_command, "read_manifest", lambda _path: named)
-    bases = {str(out): eval_command._find_base(str(out))}
+    bases = eval_command.find_bases([str(out)])
     assert bases == {str(out): str(base)}
-    assert eval_command._add_dense(["me/demo", str(out)], bases) == ["me/demo", str(out)]
-    assert eval_command._add_dense([str(out)], bases) == [str(base), str(out)]
+    assert eval_command.add_dense(["me/demo", str(out)], bases) == ["me/demo", str(out)]
+    assert eval_command.add_dense([str(out)], bases) == [str(base), str(out)]
 
 
 def test_without_dense_and_storing_a_damaged_manifest_is_not_read(out):
@@ -206,4 +201,4 @@ def test_results_leave_an_edited_card_alone(out):
     (out / "README.md").write_text("mine")
     assert cli.main(["eval", str(out), *EVAL, "--no-dense"]) == 0
     assert (out / "README.md").read_text() == "mine"
-    assert read_manifest(out).evaluation.perplexity[0].dense is None
+    assert read_manifest(out).evaluation[0].dense is None

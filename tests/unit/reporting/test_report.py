@@ -2,7 +2,7 @@ import pytest
 from helpers.models import run_oneshot
 
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
-from struprune_plugin.reporting.tables import format_table, measure_weight_bytes, summarize_layers, summarize_manifest
+from struprune_plugin.reporting.tables import Table, measure_weight_bytes, summarize_layers, summarize_output
 from struprune_plugin.storage.files import format_bytes
 
 
@@ -10,11 +10,13 @@ def test_summary_tells_sizes_budget_stages_and_recovery(opt, tmp_path):
     recipe = [StruPruneModifier(sparsity=0.3), LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1})]
     run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "out"))
     manifest = read_manifest(tmp_path / "out")
-    summary = summarize_manifest(manifest, tmp_path / "out")
+    summary = "\n\n".join(summarize_output(tmp_path / "out"))
+    assert len(summary.splitlines()) <= 25
     sizes = manifest.model
     assert f"{sizes.parameters_before:,} → {sizes.parameters_after:,}" in summary
     assert "asked 30.000%" in summary
-    assert "stage: statistics" in summary
+    assert "statistics 0." in summary
+    assert f"struprune inspect {tmp_path / 'out'}" in summary
     assert "recovery" in summary
     assert "LoRA rank 2" in summary
     lines = str(summarize_layers(manifest)).splitlines()
@@ -24,8 +26,8 @@ def test_summary_tells_sizes_budget_stages_and_recovery(opt, tmp_path):
     assert f"{first.kept // 4} / 6" in lines[2]
 
 
-def test_format_table_aligns_columns():
-    assert format_table(["name", "n"], [["a", 5], ["bcdef", 1234]]).splitlines() == [
+def test_a_table_aligns_columns():
+    assert str(Table(["name", "n"], [["a", 5], ["bcdef", 1234]])).splitlines() == [
         "name      n",
         "─────  ────",
         "a         5",

@@ -10,7 +10,7 @@ from struprune_plugin import read_manifest
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.studies.plan import Workload, count_needs, read_shapes
+from struprune_plugin.studies.plan import Workload, plan_run
 
 CPU = torch.device("cpu")
 
@@ -142,7 +142,7 @@ def make_mixture(folder):
 def test_the_plan_tells_the_peak_of_a_mixture(tmp_path, fields, offload):
     model = make_mixture(tmp_path / "model")
     recipe = load_recipe("struprune", changes={"sparsity": 0.3, "offload": offload, **fields}).modifiers
-    needs = count_needs(read_shapes(str(model)), recipe, Workload(8, 32, 1))
+    needs = plan_run(str(model), recipe, Workload(8, 32, 1)).needs
     peak, _ = measure(tmp_path / "out", model, offload=offload, **fields)
     assert 0.4 < peak / needs.device < 1.1
 

@@ -7,7 +7,6 @@ import pytest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.sweep_command import read_pick, read_sparsities
 from struprune_plugin.recipes.shipped import find_recipe
-from struprune_plugin.storage.files import digest_file
 from struprune_plugin.studies import sweep as sweeping
 from struprune_plugin.studies.sweep import pick_point
 
@@ -23,45 +22,42 @@ def run(model, folder, *more, sparsities="0.2,0.4"):
 
 def test_a_sweep_leaves_what_single_runs_write_and_goes_on(opt, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "sweep"
-    assert run(opt, folder, "--methods", "default,uniform", "--pick", "+900% perplexity", "--json") == 0
+    assert run(opt, folder, "--pick", "+900% perplexity", "--json") == 0
     record = json.loads(capsys.readouterr().out)
     scores, picked = record["scores"], record["picked"]
-    assert [*scores] == ["dense", "default 0.2", "default 0.4", "uniform 0.2", "uniform 0.4"]
+    assert [*scores] == ["dense", "0.2", "0.4"]
     sizes = {name: point["parameters"] for name, point in scores.items()}
     assert sizes[picked["point"]] == min(sizes.values())
-    assert {"sweep.json", "sweep.svg", "default-0.2", "uniform-0.4"} <= {p.name for p in folder.iterdir()}
+    assert {"sweep.json", "sweep.svg", "0.2", "0.4"} <= {p.name for p in folder.iterdir()}
     single = tmp_path / "single"
     argv = ["prune", str(opt), "--recipe", "struprune", "--sparsity", "0.4", "--output", str(single), *SMALL]
-    assert cli.main([*argv, "--set", "allocation=uniform", "--quiet"]) == 0
-    weights = [digest_file(path / "model.safetensors") for path in (folder / "uniform-0.4", single)]
-    assert weights[0] == weights[1]
+    assert cli.main([*argv, "--quiet"]) == 0
+    first, second = ((path / "model.safetensors").read_bytes() for path in (folder / "0.4", single))
+    assert first == second
     capsys.readouterr()
 
     def fail(*_args, **_kwargs):
         raise AssertionError("a finished point is run again")
 
     monkeypatch.setattr("struprune_plugin.entrypoint.oneshot", fail)
-    assert run(opt, folder, "--methods", "default,uniform") == 0
-    printed = capsys.readouterr().out
-    assert "uniform 0.4" in printed
-    assert "perplexity" in printed
+    assert run(opt, folder) == 0
+    assert "perplexity" in capsys.readouterr().out
 
 
 def test_a_sweep_that_was_killed_goes_on(tmp_path):
-    scores, recipes = {"parameters": 5, "perplexity": 2.0}, {"default 0.2": "a", "default 0.4": "b"}
-    done = []
+    scores, done = {"parameters": 5, "perplexity": 2.0}, []
 
-    def prune(recipe, out):
-        if recipe == "b" and len(done) == 1:
+    def prune(sparsity, out):
+        if sparsity == 0.4 and len(done) == 1:
             done.append("killed")
             raise KeyboardInterrupt
-        done.append(recipe)
+        done.append(out.name)
 
     with pytest.raises(KeyboardInterrupt):
-        sweeping.run_points(tmp_path / "s", {"model": "m"}, recipes, prune, lambda _: dict(scores))
-    found = sweeping.run_points(tmp_path / "s", {"model": "m"}, recipes, prune, lambda _: dict(scores))
-    assert done == ["a", "killed", "b"]
-    assert [*found] == ["dense", "default 0.2", "default 0.4"]
+        sweeping.run_points(tmp_path / "s", {"model": "m"}, [0.2, 0.4], prune, lambda _: dict(scores))
+    found = sweeping.run_points(tmp_path / "s", {"model": "m"}, [0.2, 0.4], prune, lambda _: dict(scores))
+    assert done == ["0.2", "killed", "0.4"]
+    assert [*found] == ["dense", "0.2", "0.4"]
 
 
 def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
@@ -74,9 +70,9 @@ def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
 def test_a_refused_point_does_not_stop_the_rest_and_is_tried_again(opt, tmp_path, capsys):
     assert run(opt, tmp_path / "sweep", sparsities="0.98,0.2") == 0
     printed = capsys.readouterr().out
-    assert "default 0.98: refused, " in printed
-    assert "default 0.2" in printed
-    assert "refused" in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["scores"]["default 0.98"]
+    assert "0.98: refused, " in printed
+    assert "\n0.2 " in printed
+    assert "refused" in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["scores"]["0.98"]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_picks_are_those_of_the_naive_search():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--methods", "nonsense"], "--methods: must be default, error_curve"),
+        (["--recipe", "nonsense"], "neither an existing file nor the name of a shipped recipe"),
         (["--pick", "best"], "--pick: must be like"),
         (["--pick", "-1% arc_easy"], "--pick: must name what the sweep measures"),
         (["--text", "nowhere.jsonl"], "must be an existing JSON-lines file"),

@@ -23,7 +23,7 @@ from eval.measure import count_own_seconds
 from eval.methods import DEFAULT, FASP, OURS
 from eval.quality import find_delta
 from eval.rows import add_workload_arguments, read_workload, run_row, score_dense
-from struprune_plugin.reporting.tables import format_table
+from struprune_plugin.reporting.tables import Table
 
 _METHODS = {"FASP": FASP, OURS: DEFAULT}
 Rows = Mapping[str, Mapping[str, Any]]  # by method
@@ -41,7 +41,7 @@ def format_growth(dense: Mapping[str, Any], found: Mapping[int, Rows]) -> str:
         table.append([f"{tokens:,}", *cells, share, seconds])
     start = " / ".join(f"{value:.2f}" for value in dense["perplexity"].values())
     header = ["tokens", *_METHODS, "of FASP's increase", "seconds, ours and FASP's"]
-    return format_table(header, table) + f"\n\n{' / '.join(texts)}; dense {start}"
+    return f"{Table(header, table)}\n\n{' / '.join(texts)}; dense {start}"
 
 
 def plot_growth(dense: Mapping[str, Any], found: Mapping[int, Rows], title: str, file: Path) -> None:

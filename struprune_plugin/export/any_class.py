@@ -18,7 +18,7 @@ from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.layers import find_layouts, pads_heads, read_counts, read_padding
-from struprune_plugin.model.structure.locate import PADDING, find_stock, is_pruned
+from struprune_plugin.model.structure.locate import PADDING, find_stock, make_dense_config
 from struprune_plugin.model.surgery import read_weight, set_weight
 
 Shapes = dict[str, tuple[int, ...]]
@@ -48,31 +48,22 @@ def restore_conv1d(model: nn.Module) -> None:
     linears: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and hasattr(m, "nf")]
     for module in linears:
         with keep_offload(module):
-            modeling.transpose(module, Conv1D)
+            module.__class__ = Conv1D
+            module.weight = nn.Parameter(module.weight.detach().t().contiguous(), module.weight.requires_grad)
             module.nx, module.nf = module.in_features, module.out_features
 
 
-def adopt_padding(layer: nn.Module, name: str, padding: modeling.Padding) -> None:
+def adopt_padding(layer: nn.Module, name: str, padding: Any) -> None:
     """Let the module around a linear, sliced or about to be sliced, handle the dense width of it from now on.
 
     :param layer: a decoder layer
     :param name: name of the linear in it
-    :raises ValueError: the sizes do not match the linear's number of rows or columns
+    :param padding: ``pad`` and ``narrow`` of :class:`~struprune_plugin.export.modeling_struprune.LinearLayout`
     """
-    linear = layer.get_submodule(name)
-    for key, size in (("pad", linear.out_features), ("narrow", linear.in_features)):
-        form = padding.get(key)
-        if form is not None and count_channels(form, 1) != size:
-            raise ValueError(f"{key}: must keep the {size} channels of {name}, got {form}. Slice it first.")
     owner_name, _, own = name.rpartition(".")
     owner = layer.get_submodule(owner_name)
     with keep_offload(owner):
         modeling.adopt_padding(owner, own, padding)
-
-
-def count_channels(form: Any, width: int) -> int:
-    """Return the number of channels that a linear has (``width`` 1) or that the module around it handles (2)."""
-    return form["blocks"] * sum(segment[0] * segment[width] for segment in form["segments"])
 
 
 def grow_padded(model: nn.Module) -> None:
@@ -85,8 +76,7 @@ def grow_padded(model: nn.Module) -> None:
                 weight = modeling.pad(weight, padding["narrow"])
             weight = append_bias(weight, bias)
             set_weight(linear, modeling.pad(weight.mT, padding["pad"]).mT if "pad" in padding else weight)
-        with keep_offload(owner):
-            modeling.release_padding(owner)
+        _release_padding(owner)
 
 
 def release_heads(model: nn.Module) -> None:
@@ -99,18 +89,19 @@ def release_heads(model: nn.Module) -> None:
         for name, count in read_counts(attention).items():
             setattr(attention, name, count * kept // dense)
         for owner in list_padded(attention):
-            with keep_offload(owner):
-                modeling.release_padding(owner)
+            _release_padding(owner)
+
+
+def _release_padding(owner: Any) -> None:
+    """Restore the stock class of a module whose linears have the width that it handles."""
+    with keep_offload(owner):
+        owner.__class__ = find_stock(type(owner))
+        del owner.struprune_padding
 
 
 def list_padded(model: nn.Module) -> list[Any]:
     """Return the modules of a model some of whose linears are padded."""
     return [module for module in model.modules() if PADDING in vars(module)]
-
-
-def make_dense_config(config: PreTrainedConfig) -> Any:
-    """Return a copy of the dense class' configuration, from the configuration of a dense or pruned model."""
-    return modeling.make_dense_config(config) if is_pruned(type(config)) else copy.deepcopy(config)
 
 
 def copy_settings(old: Any, new: Any) -> None:
@@ -147,11 +138,13 @@ def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
     if any(hasattr(module, "nf") and isinstance(module, nn.Linear) for module in model.modules()):
         layout["conv1d"] = True
         modeling.replace_conv1d(dense)
-    pairs = [*zip(*(m.get_submodule(layers).children() for m in (model, dense)), strict=True)]
-    layout["linears"] = [_describe_linears(*pair) for pair in pairs]
-    for key, describe in (("counts", _describe_counts), ("parameters", _describe_parameters)):
-        if any(found := [describe(*pair) for pair in pairs]):
-            layout[key] = found  # type: ignore[literal-required]
+    pairs = zip(*(each.get_submodule(layers).children() for each in (model, dense)), strict=True)
+    linears, counts, parameters = zip(*(_describe_layer(*pair) for pair in pairs), strict=True)
+    layout["linears"] = [*linears]
+    if any(counts):
+        layout["counts"] = [*counts]
+    if any(parameters):
+        layout["parameters"] = [*parameters]
     modeling.fit_layers(dense, layout)
     problems = list_differences(list_shapes(model), list_shapes(dense))
     if problems:
@@ -159,36 +152,26 @@ def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
     return layout
 
 
-def _describe_linears(layer: nn.Module, dense: nn.Module) -> dict[str, modeling.LinearLayout]:
-    """Return the linears of a layer that differ from the dense layer's, without experts split by llm-compressor."""
-    known, found = dict(dense.named_modules()), {}
+def _describe_layer(
+    layer: nn.Module, dense: nn.Module
+) -> tuple[dict[str, modeling.LinearLayout], dict[str, int], dict[str, list[int]]]:
+    """Return a layer's linears, numbers of heads, and shapes of packed experts that differ from the dense layer's."""
+    linears, counts, known = dict[str, Any](), dict[str, int](), dict[str, Any](dense.named_modules())
     for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear) and name in known:
-            old: Any = known[name]
-            said: Any = {"shape": [module.out_features, module.in_features], **copy.deepcopy(read_padding(layer, name))}
+        old = known.get(name)
+        if old is None:  # an expert split by llm-compressor
+            continue
+        if isinstance(module, nn.Linear):
+            said = {"shape": [module.out_features, module.in_features], **copy.deepcopy(read_padding(layer, name))}
             if said != {"shape": [old.out_features, old.in_features]}:
-                found[name] = said
-    return found
-
-
-def _describe_counts(layer: nn.Module, dense: nn.Module) -> dict[str, int]:
-    """Return the numbers of heads that a layer's modules store and that differ from those of the dense layer."""
-    known = dict(dense.named_modules())
-    named = [(name, module) for name, module in layer.named_modules() if name in known]
-    return {
-        f"{name}.{key}": count
-        for name, module in named
-        for key, count in read_counts(module).items()
-        if getattr(known[name], key, count) != count
-    }
-
-
-def _describe_parameters(layer: nn.Module, dense: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of the experts' tensors of a layer that differ from those of the dense layer."""
+                linears[name] = said
+        for key, count in read_counts(module).items():
+            if getattr(old, key, count) != count:
+                counts[f"{name}.{key}"] = count
     wanted, shapes = list_shapes(dense), list_shapes(layer)
     experts = {name.rpartition(".")[0] for name, shape in wanted.items() if len(shape) == 3}
     of_experts = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in experts}
-    return {name: list(shape) for name, shape in of_experts.items() if wanted.get(name, shape) != shape}
+    return linears, counts, {n: [*shape] for n, shape in of_experts.items() if wanted.get(n, shape) != shape}
 
 
 def list_shapes(model: nn.Module) -> Shapes:
@@ -200,14 +183,13 @@ def list_shapes(model: nn.Module) -> Shapes:
 def list_stock_shapes(model: nn.Module) -> Shapes:
     """Return a model's shapes after growing its padded linears, restoring its transposed modules and packing its experts."""
     shapes = list_shapes(model)
-    sizes = {name: [m.out_features, m.in_features] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for path, owner in model.named_modules():
-        for own, padding in owner.struprune_padding.items() if PADDING in vars(owner) else ():
-            for i, key in enumerate(("pad", "narrow")):
-                if key in padding:
-                    sizes[f"{path}.{own}"][i] = count_channels(padding[key], 2)
-    for name, (rows, columns) in sizes.items():
-        linear = model.get_submodule(name)
+    for name, linear in model.named_modules():
+        if not isinstance(linear, nn.Linear):
+            continue
+        size = {"pad": linear.out_features, "narrow": linear.in_features}
+        for key, form in read_padding(model, name).items():
+            size[key] = form["blocks"] * sum(count * wide for count, _, wide in form["segments"])
+        rows, columns = size.values()
         shapes[f"{name}.weight"] = (columns, rows) if hasattr(linear, "nf") else (rows, columns)
         if linear.bias is not None:
             shapes[f"{name}.bias"] = (rows,)

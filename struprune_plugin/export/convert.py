@@ -24,14 +24,13 @@ from struprune_plugin.export.any_class import (
     describe_layout,
     grow_padded,
     keep_offload,
-    make_dense_config,
     replace_conv1d,
     restore_conv1d,
     share_config,
 )
 from struprune_plugin.export.classes import name_auto_classes, register_type
 from struprune_plugin.export.custom_code import derive_beside, is_custom
-from struprune_plugin.export.stock_config import list_sizes
+from struprune_plugin.export.stock_config import list_sizes, make_uniform_config
 from struprune_plugin.model.experts import pack_experts
 from struprune_plugin.model.layers import (
     find_decoder_layers,
@@ -42,7 +41,7 @@ from struprune_plugin.model.layers import (
     read_padding,
 )
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.locate import find_stock
+from struprune_plugin.model.structure.locate import find_stock, make_dense_config
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import HEAD, VALUE, describe_padding
 from struprune_plugin.runtime.residence import compare_embeddings_on_host
@@ -99,71 +98,77 @@ def adopt_config(model: PreTrainedModel) -> None:
     :raises ValueError: a tensor outside the linears of decoder layers differs from the dense class
     """
     pack_experts(model)
-    old, auto_map, widths = model.config, None, dict[int, int]()
-    dense: Any = make_dense_config(old)
+    old: Any = model.config
     layout = describe_layout(model, find_structure(model).layers)
-    if is_custom(model):
-        config_class, model_class, auto_map = derive_beside(model)
-    else:
-        config_class = register_type(find_stock(type(old)))
-        model_class = modeling.derive_class(modeling.PREFIX + find_stock(type(model)).__name__)
-        twin = build_dense(find_stock(type(model)), dense)
-        sizes = _list_stated_sizes(model, dense, twin)
-        layout["states_sizes"] = bool(sizes)
-        key, widths = find_expert_widths(model, dense, twin)
     config: Any = copy.copy(old)  # text and vision configurations stay shared with the modules
-    config.__class__, config.layout = config_class, layout
-    if len(set(widths.values())) == 1:  # all layers have it
-        layout["dense"] = {key: getattr(dense.get_text_config(decoder=True), key)}
-        setattr(config.get_text_config(decoder=True), key, next(iter(widths.values())))
-    if layout.get("states_sizes"):
-        config.per_layer_config = None  # with that of an earlier run, single values cannot be read
-        config.per_layer_config = sizes
-        if "num_attention_heads" in sizes[0] and not hasattr(config, "head_dim"):
-            # else readers divide the hidden size by the heads
-            config.head_dim = next(size.head_dim for size in list_sizes(model) if size.num_heads)
-    config.auto_map = auto_map or name_auto_classes(config)
+    if is_custom(model):
+        config.__class__, model_class, auto_map = derive_beside(model)
+        config.layout = layout
+    else:
+        config.__class__, config.layout = register_type(find_stock(type(old))), layout
+        model_class = modeling.derive_class(modeling.PREFIX + find_stock(type(model)).__name__)
+        _state_sizes(config, model, make_dense_config(old))
+        auto_map = name_auto_classes(config)
+    config.auto_map = auto_map
     share_config(model, old, config)
     with keep_offload(model):
         model.__class__ = model_class
     config.architectures = [model_class.__name__]
 
 
-def _list_stated_sizes(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> dict[int, dict[str, int]]:
-    """Return every layer's sizes that the stock configuration has keys for and that differ from the dense model's somewhere.
+def _state_sizes(config: Any, model: PreTrainedModel, dense: Any) -> None:
+    """State a model's sizes by the stock configuration's own keys, too, for engines that read them.
 
+    :param config: pruned configuration with its layout; changed in place
     :param dense: configuration of the dense model
-    :param twin: that model
-    :return: empty where no size differs, where layers of the dense model have sizes of their own, and for wrappers
+    """
+    twin = build_dense(find_stock(type(model)), dense)
+    replace_conv1d(twin)
+    key, widths = _find_expert_widths(model, dense, twin)
+    if len(set(widths.values())) == 1:  # all layers have it
+        config.layout["dense"] = {key: getattr(dense.get_text_config(decoder=True), key)}
+        setattr(config.get_text_config(decoder=True), key, next(iter(widths.values())))
+        widths = {}
+    sizes = _list_stated_sizes(model, dense, twin)
+    for index, own in sizes.items():
+        own.pop(key, None)  # it is the experts' alone
+        own |= {key: widths[index]} if index in widths else {}
+    known = dense.to_dict()
+    differing = {name for own in sizes.values() for name, size in own.items() if size != known[name]}
+    config.layout["states_sizes"] = bool(differing)
+    if differing:
+        config.per_layer_config = None  # with that of an earlier run, single values cannot be read
+        config.per_layer_config = {i: {n: own[n] for n in differing if n in own} for i, own in sizes.items()}
+        if "num_attention_heads" in differing and not hasattr(config, "head_dim"):
+            # else readers divide the hidden size by the heads
+            config.head_dim = next(size.head_dim for size in list_sizes(model) if size.num_heads)
+
+
+def _list_stated_sizes(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> dict[int, dict[str, int]]:
+    """Return every layer's numbers of heads and FFN width, by the keys that the dense model's configuration has for them.
+
+    :param twin: the dense model
+    :return: empty where layers of the dense model have sizes of their own, and for wrappers
     """
     if dense.get_text_config(decoder=True) is not dense or dense.is_heterogeneous:
         return {}
-    replace_conv1d(twin)
-    stated, known = list[dict[str, int]](), dense.to_dict()
-    for (layer, layout), (before, _) in zip(find_layouts(model), find_layouts(twin), strict=True):
+    stated, known = dict[int, dict[str, int]](), dense.to_dict()
+    pairs = zip(find_layouts(model), find_layouts(twin), strict=True)
+    for index, ((layer, layout), (before, _)) in enumerate(pairs):
         sizes, whole = measure_layer(layout, layer), measure_layer(layout, before)
-        found = {}
+        found = dict.fromkeys(_WIDTH_KEYS, "width") if len(layout.ffns) == 1 else {}
         if layout.attention and not pads_heads(layout.attention, layer):
-            found = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_key_value_heads"}
-        if len(layout.ffns) == 1:
-            found |= dict.fromkeys(_WIDTH_KEYS, "width")
-        stated.append({k: getattr(sizes, n) for k, n in found.items() if known.get(k) == getattr(whole, n)})
-    key, widths = find_expert_widths(model, dense, twin)
-    for index, own in enumerate(stated):
-        own.pop(key, None)  # it is the experts' alone
-        if index in widths and len(set(widths.values())) > 1:  # else the key itself states it
-            own[key] = widths[index]
-    keys = {name for own in stated for name, size in own.items() if size != known[name]}
-    return {i: {name: own[name] for name in keys if name in own} for i, own in enumerate(stated)} if keys else {}
+            found |= {"num_attention_heads": "num_heads", "num_key_value_heads": "num_key_value_heads"}
+        stated[index] = {k: getattr(sizes, n) for k, n in found.items() if known.get(k) == getattr(whole, n)}
+    return stated
 
 
-def find_expert_widths(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> tuple[str, dict[int, int]]:
+def _find_expert_widths(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> tuple[str, dict[int, int]]:
     """Return the key of the text configuration that holds the width of packed experts, and the present widths by layer.
 
     Engines build their kernels for experts by that key. Empty where there are no packed experts, or no such key.
 
-    :param dense: configuration of the dense model
-    :param twin: that model
+    :param twin: the dense model
     """
     text = dense.get_text_config(decoder=True)
     now, before = (
@@ -200,6 +205,17 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     if is_custom(model):  # saved with its original code
         type(config).register_for_auto_class("AutoConfig")
         type(model).register_for_auto_class("AutoModelForCausalLM")
+
+
+def finish_model(model: PreTrainedModel, uniform: bool) -> None:
+    """Give a sliced model its pruned class or, if all its layers have one size, its stock class again.
+
+    :raises ValueError: as :func:`adopt_config`
+    """
+    if uniform:
+        adopt_stock(model, make_uniform_config(model))
+    else:
+        adopt_config(model)
 
 
 def carry_files(source: str, output: Path) -> None:

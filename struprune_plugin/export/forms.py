@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from struprune_plugin.export.any_class import grow_padded, make_dense_config, release_heads, replace_conv1d
+from struprune_plugin.export.any_class import grow_padded, release_heads, replace_conv1d
 from struprune_plugin.export.convert import adopt_stock, carry_files, keep_generation_settings
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.export.stock_config import (
@@ -21,7 +21,7 @@ from struprune_plugin.export.stock_config import (
 )
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.locate import is_pruned
+from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
@@ -82,11 +82,6 @@ def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[i
             grow_group(model.get_submodule(group.layer_name), group.resize(num_units), keep)
 
 
-def _pad_heads(model: PreTrainedModel, num_units: int) -> None:
-    groups = find_groups(model, "head", prune_ffn=False)
-    _pad(model, groups, [num_units] * len(groups))
-
-
 def _pad_layers(model: PreTrainedModel) -> None:
     """Pad values to the dense width, heads to the largest number of any layer, FFNs of equal dense width to a common width."""
     dense, changes = build_stock(model, {})[0], dict[str, int]()
@@ -98,7 +93,8 @@ def _pad_layers(model: PreTrainedModel) -> None:
         most, every = (max(size.num_key_value_heads for size in sizes) for sizes in (now, before))
         heads = next(count for count in range(most, every + 1) if can_hold_heads(model, count))
         changes = change_heads(model, heads)
-        _pad_heads(model, heads)
+        groups = find_groups(model, "head", prune_ffn=False)
+        _pad(model, groups, [heads] * len(groups))
     whole = [group.num_units for group in _list_ffns(dense)]
     if whole:
         groups, widths = _list_ffns(model), dict[int, int]()

@@ -26,12 +26,6 @@ _NO_FFN = 32  # channels of the stand-in for a removed FFN: a block of quantised
 _LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # start of its expression
 
 
-def check_library() -> None:
-    """Raise where the library that writes GGUF files is missing."""
-    if find_spec("gguf") is None:
-        raise ValueError("gguf: the package gguf must be installed, got none. Run `pip install 'gguf>=0.19,<0.20'`.")
-
-
 def check_gguf(config: Any, tokenizer: Path) -> None:
     """Raise where a model cannot be written as a GGUF file, before any work.
 
@@ -40,7 +34,8 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
     :raises ValueError: the library is missing, the model has another type, rotary positions or biases that the architecture lacks,
         or llama.cpp has no name for the tokenizer's splitting
     """
-    check_library()
+    if find_spec("gguf") is None:
+        raise ValueError("gguf: the package gguf must be installed, got none. Run `pip install 'gguf>=0.19,<0.20'`.")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, wanted, got in (
         ("model_type", "llama", config.model_type),

@@ -71,6 +71,9 @@ class Layout(TypedDict, total=False):
     states_sizes: bool
 
 
+# -- classes ------------------------------------------------------------------------------------------------------
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith(PREFIX) and hasattr(transformers, name.removeprefix(PREFIX)):
         return derive_class(name)
@@ -81,6 +84,7 @@ def __getattr__(name: str) -> Any:
 def derive_class(name: str) -> Any:
     """Return the pruned configuration or model class of that name, derived from the stock class without the prefix."""
     stock = getattr(transformers, name.removeprefix(PREFIX))
+    as_own = {"is_custom_code": classmethod(lambda cls: False)}  # else loading does not initialise some buffers
     if issubclass(stock, transformers.PreTrainedConfig):
         members = {
             "__annotations__": {"layout": dict | None},
@@ -90,32 +94,19 @@ def derive_class(name: str) -> Any:
             "validate_architecture": lambda self: None,
             "validate_rope": lambda self: None,
             "make_dense": make_dense_config,
-            "is_custom_code": _is_custom_code,
         }
-        return strict(type(name, (stock,), {**members, "__module__": __name__}))
+        return strict(type(name, (stock,), {**members, **as_own, "__module__": __name__}))
     config_class = derive_class(PREFIX + stock.config_class.__name__)
-    _register_with_peft(stock.config_class.model_type, config_class.model_type)
-    for known, own in ((stock.__name__, name), (stock.config_class.model_type, config_class.model_type)):
+    dense_type, own_type = stock.config_class.model_type, config_class.model_type
+    for known, own in ((stock.__name__, name), (dense_type, own_type)):
         conversions = get_checkpoint_conversion_mapping(known)  # names of weights on disk, by class or by type
         if conversions is not None:
             register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
-    made = _derive_model(stock, config_class, __name__)
-    made.is_custom_code = _is_custom_code
-    return made
-
-
-@classmethod
-def _is_custom_code(cls: type) -> bool:
-    """Return False, so that transformers treats the class as its own: else some buffers are not initialised on loading."""
-    return False
-
-
-def _register_with_peft(stock: str, own: str) -> None:
-    """Give a type the entries of its dense type in peft's tables of modules that adapters change, where peft is installed."""
-    if importlib.util.find_spec("peft") is not None:
-        for name, table in vars(importlib.import_module("peft.utils.constants")).items():
-            if name.startswith("TRANSFORMERS_MODELS_TO_") and stock in table:
-                table[own] = table[stock]
+    if importlib.util.find_spec("peft") is not None:  # its tables of modules that adapters change, by type
+        for table_name, table in vars(importlib.import_module("peft.utils.constants")).items():
+            if table_name.startswith("TRANSFORMERS_MODELS_TO_") and dense_type in table:
+                table[own_type] = table[dense_type]
+    return _derive_model(stock, config_class, {**as_own, "__module__": __name__})
 
 
 def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
@@ -126,7 +117,7 @@ def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
     :param config_class: for a model class, the class of its pruned configuration
     """
     if config_class is not None:
-        return _derive_model(stock, config_class, module)
+        return _derive_model(stock, config_class, {"__module__": module})
 
     def __init__(self, *args, layout=None, **kwargs):
         stock.__init__(self, *args, **kwargs)
@@ -137,7 +128,7 @@ def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
     return type(PREFIX + stock.__name__, (stock,), members)
 
 
-def _derive_model(stock: Any, config_class: Any, module: str) -> Any:
+def _derive_model(stock: Any, config_class: Any, members: dict[str, Any]) -> Any:
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
         with dense_sizes(config):
             super(made, self).__init__(config)
@@ -147,7 +138,7 @@ def _derive_model(stock: Any, config_class: Any, module: str) -> Any:
         varies = "num_attention_heads" in (self.config.per_layer_attributes or ())
         return None if varies else super(made, self)._get_static_cache_init_shape(*args, **kwargs)
 
-    members = {"__init__": __init__, "config_class": config_class, "__module__": module}
+    members = {"__init__": __init__, "config_class": config_class, **members}
     members["_get_static_cache_init_shape"] = _get_static_cache_init_shape
     made = type(PREFIX + stock.__name__, (stock,), members)
     return made
@@ -166,9 +157,16 @@ def make_dense_config(config: Any) -> Any:
 
 @contextmanager
 def dense_sizes(config: Any) -> Iterator[None]:
-    """Let the configuration state the dense model's sizes during the block, for stock code, which reads one value of each key."""
-    check_layout(config)
-    text, layout = config.get_text_config(decoder=True), config.layout
+    """Let the configuration state the dense model's sizes during the block, for stock code, which reads one value of each key.
+
+    :raises ValueError: another version of this file wrote the layout
+    """
+    text, layout = config.get_text_config(decoder=True), config.layout or {}
+    if layout.get("version") != VERSION:
+        raise ValueError(
+            f"{config._name_or_path or type(config).__name__}: the layout must be of version {VERSION}, got "
+            f"{layout.get('version')}: another version of struprune_plugin wrote this checkpoint. Prune the dense model again."
+        )
     pruned = {name: getattr(text, name) for name in layout.get("dense", ())}
     stated = config.to_dict().get("per_layer_config") if layout.get("states_sizes") else None
     if stated is not None:
@@ -184,44 +182,33 @@ def dense_sizes(config: Any) -> Iterator[None]:
             config.per_layer_config = stated
 
 
-def check_layout(config: Any) -> None:
-    """Raise a ValueError where another version of this file wrote a configuration's layout."""
-    found = (config.layout or {}).get("version")
-    if found != VERSION:
-        raise ValueError(
-            f"{config._name_or_path or type(config).__name__}: the layout must be of version {VERSION}, got {found}: "
-            "another version of struprune_plugin wrote this checkpoint. Prune the dense model again."
-        )
-
-
-def list_layers(model: Any, layout: Layout) -> Any:
-    """Return the decoder layers of a model, with its head or without."""
-    path = layout["layers"]
-    if not hasattr(model, path.split(".")[0]):
-        path = path.removeprefix(f"{model.base_model_prefix}.")
-    return model.get_submodule(path)
+# -- sizes --------------------------------------------------------------------------------------------------------
 
 
 def fit_layers(model: Any, layout: Layout) -> None:
-    """Give a dense model, fresh or on the meta device, the sizes and the padding of a layout."""
+    """Give a dense model, with its head or without, fresh or on the meta device, the sizes and the padding of a layout."""
     if layout.get("conv1d"):
         replace_conv1d(model)
         for module in model.modules():
             if any(hasattr(child, "nf") for child in module.children()):
                 module._is_hf_initialized = True  # its class would initialise weights that a quantiser has packed
-    layers = list_layers(model, layout)
-    for layer, linears in zip(layers, layout["linears"], strict=True):
+    path = layout["layers"]
+    if not hasattr(model, path.split(".")[0]):
+        path = path.removeprefix(f"{model.base_model_prefix}.")
+    layers = model.get_submodule(path)
+    none: list[Any] = [{}] * len(layers)
+    found = layout["linears"], layout.get("counts", none), layout.get("parameters", none)
+    for layer, linears, counts, parameters in zip(layers, *found, strict=True):
         for name, said in linears.items():
             _resize(layer.get_submodule(name), *said["shape"])
             if "pad" in said or "narrow" in said:
                 adopt_padding(*_find_owner(layer, name), {key: said[key] for key in ("pad", "narrow") if key in said})
-    for layer, counts in zip(layers, layout.get("counts", ()), strict=False):
         for name, count in counts.items():
             setattr(*_find_owner(layer, name), count)
-    for layer, shapes in zip(layers, layout.get("parameters", ()), strict=False):
-        for name, shape in shapes.items():
+        for name, shape in parameters.items():
             owner, own = _find_owner(layer, name)
-            setattr(owner, own, nn.Parameter(getattr(owner, own).new_empty(shape), getattr(owner, own).requires_grad))
+            old = getattr(owner, own)
+            setattr(owner, own, nn.Parameter(old.new_empty(shape), old.requires_grad))
 
 
 def _find_owner(layer: Any, name: str) -> tuple[Any, str]:
@@ -238,6 +225,18 @@ def _resize(linear: nn.Linear, rows: int, columns: int) -> None:
     nn.init.normal_(linear.weight, std=0.02)
     if linear.bias is not None:
         linear.bias = nn.Parameter(linear.bias.new_zeros(rows))
+
+
+def replace_conv1d(model: Any) -> None:
+    """Convert modules that store their weights transposed to linears, in place; the function does not change."""
+    for module in model.modules():
+        if type(module) is Conv1D:
+            module.__class__ = nn.Linear
+            module.weight = nn.Parameter(module.weight.detach().t().contiguous(), module.weight.requires_grad)
+            module.out_features, module.in_features = module.nf, module.nx
+
+
+# -- padding ------------------------------------------------------------------------------------------------------
 
 
 def adopt_padding(owner: Any, name: str, padding: LinearLayout) -> None:
@@ -257,12 +256,6 @@ def adopt_padding(owner: Any, name: str, padding: LinearLayout) -> None:
         owner.__class__ = derive_padded(type(owner))
         owner.struprune_padding = {}
     owner.struprune_padding[name] = padding
-
-
-def release_padding(owner: Any) -> None:
-    """Restore the stock class of a module whose linears have the width that it handles."""
-    owner.__class__ = type(owner).__mro__[1]
-    del owner.struprune_padding
 
 
 def list_methods(kind: type) -> dict[str, Any]:
@@ -312,41 +305,20 @@ def run_padded(linear: Any, padding: LinearLayout, states: torch.Tensor) -> torc
 
 def pad(states: torch.Tensor, form: Form) -> torch.Tensor:
     """Return states with zeros after the kept channels of every head, in the last dimension."""
-    pieces = [
-        nn.functional.pad(piece, (0, dense - kept)) if kept < dense else piece
-        for piece, (_, kept, dense) in zip(_split(states, form, 1), form["segments"], strict=True)
-    ]
-    return _join(pieces)
+    return _change_heads(states, form, 1, 2)
 
 
 def narrow(states: torch.Tensor, form: Form) -> torch.Tensor:
     """Return the kept channels of every head, in the last dimension: the reverse of :func:`pad`."""
-    pieces = zip(_split(states, form, 2), form["segments"], strict=True)
-    return _join([piece[..., :kept] for piece, (_, kept, _) in pieces])
+    return _change_heads(states, form, 2, 1)
 
 
-def _split(states: torch.Tensor, form: Form, width: int) -> list[torch.Tensor]:
-    """Return the segments, shape [..., blocks, count, width of a head]; ``width`` is the place of that width in a segment."""
-    sizes = [(segment[0], segment[width]) for segment in form["segments"]]
-    states = states.unflatten(-1, (form["blocks"], -1))
-    pieces = states.split([count * size for count, size in sizes], -1) if len(sizes) > 1 else [states]
-    return [piece.unflatten(-1, size) for piece, size in zip(pieces, sizes, strict=True)]
-
-
-def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
-    pieces = [piece.flatten(-2) for piece in pieces]
+def _change_heads(states: torch.Tensor, form: Form, given: int, wanted: int) -> torch.Tensor:
+    """Return states with heads of another width; ``given`` and ``wanted`` are the places of the widths in a segment."""
+    segments = form["segments"]
+    pieces = list(states.unflatten(-1, (form["blocks"], -1)).split([each[0] * each[given] for each in segments], -1))
+    for place, each in enumerate(segments):
+        if each[given] != each[wanted]:  # a negative number of zeros cuts
+            heads = pieces[place].unflatten(-1, (each[0], each[given]))
+            pieces[place] = nn.functional.pad(heads, (0, each[wanted] - each[given])).flatten(-2)
     return (torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]).flatten(-2)
-
-
-def replace_conv1d(model: Any) -> None:
-    """Convert modules that store their weights transposed to linears, in place; the function does not change."""
-    for module in model.modules():
-        if type(module) is Conv1D:
-            transpose(module, nn.Linear)
-            module.out_features, module.in_features = module.nf, module.nx
-
-
-def transpose(module: Any, kind: type) -> None:
-    """Turn a linear into a module that stores its weights transposed, or back."""
-    module.__class__ = kind
-    module.weight = nn.Parameter(module.weight.detach().t().contiguous(), module.weight.requires_grad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from struprune_plugin.export.any_class import make_dense_config, replace_conv1d
+from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import adopt_config, adopt_paddings
 from struprune_plugin.layerwise.ends import compute_logits
 from struprune_plugin.layerwise.passes import stream_layers
@@ -22,16 +22,13 @@ from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.locate import find_stock
-from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.model.structure.locate import find_stock, make_dense_config
+from struprune_plugin.model.structure.tiny import build_tiny, describe_difference, draw_tokens, prove_once
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
 from struprune_plugin.model.units import AttentionUnit, find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import do_once
-
-_TOLERANCE = 1e-5  # relative to the largest logit
-_PASSED: set[tuple[Any, ...]] = set()
 
 
 def rehearse(
@@ -48,32 +45,26 @@ def rehearse(
     :param attention_unit: as in :func:`~struprune_plugin.model.units.find_groups`, like the others
     :raises ValueError: the logits do not agree
     """
-    config = make_dense_config(model.config)
-    kind = find_stock(type(model))
-    choice = attention_unit, prune_ffn, prune_experts
-    passed = (kind, config.to_json_string(), *choice)
-    if passed in _PASSED:
-        return
-    do_once(lambda: _rehearse(kind, config, *choice))  # only the first process can save
-    _PASSED.add(passed)
+    config, kind = make_dense_config(model.config), find_stock(type(model))
+    units = (attention_unit, prune_ffn, prune_experts)
 
+    def run() -> None:
+        tiny = build_tiny(config, kind=kind)
+        replace_conv1d(tiny)
+        tokens = draw_tokens(tiny.config, 2, 12, seed=3)
+        try:
+            check_passes(tiny, [{"input_ids": tokens}])
+            if prune_experts and find_structure(tiny).has_experts:
+                take_apart(tiny)
+            _check_pruning(tiny, tokens, find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts))
+        except Exception as error:  # any error of a class that relies on its sizes
+            told = str(error).rstrip(".")
+            raise ValueError(
+                f"model: a tiny instance of {kind.__name__} must work as before after pruning, saving and loading, got "
+                f"{type(error).__name__}: {told}. Choose another attention_unit, or another model."
+            ) from error
 
-def _rehearse(kind: Any, config: Any, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool) -> None:
-    tiny = build_tiny(config, kind=kind)
-    replace_conv1d(tiny)
-    tokens = draw_tokens(tiny.config, 2, 12, seed=3)
-    try:
-        check_passes(tiny, [{"input_ids": tokens}])
-        if prune_experts and find_structure(tiny).has_experts:
-            take_apart(tiny)
-        groups = find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts)
-        _check_pruning(tiny, tokens, groups)
-    except Exception as error:  # any error of a class that relies on its sizes
-        told = str(error).rstrip(".")
-        raise ValueError(
-            f"model: a tiny instance of {kind.__name__} must work as before after pruning, saving and loading, got "
-            f"{type(error).__name__}: {told}. Choose another attention_unit, or another model."
-        ) from error
+    prove_once(units, kind, config, lambda: do_once(run))  # only the first process can save
 
 
 def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> bool:
@@ -97,10 +88,14 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     def run(model: Any) -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
 
-    masked, kept = deepcopy(tiny), [_pick_two_thirds(group) for group in groups]
-    _remove(masked, groups, kept, mask_group)
+    masked = deepcopy(tiny)
     adopt_paddings(tiny, groups)
-    _remove(tiny, groups, kept, slice_group)
+    for group in groups:
+        keep = _pick_two_thirds(group)
+        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
+        for model, remove in ((masked, mask_group), (tiny, slice_group)):
+            layer = model.get_submodule(group.layer_name)
+            remove(layer, group, keep, read_consumer(layer, group)[:, columns])
     wanted = run(tiny)
     _check_equal(wanted, run(masked), "with units removed as with zeros in their place")
     adopt_config(tiny)
@@ -147,16 +142,6 @@ def _pick_two_thirds(group: UnitGroup) -> Tensor:
     return units[(units % per_block % 3 != 1) | (per_block == 1)]
 
 
-def _remove(
-    model: PreTrainedModel, groups: Sequence[UnitGroup], kept: Sequence[Tensor], remove: Callable[..., None]
-) -> None:
-    for group, keep in zip(groups, kept, strict=True):
-        layer = model.get_submodule(group.layer_name)
-        weight = read_consumer(layer, group)
-        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
-        remove(layer, group, keep, weight[:, columns])
-
-
 @torch.no_grad()
 def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> None:
     """Raise where layer-by-layer runs on recorded calls do not give the model's own logits.
@@ -179,6 +164,5 @@ def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
 
 
 def _check_equal(found: Tensor, wanted: Tensor, when: str) -> None:
-    error = float((found - wanted).abs().max() / wanted.abs().max())
-    if not error <= _TOLERANCE:
-        raise ValueError(f"it must give the same logits {when}, got a difference of {error:.1e} of the largest.")
+    if difference := describe_difference(found, wanted):
+        raise ValueError(f"it must give the same logits {when}, got a difference of {difference}.")

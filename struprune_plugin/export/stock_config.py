@@ -15,17 +15,15 @@ from struprune_plugin.export.any_class import (
     list_differences,
     list_shapes,
     list_stock_shapes,
-    make_dense_config,
     release_heads,
 )
 from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.layers import (
     LayerSizes,
     find_layouts,
-    has_uniform_layers,
     measure_layer,
 )
-from struprune_plugin.model.structure.locate import find_stock, is_pruned
+from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
 from struprune_plugin.model.units.group import UnitGroup
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default
@@ -43,14 +41,19 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
     """
     release_heads(model)
     heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
-    return find_stock_config(
-        model, change_heads(model, heads.pop()) if len(heads) == 1 else None
-    )  # else the heads did not change
+    changes = change_heads(model, heads.pop()) if len(heads) == 1 else {}  # else the heads did not change
+    return find_stock_config(model, changes)
 
 
 def are_layers_alike(model: PreTrainedModel) -> bool:
-    """Return whether a model's layers are those of its stock class, or all have the same sizes."""
-    return not is_pruned(type(model)) or has_uniform_layers(model)
+    """Return whether a model's layers are those of its stock class, or all have the same sizes, values as wide as keys.
+
+    Layers where the dense class has no FFN or no attention are ignored for that size.
+    """
+    sizes = list_sizes(model) if is_pruned(type(model)) else []
+    widths = {size.width for size in sizes if size.width}
+    heads = {replace(size, width=0) for size in sizes if size.num_heads}
+    return len(widths) <= 1 and len(heads) <= 1 and all(size.value_head_dim == size.head_dim for size in heads)
 
 
 def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -190,17 +193,13 @@ def list_narrower(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Shapes
     """Return a model's stock shapes with half the channels in the FFNs of ``groups``."""
     experts = {f"{group.layer_name}.{group.experts}" for group in groups if group.experts}
     shapes = list_stock_shapes(model) | list_packed_shapes(model, experts)
-    for group in groups:
-        if group.experts:
-            continue
-        layer = model.get_submodule(group.layer_name)
+    for group in (group for group in groups if not group.experts):
         for name in (*group.producers, group.consumer):
             full, reads = f"{group.layer_name}.{name}", name == group.consumer
-            columns_last = not hasattr(
-                layer.get_submodule(name), "nf"
-            )  # Conv1D modules of the stock class are transposed
-            rows, columns = shapes[f"{full}.weight"]
-            shapes[f"{full}.weight"] = (rows, columns // 2) if reads == columns_last else (rows // 2, columns)
+            shape = [*shapes[f"{full}.weight"]]
+            axis = reads != hasattr(model.get_submodule(full), "nf")  # the stock class' Conv1D modules are transposed
+            shape[axis] //= 2
+            shapes[f"{full}.weight"] = tuple(shape)
             if not reads and f"{full}.bias" in shapes:
-                shapes[f"{full}.bias"] = (shapes[f"{full}.bias"][0] // 2,)
+                shapes[f"{full}.bias"] = (shape[axis],)
     return shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from compressed_tensors.offload import disable_onloading
@@ -41,11 +41,10 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
 def list_linears(layer: nn.Module, layout: LayerLayout) -> list[str]:
     """Return the names of all linears of a layer's modules that hold units, including experts where they have been split."""
     names, experts = layout.list_linears(), layout.experts
-    members = None if experts is None else layer.get_submodule(experts.module)
-    if experts is None or not isinstance(members, nn.ModuleList):
-        return names
-    placed = [experts.place(index) for index in range(cast(int, members.num_experts))]
-    return [*names, *(name for expert in placed for name in (*expert.producers, expert.output))]
+    if experts is not None:
+        held = layer.get_submodule(experts.module).named_modules(prefix=experts.module)
+        names += [name for name, module in held if isinstance(module, nn.Linear)]
+    return names
 
 
 def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
@@ -162,17 +161,6 @@ def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:
     """Return the total number of output features of a layer's linears among ``names``."""
     found = [module for name, module in layer.named_modules() if name in names and isinstance(module, nn.Linear)]
     return sum(linear.out_features for linear in found)
-
-
-def has_uniform_layers(model: nn.Module) -> bool:
-    """Return whether all layers have the same sizes and values are as wide as queries and keys.
-
-    Layers where the dense class has no FFN or no attention are ignored for that size.
-    """
-    sizes = [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
-    widths = {size.width for size in sizes if size.width}
-    heads = {replace(size, width=0) for size in sizes if size.num_heads}
-    return len(widths) <= 1 and len(heads) <= 1 and all(size.value_head_dim == size.head_dim for size in heads)
 
 
 def read_counts(attention: nn.Module) -> dict[str, int]:

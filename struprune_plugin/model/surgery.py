@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
 from struprune_plugin.model.layers import find_linear, list_linears, read_counts, read_padding
 from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.kinds import update_counts
 from struprune_plugin.runtime.residence import release_weights
 
 
@@ -47,7 +48,7 @@ def slice_group(
     for name, new in (producers or {}).items():
         set_weight(find_linear(layer, name), new)
     set_consumer(layer, group, weight)
-    group.unit.update_counts(layer, group, len(keep))
+    update_counts(layer, group, len(keep))
 
 
 def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
@@ -62,7 +63,7 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
         grown = old.new_zeros(len(group.find_row_owners(name)), old.shape[1])
         set_weight(producer, grown.index_copy(0, kept, old))
     mask_group(layer, group, keep, read_consumer(layer, group))
-    group.unit.update_counts(layer, group.resize(len(keep)), group.num_units)
+    update_counts(layer, group.resize(len(keep)), group.num_units)
 
 
 def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
@@ -151,15 +152,10 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
     with disable_onloading():
         old = linear.weight
     device = None if isinstance(linear._parameters, OffloadCache) else old.device  # the cache itself places tensors
-
-    def cast(tensor: Tensor) -> nn.Parameter:
-        return nn.Parameter(tensor.detach().to(old.dtype).to(device).contiguous(), old.requires_grad)
-
-    linear._parameters["weight"] = cast(
-        weight
-    )  # attribute assignment would onload the old weights to the device and leave them there
-    if bias is not None:
-        linear._parameters["bias"] = cast(bias)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:  # not by attribute: that would onload the old weights to the device and leave them there
+            value = tensor.detach().to(old.dtype).to(device).contiguous()
+            linear._parameters[name] = nn.Parameter(value, old.requires_grad)
     linear.out_features, linear.in_features = weight.shape
     if hasattr(linear, "quantization_scheme"):  # a quantiser later in the recipe has sized its parameters already
         assert linear.quantization_status <= QuantizationStatus.INITIALIZED  # type: ignore[operator]
@@ -172,12 +168,12 @@ class LayerCopy:
 
     :param linears: (weight, bias) by name
     :param counts: sizes that the attention module stores in attributes, by name
-    :param padding: padding of padded linears (see :func:`~struprune_plugin.model.layers.read_padding`), by name
+    :param padding: see :func:`~struprune_plugin.model.layers.read_padding`, by name of the linear
     """
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
     counts: dict[str, int]
-    padding: dict[str, dict[str, Any]] = field(default_factory=dict)
+    padding: dict[str, dict[str, Any]]
 
 
 def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
@@ -190,21 +186,18 @@ def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
         return tensor.detach().to("cpu", copy=True)
 
     names = list_linears(layer, layout)
-    linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
     counts = read_counts(layer.get_submodule(layout.attention.module)) if layout.attention else {}
-    padding = {name: deepcopy(read_padding(layer, name)) for name in names}
-    return LayerCopy(linears, counts, {name: known for name, known in padding.items() if known})
+    linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
+    return LayerCopy(linears, counts, {name: deepcopy(read_padding(layer, name)) for name in names})
 
 
 def restore_layer(layer: nn.Module, layout: LayerLayout, copy: LayerCopy) -> None:
     """Restore the recorded state of a layer, bit for bit; the layout lacks the removed parts."""
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
-    for name, known in copy.padding.items():
-        read_padding(layer, name).update(deepcopy(known))
-    if layout.attention:
-        for name, count in copy.counts.items():
-            setattr(layer.get_submodule(layout.attention.module), name, count)
+        read_padding(layer, name).update(deepcopy(copy.padding[name]))
+    for name, count in copy.counts.items():
+        setattr(layer.get_submodule(layout.attention.module), name, count)  # type: ignore[union-attr]
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:

@@ -18,10 +18,10 @@ from loguru import logger
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.export.any_class import build_dense, make_dense_config
+from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS, find_decoder_layers
-from struprune_plugin.model.structure.locate import find_stock
+from struprune_plugin.model.structure.locate import find_stock, make_dense_config
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier

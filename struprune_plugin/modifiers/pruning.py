@@ -13,8 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
-from struprune_plugin.export.convert import adopt_paddings, wrap_save
-from struprune_plugin.export.finish import finish_model
+from struprune_plugin.export.convert import adopt_paddings, finish_model, wrap_save
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context
 from struprune_plugin.model.units.group import UnitGroup

@@ -14,10 +14,10 @@ from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import nn
 
-from struprune_plugin.export.any_class import build_dense, make_dense_config, replace_conv1d
+from struprune_plugin.export.any_class import build_dense, replace_conv1d
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.locate import find_stock, is_pruned
+from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.storage.records import RoundingRecord

@@ -125,7 +125,7 @@ def test_experts_that_fail_the_rehearsal_stay_whole_in_an_allocator_stage_too(mi
     def fail(_model):
         raise RuntimeError("another order")
 
-    monkeypatch.setattr(rehearsal, "_PASSED", set())
+    monkeypatch.setattr("struprune_plugin.model.structure.tiny._PROVED", {})
     monkeypatch.setattr(rehearsal, "take_apart", fail)
     recipe = [SparsityAllocatorModifier(sparsity=0.1), StruPruneModifier()]
     folder, data, _ = mixture

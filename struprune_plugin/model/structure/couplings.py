@@ -6,7 +6,8 @@ with those of the unperturbed layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +21,66 @@ _FAINT = 1e-4  # relative to the mean size of the inputs: a smaller change is ro
 LINEARS = (nn.Linear, Conv1D)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """One call of a decoder layer on :data:`COPIES` copies of one sequence.
+    """One call of a module on :data:`COPIES` copies of one sequence.
 
     :param args: positional arguments; the hidden states come first, or are in ``kwargs``
+    :param name: name of the module, as :func:`watch` was given it
+    :param given: copy of its hidden states, since later code may write to them
+    :param output: what it returned, a copy where it is a tensor; None while it runs
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    name: str = ""
+    given: Any = None
+    output: Any = None
 
-    def run(self, layer: nn.Module) -> Any:
-        """Run the layer and return its output."""
-        return layer(*self.args, **self.kwargs)
+    def run(self, module: nn.Module) -> Any:
+        """Call a module in the same way and return its output."""
+        return module(*self.args, **self.kwargs)
+
+
+@contextmanager
+def watch(root: nn.Module, names: Iterable[str]) -> Iterator[list[Call]]:
+    """Record the calls of modules of ``root`` during the block, in the order in which they begin."""
+    calls: list[Call] = []
+
+    def begin(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            given = args[0] if args else kwargs.get("hidden_states")
+            calls.append(Call(args, kwargs, name, _copy(given)))
+
+        return hook
+
+    def end(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
+            call = next(call for call in reversed(calls) if call.name == name and call.output is None)
+            call.output = _copy(output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in names:
+            module = root.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(begin(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(end(name)).remove)
+        yield calls
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def is_whole(seen: Any, length: int) -> bool:
+    """Return whether a value is a tensor with an entry for every token of every copy."""
+    return isinstance(seen, Tensor) and seen.shape[:-1].numel() == COPIES * length
+
+
+def split_copies(seen: Tensor, length: int) -> Tensor:
+    """Return a tensor split into the copies, shape [copies, tokens, width]."""
+    return seen.reshape(COPIES, length, -1)
 
 
 @dataclass(frozen=True)
@@ -47,70 +95,59 @@ class Coupling:
     later: Tensor
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of one call of a tiny layer, or of one of its experts.
+
+    :param layers: all layers of the same kind; the first is measured
+    :param call: its call
+    :param inputs: inputs of the linears that are called once, on all tokens, in the order of the calls, shape [tokens, columns]
+    :param outputs: outputs of the same linears, shape [tokens, rows]
+    :param couplings: couplings of every linear with the later linears that it reaches, by (producer, consumer)
+    """
+
+    layers: Sequence[nn.Module]
+    call: Call
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    couplings: Mapping[tuple[str, str], Coupling]
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.layers[0]
+
+    def list_reached(self, producers: Iterable[str], consumer: str) -> dict[str, Tensor]:
+        """Return by producer whether a row reaches a column of the consumer, shape [rows, columns], bool."""
+        return {name: self.couplings[name, consumer].reached for name in producers}
+
+
 def list_linears(layer: nn.Module) -> dict[str, nn.Module]:
     """Return all linears of a layer by name."""
     return {name: module for name, module in layer.named_modules() if isinstance(module, LINEARS)}
 
 
 @torch.no_grad()
-def record_linears(layer: nn.Module, call: Call, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the inputs and outputs of the linears that a layer calls exactly once, on all tokens, in the order of the calls.
+def measure(layers: Sequence[nn.Module], call: Call, length: int) -> Measured:
+    """Return the measurements of a call of the first of several layers of one kind.
 
     :param length: number of tokens of the sequence
-    :return: both of shape [tokens, columns or rows]
     """
-    inputs: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-    again: set[str] = set()
-
-    def see(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple, output: Any) -> None:
-            if name in inputs or not isinstance(output, Tensor):  # a router, for instance
-                again.add(name)
-                return
-            inputs[name], outputs[name] = args[0].detach().clone(), output.detach().clone()  # later code may write
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, module in list_linears(layer).items():
-            stack.callback(module.register_forward_hook(see(name)).remove)
-        call.run(layer)
-    known = [name for name, seen in inputs.items() if name not in again and is_whole(seen, length)]
-    return {n: split_copies(inputs[n], length)[0] for n in known}, {
-        n: split_copies(outputs[n], length)[0] for n in known
-    }
-
-
-def is_whole(seen: Tensor, length: int) -> bool:
-    """Return whether a tensor has an entry for every token of every copy."""
-    return seen.shape[:-1].numel() == COPIES * length
-
-
-def split_copies(seen: Tensor, length: int) -> Tensor:
-    """Return a tensor split into the copies, shape [copies, tokens, width]."""
-    return seen.reshape(COPIES, length, -1)
-
-
-@torch.no_grad()
-def measure_couplings(
-    layer: nn.Module, call: Call, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-) -> dict[tuple[str, str], Coupling]:
-    """Return the coupling of every linear with every later linear that it reaches, by (producer, consumer).
-
-    :param inputs: as :func:`record_linears` returns them
-    :param outputs: as :func:`record_linears` returns them
-    """
+    with watch(layers[0], list_linears(layers[0])) as calls:
+        call.run(layers[0])
+    times = Counter(each.name for each in calls)
+    once = [each for each in calls if times[each.name] == 1 and is_whole(each.given, length)]
+    once = [each for each in once if isinstance(each.output, Tensor)]  # a router returns several
+    inputs = {each.name: split_copies(each.given, length)[0] for each in once}
+    outputs = {each.name: split_copies(each.output, length)[0] for each in once}
     found: dict[tuple[str, str], Coupling] = {}
-    names = list(inputs)
-    for place, name in enumerate(names[:-1]):
-        after, third = {other: inputs[other] for other in names[place + 1 :]}, len(outputs[name]) // 3
-        everywhere = _disturb(layer, call, name, outputs[name], after, slice(None))
-        at_one = _disturb(layer, call, name, outputs[name], after, slice(third, third + 1))
+    for place, name in enumerate(inputs):
+        after, third = {other: inputs[other] for other in [*inputs][place + 1 :]}, len(outputs[name]) // 3
+        everywhere = _disturb(layers[0], call, name, outputs[name], after, slice(None))
+        at_one = _disturb(layers[0], call, name, outputs[name], after, slice(third, third + 1))
         for other in after:
             if everywhere[other][0].any():
                 found[name, other] = Coupling(everywhere[other][0], at_one[other][1])
-    return found
+    return Measured(layers, call, inputs, outputs, found)
 
 
 def _disturb(
@@ -126,7 +163,7 @@ def _disturb(
     size = 2 * output.abs().max() + 0.1  # large enough to activate channels that an activation function holds at zero
     signs = torch.where(torch.arange(length) % 2 == 0, 1.0, -1.0).to(output)
     found: dict[str, list[tuple[Tensor, Tensor]]] = {other: [] for other in after}
-    for start in range(0, rows, COPIES):
+    for start in range(0, rows if after else 0, COPIES):
         count = min(COPIES, rows - start)
         change = output.new_zeros(COPIES, length, rows)
         for copy in range(count):
@@ -135,28 +172,15 @@ def _disturb(
         def hook(_module: nn.Module, _args: tuple, out: Tensor, change: Tensor = change) -> Tensor:
             return out + change.reshape(out.shape)
 
-        with watch_inputs(layer, after) as seen, ExitStack() as stack:
+        with watch(layer, after) as calls, ExitStack() as stack:
             stack.callback(layer.get_submodule(name).register_forward_hook(hook).remove)
             call.run(layer)
+        seen = {each.name: each.given for each in calls}
         for other, dense in after.items():
-            if other in seen and is_whole(seen[other], length):
+            if is_whole(seen.get(other), length):
                 moved = (split_copies(seen[other], length)[:count] - dense).abs()
                 moved = moved > _FAINT * (dense.abs().mean() + 1e-3)
             else:  # the linear now reads other tokens
                 moved = torch.ones(count, *dense.shape, dtype=torch.bool)
             found[other].append((moved.any(1), moved[:, tokens.stop or length :].any(1)))
     return {other: tuple(map(torch.cat, zip(*parts, strict=True))) for other, parts in found.items()}  # type: ignore[misc]
-
-
-@contextmanager
-def watch_inputs(layer: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-    """Record the inputs of a layer's linears while it runs."""
-    seen: dict[str, Tensor] = {}
-
-    def see(name: str) -> Callable[..., None]:
-        return lambda _module, args: seen.__setitem__(name, args[0].detach())
-
-    with ExitStack() as stack:
-        for name in names:
-            stack.callback(layer.get_submodule(name).register_forward_pre_hook(see(name)).remove)
-        yield seen

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.structure.couplings import Call, is_whole, split_copies
+from struprune_plugin.model.structure.couplings import Call, Measured, is_whole, split_copies, watch
 from struprune_plugin.model.structure.layout import Join
 
 _EXACT = 1e-4  # relative to the difference of two streams
 
 
 @torch.no_grad()
-def find_joins(
-    layer: nn.Module, call: Call, outputs: Mapping[str, Tensor], consumers: Sequence[str]
-) -> dict[str, Join]:
+def find_joins(measured: Measured, consumers: Sequence[str]) -> dict[str, Join]:
     """Return the join of every consumer.
 
     The output is added where a stream Y (the input of a submodule, or the layer's output) equals another stream R plus the output
     times a factor, or plus the outputs of two consumers times one factor.
 
-    :param outputs: outputs of the layer's linears in this call
     :param consumers: names in the order of computation
     """
-    streams, last = record_streams(layer, call, len(next(iter(outputs.values()))))
-    later = [*streams.values(), last]
+    outputs = measured.outputs
+    streams, made = record_streams(measured.layer, measured.call, len(next(iter(outputs.values()))))
+    later = [*streams.values(), made[""]]
     found: dict[str, Join] = {}
     for place, consumer in enumerate(consumers):
         found[consumer] = Join()
@@ -58,31 +54,23 @@ def match_streams(streams: Mapping[str, Tensor], later: Sequence[Tensor], added:
     return None
 
 
-def record_streams(layer: nn.Module, call: Call, length: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the inputs of a layer's submodules by name, the layer's own input last, and the layer's output."""
-    inputs: dict[str, Tensor] = {}
-    results: list[Any] = []
+def record_streams(layer: nn.Module, call: Call, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the inputs and the outputs of a layer's submodules, each of the first call, by name, shape [tokens, d].
 
-    def see(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(given, Tensor) and given.is_floating_point():
-                inputs.setdefault(name, _take_first(given, length))
+    The layer's own, of name "", come last, so that a submodule that reads the same tensor is found first. A tensor is empty where
+    it does not hold all copies.
+    """
 
-        return hook
+    def take_first(seen: Tensor) -> Tensor:
+        return split_copies(seen, length)[0] if is_whole(seen, length) else seen.new_zeros(0)
 
-    with ExitStack() as stack:
-        for name, module in layer.named_modules():
-            stack.callback(module.register_forward_pre_hook(see(name), with_kwargs=True).remove)
-        stack.callback(layer.register_forward_hook(lambda _m, _a, output: results.append(output)).remove)
+    with watch(layer, [name for name, _ in layer.named_modules()]) as calls:
         call.run(layer)
-    own = inputs.pop("", None)
-    if own is not None:  # last, so that a submodule that reads the same tensor is found first
-        inputs[""] = own
-    output = results[0][0] if isinstance(results[0], (tuple, list)) else results[0]
-    return inputs, _take_first(output, length)
-
-
-def _take_first(given: Tensor, length: int) -> Tensor:
-    """Return the part of the first copy, shape [tokens, d]; an empty tensor where ``given`` does not hold all copies."""
-    return split_copies(given.detach(), length)[0] if is_whole(given, length) else given.new_zeros(0)
+    inputs, outputs = dict[str, Tensor](), dict[str, Tensor]()
+    for each in (*calls[1:], calls[0]):
+        made = each.output[0] if isinstance(each.output, (tuple, list)) else each.output
+        if isinstance(each.given, Tensor) and each.given.is_floating_point():
+            inputs.setdefault(each.name, take_first(each.given))
+        if isinstance(made, Tensor):
+            outputs.setdefault(each.name, take_first(made))
+    return inputs, outputs

@@ -8,7 +8,7 @@ from typing import Literal
 
 Part = Literal["query", "key", "value", "gate", "ffn"]
 Producers = Mapping[str, tuple[Part, ...]]  # linears, each with the parts of its rows in order
-Rows = Literal["", "head", "block", "channel"]
+Rows = Literal["", "head", "block"]
 HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes of attention modules that removed heads change
 
 

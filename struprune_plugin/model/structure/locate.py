@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from compressed_tensors.offload import disable_onloading
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 PREFIX = "StruPrune"  # of the names of pruned classes
@@ -21,6 +22,11 @@ def is_pruned(kind: type) -> bool:
 def find_stock(kind: type) -> Any:
     """Return the dense class of a class, pruned or not."""
     return next(base for base in kind.__mro__ if not is_pruned(base))
+
+
+def make_dense_config(config: PreTrainedConfig) -> Any:
+    """Return a copy of the dense class' configuration, from the configuration of a dense or pruned model."""
+    return config.make_dense() if is_pruned(type(config)) else copy.deepcopy(config)
 
 
 def locate_layers(model: nn.Module) -> str:

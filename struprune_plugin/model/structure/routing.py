@@ -15,16 +15,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from struprune_plugin.model.experts import list_experts, pack_experts, take_apart
-from struprune_plugin.model.structure.finder import make_dense
-from struprune_plugin.model.structure.locate import find_stock, locate_layers
+from struprune_plugin.model.structure.locate import find_stock, locate_layers, make_dense_config
 from struprune_plugin.model.structure.shrinking import find_first, shrink_config
-from struprune_plugin.model.structure.tiny import build_instance, draw_tokens, find_class
+from struprune_plugin.model.structure.tiny import (
+    build_instance,
+    describe_difference,
+    draw_tokens,
+    find_class,
+    prove_once,
+)
 
 _WIDE, _NARROW, _KEEP = 8, 6, (0, 2, 3, 4, 6, 7)  # three quarters stay of two groups of four, and of one of eight
-_TOLERANCE = 1e-5  # relative to the largest logit
 _GROUPS, _GROUPS_TAKEN = ("n_group", "num_expert_group"), ("topk_group",)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
-_KNOWN: dict[str, Routing] = {}
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,14 @@ def find_routing(model: nn.Module) -> Routing:
 
     :raises ValueError: the logits differ, or no key of the configuration holds the number of experts
     """
-    config: Any = make_dense(model.config)  # type: ignore[arg-type]
-    kind, config = find_class(config, find_stock(type(model)))
-    small = shrink_config(config)
-    key = f"{kind.__module__}.{kind.__name__} {small.to_json_string(use_diff=False)}"
-    if key not in _KNOWN:
-        try:
-            _KNOWN[key] = _measure(kind, small)
-        except Exception as error:  # any error of a class that relies on its number of experts
-            raise ValueError(
-                f"experts: whole experts cannot be removed from {config.model_type!r} ({type(error).__name__}: {error}). "
-                "Set `experts: channels`."
-            ) from None
-    return _KNOWN[key]
+    kind, config = find_class(make_dense_config(model.config), find_stock(type(model)))  # type: ignore[arg-type]
+    try:
+        return prove_once("routing", kind, config, lambda: _measure(kind, shrink_config(config)))
+    except Exception as error:  # any error of a class that relies on its number of experts
+        raise ValueError(
+            f"experts: whole experts cannot be removed from {config.model_type!r} ({type(error).__name__}: {error}). "
+            "Set `experts: channels`."
+        ) from None
 
 
 @torch.no_grad()
@@ -198,8 +196,7 @@ def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
     pack_experts(wide)
     narrow.load_state_dict(wide.state_dict())
     wanted = narrow(input_ids=tokens, use_cache=False).logits
-    error = float((found - wanted).abs().max() / wanted.abs().max())
-    if not error <= _TOLERANCE:
+    if difference := describe_difference(found, wanted):
         raise ValueError(
-            f"removing experts gives other logits than a configuration with fewer experts, by {error:.0e} of the largest"
+            f"removing experts gives other logits than a configuration with fewer experts, by {difference}"
         )

@@ -94,7 +94,7 @@ def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> Non
     for name, size in (TOWER_SIZES if tower else SIZES).items():
         if name in own:
             changes[name] = _cut(own[name], size)
-    for rule in (_cut_heads, _cut_head_sizes, _cut_state_space, _cut_experts, _cut_rest):
+    for rule in (_cut_heads, _cut_head_sizes, _cut_state_space, _cut_rest):
         rule(old, new)
     for name, value in changes.items():
         if name in own and value != own[name]:
@@ -228,17 +228,14 @@ def _cut_state_space(old: Values, new: Changes) -> None:
         new[size] = inner // new[heads]
 
 
-def _cut_experts(old: Values, new: Changes) -> None:
-    """Reduce grouped routing to at most two groups of experts, of which one is selected."""
+def _cut_rest(old: Values, new: Changes) -> None:
+    """Reduce grouped routing to at most two groups of experts, of which one is selected; set dropouts to zero; clamp lists of a
+    tower's layer indices to its reduced number of layers."""
     for name, few in (("n_group", 2), ("num_expert_group", 2), ("topk_group", 1)):
         if isinstance(old.get(name), int):
             new[name] = min(old[name], few)
     if old.get("topk_group") and old.get("topk_group") == old.get("n_group"):
         new["topk_group"] = new["n_group"]
-
-
-def _cut_rest(old: Values, new: Changes) -> None:
-    """Set dropouts to zero; clamp lists of a tower's layer indices to its reduced number of layers."""
     for name, value in old.items():
         if _DROPOUT.search(name) and isinstance(value, float):
             new[name] = 0.0

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from struprune_plugin.model.structure.shrinking import SPECIAL_TOKEN, find_vocabulary, shrink_config, walk_parts
+
+_CLOSE = 1e-5  # relative to the largest logit: a larger difference is no rounding
+_LABELS = [
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "disable_custom_kernels",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+]
+_PROVED: dict[str, Any] = {}
+Proof = TypeVar("Proof")
+
+
+def prove_once(what: object, kind: type, config: PreTrainedConfig, prove: Callable[[], Proof]) -> Proof:
+    """Return what a proof on tiny instances returns; run once per class and configuration in a process.
+
+    :param what: distinguishes the proofs of a class
+    :param config: the configuration, in any size
+    """
+
+    def drop_labels(values: Any) -> Any:
+        is_node = isinstance(values, dict)
+        return {n: drop_labels(value) for n, value in values.items() if n not in _LABELS} if is_node else values
+
+    facts = json.dumps(drop_labels(shrink_config(config).to_dict()), sort_keys=True, default=str)
+    key = f"{what} {kind.__module__}.{kind.__name__} {facts}"
+    if key not in _PROVED:
+        _PROVED[key] = prove()
+    return _PROVED[key]
+
+
+def describe_difference(found: Tensor, wanted: Tensor) -> str:
+    """Return how much the logits of two tiny models differ; empty where they are the same up to rounding, in float32."""
+    difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
+    return "" if difference <= _CLOSE * largest else f"{difference / (largest or 1):.1e} of the largest"
 
 
 def find_auto_class(config: PreTrainedConfig) -> Any:
@@ -112,10 +151,4 @@ def _is_random(values: Tensor) -> bool:
 
 
 def _fan_in(parameter: Tensor) -> int:
-    return (
-        parameter.shape[-1]
-        if parameter.dim() == 2
-        else parameter[0].numel()
-        if parameter.dim() != 3
-        else max(parameter.shape[1:])
-    )
+    return max(parameter.shape[1:]) if parameter.dim() in (2, 3) else parameter[0].numel()

@@ -4,66 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from struprune_plugin.model.structure.layout import HEAD_COUNTS, Part
-
-_CLOSE = 1e-5  # relative to the largest logit
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Trial removal of about a third of the units of one module.
-
-    :param consumer: the linear that loses columns
-    :param columns: indices of these columns
-    :param rows: indices of the rows removed with them, by producer
-    :param slices: whether the module is also run with sliced linears
-    :param heads: where the columns are those of the first value head: the attention module, and its number of value heads
-    """
-
-    consumer: str
-    columns: Tensor
-    rows: Mapping[str, Tensor]
-    slices: bool
-    heads: tuple[str, int] = ("", 1)
-
-
-def make_trial(
-    consumer: str, reached: Mapping[str, Tensor], columns: Tensor, slices: bool, heads: tuple[str, int] = ("", 1)
-) -> Trial:
-    """Return a trial that removes columns and the rows that reach these columns and no others.
-
-    :param reached: per producer, whether a row reaches a column of the consumer, shape [rows, columns], bool
-    """
-    gone = torch.zeros(next(iter(reached.values())).shape[1], dtype=torch.bool)
-    gone[columns] = True
-    rows = {name: (each.any(1) & ~each[:, ~gone].any(1)).nonzero().flatten() for name, each in reached.items()}
-    return Trial(consumer, columns, rows, slices, heads)
+from struprune_plugin.model.structure.tiny import describe_difference
 
 
 @torch.no_grad()
-def find_flaw(layers: Sequence[nn.Module], trial: Trial, run: Callable[[], Tensor]) -> str:
-    """Return why the units of one module are not removable; empty where they are.
+def find_flaw(
+    layers: Sequence[nn.Module],
+    consumer: str,
+    reached: Mapping[str, Tensor],
+    gone: Tensor,
+    run: Callable[[], Tensor],
+    heads: tuple[str, int] | None = None,
+    slices: bool = True,
+) -> str:
+    """Return why units of one module are not removable, about a third of them; empty where they are.
+
+    With a column go the rows that reach columns that go, and no others.
 
     :param layers: layers that have the module
+    :param consumer: the linear that loses columns
+    :param reached: by producer, whether a row reaches a column of the consumer, shape [rows, columns], bool
+    :param gone: whether a column goes, shape [columns], bool
     :param run: returns the model's logits
+    :param heads: where the columns are those of the first value head: the attention module, and its number of value heads
+    :param slices: whether the module is also run with sliced linears
     """
-    with _change(layers, trial, zero_rows=False):
+    rows = {name: each.any(1) & ~each[:, ~gone].any(1) for name, each in reached.items()}
+    with _change(layers, [consumer, *rows, *([heads[0]] if heads else [])]):
+        for layer in layers:
+            _view(layer.get_submodule(consumer))[:, gone] = 0
         wanted = run()
-    with _change(layers, trial, zero_rows=True):
-        problem = _compare(run(), wanted, "other modules read its rows, too")
-    if problem or not trial.slices:
-        return problem
-    try:
-        with _slice(layers, trial):
-            return _compare(run(), wanted, "removing its rows changes more than zeros in their place do")
-    except Exception as error:  # any error of a module that relies on its width
-        return f"the module does not run at another width ({type(error).__name__})"
+        for layer in layers:
+            for name, lost in rows.items():
+                linear: Any = layer.get_submodule(name)
+                _view(linear)[lost] = 0
+                if linear.bias is not None:
+                    linear.bias.data[lost] = 0
+        if describe_difference(run(), wanted):
+            return "other modules read its rows, too"
+        if not slices:
+            return ""
+        try:
+            for layer in layers:
+                _slice(layer.get_submodule(consumer), columns=~gone)
+                for name, lost in rows.items():
+                    _slice(layer.get_submodule(name), rows=~lost)
+                if heads:
+                    _lower_counts(layer.get_submodule(heads[0]), heads[1])
+            is_same = not describe_difference(run(), wanted)
+            return "" if is_same else "removing its rows changes more than zeros in their place do"
+        except Exception as error:  # any error of a module that relies on its width
+            return f"the module does not run at another width ({type(error).__name__})"
 
 
 @torch.no_grad()
@@ -82,23 +79,18 @@ def mixes(
     :param rows: rows that produce them, as :func:`~struprune_plugin.model.structure.units.list_channel_rows` returns them
     :param matrix: shape [width, width]
     """
-    wanted, columns = run(), torch.arange(_view(layers[0].get_submodule(consumer)).shape[1]).view(-1, len(matrix))
-    with _keep(layers, [consumer, *dict.fromkeys(name for name, *_ in rows)]):
+    wanted = run()
+    with _change(layers, [consumer, *dict.fromkeys(name for name, *_ in rows)]):
         for layer in layers:
-            weight = _view(layer.get_submodule(consumer))
-            for head in columns:
-                weight[:, head] = weight[:, head] @ matrix.mT
+            weight = _view(layer.get_submodule(consumer)).unflatten(1, (-1, len(matrix)))
+            weight.copy_(weight @ matrix.mT)
             for name, _, heads in rows:
                 linear: Any = layer.get_submodule(name)
                 for head in heads:
                     _view(linear)[head] = matrix @ _view(linear)[head]
                     if linear.bias is not None:
                         linear.bias.data[head] = matrix @ linear.bias.data[head]
-        return not _compare(run(), wanted, "differs")
-
-
-def _compare(given: Tensor, wanted: Tensor, problem: str) -> str:
-    return "" if float((given - wanted).abs().max()) <= _CLOSE * float(wanted.abs().max()) else problem
+        return not describe_difference(run(), wanted)
 
 
 def _view(linear: Any) -> Tensor:
@@ -107,67 +99,30 @@ def _view(linear: Any) -> Tensor:
 
 
 @contextmanager
-def _change(layers: Sequence[nn.Module], trial: Trial, zero_rows: bool) -> Iterator[None]:
-    """Set a consumer's columns to zero, and the producers' rows where ``zero_rows``."""
-    with _keep(layers, (trial.consumer, *trial.rows)):
-        for layer in layers:
-            _view(layer.get_submodule(trial.consumer))[:, trial.columns] = 0
-            for name, rows in trial.rows.items() if zero_rows else ():
-                linear: Any = layer.get_submodule(name)
-                _view(linear)[rows] = 0
-                if linear.bias is not None:
-                    linear.bias.data[rows] = 0
-        yield
-
-
-@contextmanager
-def _keep(layers: Sequence[nn.Module], names: Sequence[str]) -> Iterator[None]:
-    """Restore the present weights of linears on exit."""
-    linears: list[Any] = [layer.get_submodule(name) for layer in layers for name in names]
-    before = [{name: p.data.clone() for name, p in linear.named_parameters(recurse=False)} for linear in linears]
+def _change(layers: Sequence[nn.Module], names: Sequence[str]) -> Iterator[None]:
+    """Give modules copies of their parameters during the block, and everything as it was afterwards."""
+    modules = [layer.get_submodule(name) for layer in layers for name in names]
+    before = [{**vars(module), "_parameters": module._parameters} for module in modules]
     try:
+        for module in modules:
+            copies = {name: p if p is None else nn.Parameter(p.clone()) for name, p in module._parameters.items()}
+            module._parameters = copies
         yield
     finally:
-        for linear, old in zip(linears, before, strict=True):
-            for name, value in old.items():
-                getattr(linear, name).data = value
+        for module, old in zip(modules, before, strict=True):
+            vars(module).update(old)
 
 
-@contextmanager
-def _slice(layers: Sequence[nn.Module], trial: Trial) -> Iterator[None]:
-    """Remove columns from the consumer and rows from the producers inside the block."""
-    changes: list[tuple[Any, dict[str, Any]]] = []
-    for layer in layers:
-        for name in (trial.consumer, *trial.rows):
-            linear: Any = layer.get_submodule(name)
-            weight, bias = _view(linear), linear.bias
-            if name == trial.consumer:
-                weight = weight[:, _list_rest(trial.columns, weight.shape[1])]
-            else:
-                rest = _list_rest(trial.rows[name], weight.shape[0])
-                weight, bias = weight[rest], None if bias is None else nn.Parameter(bias.data[rest])
-            old = {
-                key: getattr(linear, key) for key in ("weight", "bias", "nf", "out_features") if hasattr(linear, key)
-            }
-            changes.append((linear, old))
-            linear.weight = nn.Parameter(weight if isinstance(linear, nn.Linear) else weight.mT.contiguous())
-            linear.bias = bias
-            linear.nf = linear.out_features = len(weight)
-        name, blocks = trial.heads
-        module: Any = layer.get_submodule(name)
-        counts = {key: getattr(module, key) for key in HEAD_COUNTS if blocks > 1 and hasattr(module, key)}
-        changes.append((module, counts))
-        for key, count in counts.items():
-            setattr(module, key, count * (blocks - 1) // blocks)
-    try:
-        yield
-    finally:
-        for linear, old in changes:
-            for key, value in old.items():
-                setattr(linear, key, value)
+def _slice(linear: Any, rows: Tensor | slice = slice(None), columns: Tensor | slice = slice(None)) -> None:
+    weight = _view(linear)[rows][:, columns]
+    linear.weight = nn.Parameter(weight if isinstance(linear, nn.Linear) else weight.mT.contiguous())
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias[rows])
+    setattr(linear, "out_features" if isinstance(linear, nn.Linear) else "nf", len(weight))
 
 
-def _list_rest(gone: Tensor, count: int) -> Tensor:
-    rest = torch.ones(count, dtype=torch.bool)
-    rest[gone] = False
-    return rest.nonzero().flatten()
+def _lower_counts(attention: Any, blocks: int) -> None:
+    """Lower the numbers of heads that a module stores by those of one of its value heads."""
+    for name in HEAD_COUNTS:
+        if hasattr(attention, name):
+            setattr(attention, name, getattr(attention, name) * (blocks - 1) // blocks)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
 from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.units.group import UnitGroup, UnitKind, count_unit_parameters
-from struprune_plugin.model.units.kinds import EXPERT, FFN, HEAD, VALUE
+from struprune_plugin.model.units.kinds import EXPERT, FFN, HEAD, VALUE, describe_groups, describe_heads
 
 AttentionUnit = Literal["head", "value_channels", "none"]
 ATTENTION_UNITS: dict[str, tuple[UnitKind, ...]] = {"head": (HEAD,), "value_channels": (VALUE,), "none": ()}
@@ -44,17 +44,15 @@ def find_groups(
     :param prune_experts: whether channels of experts are pruned; the experts have been split
     :raises ValueError: unsupported architecture; a target or the whole choice matches nothing
     """
-    groups = []
-    layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
+    groups = list[UnitGroup]()
     kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn else []), *([EXPERT] if prune_experts else [])]
+    layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
     for index, ((layer, layout), (name, _)) in enumerate(layers):
         costs: dict[str, int] = {}  # per unit: experts of a layer are alike
-        found = [group for kind in kinds for group in kind.describe(layout, layer)]
-        for group in sort_groups(found):
+        for group in sort_groups([group for kind in kinds for group in describe_groups(kind, layout, layer)]):
             key = group.experts or group.consumer
             cost = costs[key] = costs.get(key) or count_unit_parameters(layer, group)
-            full = f"{name}.{group.consumer}"
-            groups.append(replace(group, name=full, layer_index=index, layer_name=name, unit_cost=cost))
+            groups.append(replace(group, layer_index=index, layer_name=name, unit_cost=cost))
     for field, target in (*(("targets", name) for name in targets), *(("ignore", name) for name in ignore)):
         if groups and not any(match_name(group.name, target) for group in groups):
             raise ValueError(
@@ -90,7 +88,7 @@ def list_head_weights(layer: nn.Module, layout: LayerLayout) -> list[Tensor]:
 
     Under grouped-query attention a head is a KV head with its query heads.
     """
-    (group,) = HEAD.describe(layout, layer)
+    group = describe_heads(layout, layer)
     parts = []
     for name in group.producers:
         weight, owners = find_linear(layer, name).weight.detach(), group.find_row_owners(name)

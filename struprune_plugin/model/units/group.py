@@ -1,48 +1,33 @@
-"""Group of coupled units, and the interface of a kind of units."""
+"""Group of coupled units, and the kinds of units."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.structure.layout import Join, LayerLayout, Part, Producers, Rows
+from struprune_plugin.model.structure.layout import Join, Part, Producers, Rows
 
 
-class UnitKind(ABC):
-    """Kind of units; a new kind is a new subclass.
+@dataclass(frozen=True)
+class UnitKind:
+    """Kind of units.
 
-    :cvar name: name in recipes and manifests
-    :cvar is_ffn: whether units belong to the FFN, else to attention; groups of one module kind are allocated together
-    :cvar solve_copies: number of float64 Gram matrices alive at the same time in the worst solve, float32 ones counted half
+    :param name: name in recipes and manifests
+    :param parts: parts of producers whose rows belong to units; rows of other parts are never removed
+    :param is_ffn: whether units belong to the FFN, else to attention; groups of one module kind are allocated together
+    :param splits_heads: whether a unit is a channel of a head, else a whole head or an FFN channel
+    :param solve_copies: number of float64 Gram matrices alive at the same time in the worst solve, float32 ones counted half
     """
 
-    name: ClassVar[str]
-    is_ffn: ClassVar[bool] = False
-    solve_copies: ClassVar[int] = 7
-
-    @abstractmethod
-    def describe(self, layout: LayerLayout, layer: nn.Module) -> Iterable[UnitGroup]:
-        """Yield the groups of a layer, without the layer's position in the model."""
-
-    @abstractmethod
-    def find_owners(self, group: UnitGroup, part: Part) -> Tensor:
-        """Return the unit that every row of one part of a producer belongs to, -1 for rows that are never removed.
-
-        :return: shape [heads, rows of one head], or [1, rows] for the FFN
-        """
-
-    def resize_rows(self, group: UnitGroup, num_units: int) -> Mapping[Part, int]:
-        """Return the number of rows per part of a head when the group has another number of units."""
-        return group.part_rows
-
-    def update_counts(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:  # noqa: B027 - the FFN has none
-        """Update the attention module's attributes to the number of units that its linears now hold."""
+    name: str
+    parts: tuple[Part, ...]
+    is_ffn: bool = False
+    splits_heads: bool = False
+    solve_copies: int = 7
 
 
 @dataclass(frozen=True)
@@ -58,17 +43,14 @@ class UnitGroup:
     :param producers: linears that lose rows, each with the parts of its rows in order
     :param consumer: the linear that loses columns
     :param join: how the consumer's output joins the residual stream
-    :param name: full name of the consuming linear, used by targets in recipes and in messages
+    :param num_units: number of present units
+    :param part_rows: number of rows per part: of one value head and the query heads that share it, or of one FFN channel
     :param layer_index: position of the decoder layer
     :param layer_name: full name of the decoder layer
-    :param num_units: number of present units
     :param unit_cost: parameters that removing one unit frees
     :param num_blocks: number of equal runs of units that each keep the same number: the value heads for value channels, else 1
     :param columns_per_unit: number of the consumer's input columns per unit
-    :param repeats: for value channels, number of query heads that share one value head; else 1
-    :param heads_per_block: number of query heads that share one value head
-    :param part_rows: number of rows per part, for one value head and the query heads that share it; empty for the FFN
-    :param repeated: producers whose rows are ordered head by head, block by block or channel by channel, not part by part
+    :param repeated: producers whose rows are ordered head by head, or by value heads or FFN channels (``block``), not part by part
     :param rotates: whether the units of a block may be rotated into each other first
     :param attention: name of the attention module; empty for the FFN
     :param experts: name of the list of experts that contains the module; empty elsewhere
@@ -80,22 +62,24 @@ class UnitGroup:
     producers: Producers
     consumer: str
     join: Join
-    name: str = ""
+    num_units: int
+    part_rows: Mapping[Part, int]
     layer_index: int = 0
     layer_name: str = ""
-    num_units: int = 0
     unit_cost: int = 0
     num_blocks: int = 1
     columns_per_unit: int = 1
-    repeats: int = 1
-    heads_per_block: int = 1
-    part_rows: Mapping[Part, int] = field(default_factory=dict)
     repeated: Mapping[str, Rows] = field(default_factory=dict)
     rotates: bool = False
     attention: str = ""
     experts: str = ""
     tie: str = ""
     query_key: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Full name of the consuming linear, used by targets in recipes and in messages."""
+        return f"{self.layer_name}.{self.consumer}"
 
     @property
     def kind(self) -> str:
@@ -115,18 +99,35 @@ class UnitGroup:
         return self.num_units * self.columns_per_unit
 
     @property
+    def repeats(self) -> int:
+        """For value channels, number of query heads that share one value head; else 1."""
+        return self.columns_per_unit if self.unit.splits_heads else 1
+
+    @property
+    def heads_per_block(self) -> int:
+        """Number of query heads of attention that share one value head."""
+        return self.part_rows["gate"] // self.part_rows["value"]
+
+    @property
     def expert_index(self) -> int:
         """Index of the expert that a group belongs to."""
         return int(self.consumer.removeprefix(f"{self.experts}.").partition(".")[0])
 
     def find_row_owners(self, producer: str) -> Tensor:
         """Return the unit that every row of a producing linear belongs to, -1 for rows that are never removed, shape [rows]."""
-        owners = [self.unit.find_owners(self, part) for part in self.producers[producer]]
-        repeated = self.repeated.get(producer, "")
-        if repeated:
-            per_block = {"block": 1, "head": self.heads_per_block, "channel": owners[0].shape[1]}[repeated]
-            return torch.cat([owner.reshape(len(owner) * per_block, -1) for owner in owners], 1).flatten()
-        return torch.cat([owner.flatten() for owner in owners])
+        blocks = self.num_blocks if self.unit.splits_heads else self.num_units
+        units = torch.arange(self.num_units).view(blocks, self.num_units // blocks if blocks else 1)
+        owners = [
+            units.repeat(1, self.part_rows[part] // units.shape[1])
+            if part in self.unit.parts
+            else units.new_full((blocks, self.part_rows[part]), -1)
+            for part in self.producers[producer]
+        ]
+        order = self.repeated.get(producer)
+        if not order:
+            return torch.cat([owner.flatten() for owner in owners])
+        runs = blocks * (self.heads_per_block if order == "head" else 1)
+        return torch.cat([owner.reshape(runs, -1) for owner in owners], 1).flatten()
 
     def count_rows(self, producer: str) -> int:
         """Return the number of rows of a producing linear per unit."""
@@ -141,7 +142,10 @@ class UnitGroup:
 
     def resize(self, num_units: int) -> UnitGroup:
         """Return the description of the same module with another number of units, the same in every block."""
-        return replace(self, num_units=num_units, part_rows=self.unit.resize_rows(self, num_units))
+        rows = dict(self.part_rows)
+        for part in self.unit.parts if self.unit.splits_heads else ():
+            rows[part] = rows[part] * num_units // self.num_units
+        return replace(self, num_units=num_units, part_rows=rows)
 
     def to_unit_order(self, columns: Tensor) -> Tensor:
         """Return consumer columns (the last dimension) reordered from the module's order to unit order."""

@@ -186,11 +186,6 @@ def test_only_linears_of_decoder_layers_may_differ():
         convert.adopt_config(model)
 
 
-def test_padding_must_speak_of_the_linear_s_size():
-    with pytest.raises(ValueError, match="pad: must keep the 6 channels of 0, got"):
-        any_class.adopt_padding(nn.Sequential(nn.Linear(4, 6)), "0", {"pad": {"blocks": 2, "segments": [[2, 2, 3]]}})
-
-
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()

@@ -13,7 +13,7 @@ from struprune_plugin.model.units.group import UnitGroup
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch):
-    monkeypatch.setattr(rehearsal, "_PASSED", set())
+    monkeypatch.setattr("struprune_plugin.model.structure.tiny._PROVED", {})
 
 
 def build(model_type, **fields):
@@ -56,7 +56,7 @@ def test_layers_that_do_not_run_in_order_are_refused():
 def test_experts_that_fail_stay_whole_and_what_is_wrong_without_them_is_refused(monkeypatch):
     model = build("mixtral", num_hidden_layers=2)
     assert rehearsal.rehearse_with_experts(model, "value_channels", True)
-    monkeypatch.setattr(rehearsal, "_PASSED", set())
+    monkeypatch.setattr("struprune_plugin.model.structure.tiny._PROVED", {})
 
     def fail(_model):
         raise RuntimeError("another order")

@@ -20,7 +20,7 @@ def spell(**changes: Any) -> dict[str, Any]:
 
 
 DEFAULT = Row()  # whatever the modifier's defaults are
-OURS = "StruPrune, default"
+OURS = "StruPrune"
 FASP = Row(peer="eval.peers.fasp:prune_fasp")
 SLICEGPT = Row(peer="eval.peers.slicegpt:prune_slicegpt")
 PEERS: dict[str, Row] = {

@@ -19,8 +19,8 @@ _CHECKPOINT = "folder for finished layers; after an interruption, the same comma
 
 def prune(
     model: opt.Model,
-    recipe: opt.RecipeName,
     output: Annotated[Path, opt.option("--output", "folder to write; it appears when it is complete", "OUT")],
+    recipe: opt.RecipeName = "struprune",
     seed: opt.Seed = 0,
     dtype: opt.Dtype = "auto",
     trust_remote_code: opt.TrustRemoteCode = False,

@@ -1,1 +1,1 @@
-"""Model card, tables, HTML report and plots, from the manifest."""
+"""Model card, tables and HTML report, from the manifest."""

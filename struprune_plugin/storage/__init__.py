@@ -1,1 +1,1 @@
-"""Files on disk: manifest, output folder, digests, resume store, source checkpoint."""
+"""Files on disk: manifest, output folder, resume store, source checkpoint."""

@@ -1,1 +1,1 @@
-"""Studies of pruning runs: plan, probe, sweep."""
+"""Studies of pruning runs: plan, scores, sweep."""

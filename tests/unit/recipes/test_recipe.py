@@ -11,6 +11,7 @@ import pytest
 import yaml
 from helpers.models import ROOT
 
+from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.recipes.shipped import describe_recipe, list_recipes
@@ -53,6 +54,7 @@ def modifier(**fields):
             "x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n",
             "'PruneModifier' is not a modifier .* Did you mean StruPruneModifier",
         ),
+        ("x_stage:\n  x_modifiers: {RecoveryModifier: {}}\n", "`RecoveryModifier` is gone. Use LoRARecoveryModifier"),
         (modifier(sparsity=0.3, sparsty=0.2), "sparsty is not a field of StruPruneModifier. Did you mean sparsity"),
         (modifier(sparsity=1.0), r"sparsity must be in \[0, 1\), got 1.0"),
         (modifier(sparsity=-0.1), r"sparsity must be in \[0, 1\), got -0.1"),
@@ -108,6 +110,11 @@ def test_load_recipe_sets_a_method_s_own_field():
     assert (alone.allocation.rule, alone.allocation.temperature) == ("softmax_inverse", 2.0)
     (alone,) = load_recipe("struprune", {"allocation.samples": 3, "sensitivity.samples": 2}).modifiers
     assert (alone.allocation.samples, alone.sensitivity.samples) == (3, 2)
+
+
+def test_changes_are_for_recipes_that_are_not_modifiers():
+    with pytest.raises(ValueError, match="changes: must be left out for modifiers, got sparsity"):
+        load_recipe(StruPruneModifier(sparsity=0.3), {"sparsity": 0.1})
 
 
 def test_load_recipe_sets_a_bare_field_in_every_modifier_that_has_it():

@@ -8,13 +8,14 @@ from llmcompressor.core import State
 from pydantic import Field, model_validator
 
 from struprune_plugin.modifiers.checks import list_modifiers, split_modifiers
-from struprune_plugin.modifiers.fields import GROUP_FIELDS, AllocationField, StructuredModifier
+from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
 from struprune_plugin.storage.files import shorten_value
 
-_BUDGET = ("sparsity", "budget")
-_DECIDED = ("allocation", "sensitivity")
-_SHARED = (*GROUP_FIELDS, "importance", "rotate_values")
+_BUDGET = {"sparsity", "budget"}
+_DECIDED = {"allocation", "sensitivity"}
+_GROUPS = {"targets", "ignore", "attention_unit", "prune_ffn", "experts", "width_multiple"}
+_SHARED = _GROUPS | {"importance", "rotate_values"}
 
 
 class SparsityAllocatorModifier(StructuredModifier):
@@ -57,15 +58,22 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         pruning = self._find_pruning()
-        for name in (*_BUDGET, *_SHARED):
-            if name in _SHARED or getattr(pruning, name) is not None:
-                self._check_same(pruning, name, "Give both stages the same value.")
+        given = {name for name in _BUDGET if getattr(pruning, name) is not None} | (_DECIDED & pruning.model_fields_set)
+        shared = _SHARED | given
         if self.weight_update.solves != pruning.weight_update.solves:  # ADMM starts from and closes with least squares
-            self._check_same(pruning, "weight_update", "Give both stages the same value.")
-        for name in _DECIDED:
-            if name in pruning.model_fields_set:
-                self._check_same(pruning, name, "The stage sets it: remove it here.")
-        for name in (*_BUDGET, *_DECIDED):
+            shared.add("weight_update")
+        mine, theirs = self.dump_fields(), pruning.dump_fields()
+        for name in (name for name in mine if name in shared and mine[name] != theirs[name]):
+            remedy = "The stage sets it: remove it here." if name in _DECIDED else "Give both stages the same value."
+            place, wanted, found = name, mine[name], theirs[name]
+            if isinstance(wanted, dict) and isinstance(found, dict):
+                key = next(key for key in {**found, **wanted} if found.get(key) != wanted.get(key))
+                place, wanted, found = f"{name}.{key}", wanted.get(key), found.get(key)
+            raise ValueError(
+                f"StruPruneModifier: {place} must be {shorten_value(wanted)} as in the {type(self).__name__} stage before, got "
+                f"{shorten_value(found)}. {remedy}"
+            )
+        for name in _BUDGET | _DECIDED:
             setattr(pruning, name, getattr(self, name))
         return True
 
@@ -83,18 +91,3 @@ class SparsityAllocatorModifier(StructuredModifier):
                 "Add or reorder the stages."
             )
         return pruning
-
-    def _check_same(self, pruning: StruPruneModifier, name: str, remedy: str) -> None:
-        """Raise if a field of the pruning stage differs from this stage's.
-
-        :raises ValueError: in that case
-        """
-        if getattr(pruning, name) != getattr(self, name):
-            mine, theirs = (modifier.dump_fields()[name] for modifier in (pruning, self))
-            if isinstance(mine, dict) and isinstance(theirs, dict):
-                key = next(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
-                name, mine, theirs = f"{name}.{key}", mine.get(key), theirs.get(key)
-            raise ValueError(
-                f"StruPruneModifier: {name} must be {shorten_value(theirs)} as in the {type(self).__name__} stage before, got "
-                f"{shorten_value(mine)}. {remedy}"
-            )

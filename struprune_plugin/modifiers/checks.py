@@ -1,4 +1,4 @@
-"""Checks before calibration starts."""
+"""Refusals before any work: of the recipe, the model and the calibration data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
 from loguru import logger
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.export.any_class import build_dense
@@ -25,7 +25,7 @@ from struprune_plugin.model.structure.locate import find_stock, make_dense_confi
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.runtime.distributed import count_ranks, gather
+from struprune_plugin.runtime.distributed import gather
 
 _FEW = 0.5  # share of distinct sequences below which a warning is logged
 _FINAL = {  # modifiers that need the final weights -> their name in messages
@@ -48,11 +48,15 @@ def split_modifiers(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]
     return modifiers[:place], modifiers[place + 1 :]
 
 
-def check_order(modifier: Modifier, before: Sequence[Modifier]) -> None:
-    """Raise if a modifier that needs the final weights precedes ``modifier``, which changes them.
+def check_stage(
+    modifier: Modifier, model: PreTrainedModel, before: Sequence[Modifier], later: Sequence[Modifier]
+) -> None:
+    """Raise if a stage, which changes the weights, cannot stand where it does in the recipe, or cannot run on the model.
 
     :param before: modifiers before it in the recipe
-    :raises ValueError: a quantiser, its smoothing, or a sparsity modifier (whose zeros would be lost) comes first
+    :param later: modifiers behind it
+    :raises ValueError: a quantiser, its smoothing, or a sparsity modifier (whose zeros would be lost) comes first; targets of one
+        behind match nothing, so that llm-compressor would leave the model unchanged; as :func:`check_weights`
     """
     for other in before:
         for kind, name in _FINAL.items():
@@ -61,37 +65,27 @@ def check_order(modifier: Modifier, before: Sequence[Modifier]) -> None:
                     f"recipe: {type(modifier).__name__} must come before every {name}, got {type(other).__name__} first. "
                     f"Move the stage of {type(modifier).__name__} up."
                 )
-
-
-def check_targets(model: nn.Module, modifiers: Sequence[Modifier]) -> None:
-    """Raise if targets of quantisers or sparsity modifiers match nothing: llm-compressor would leave the model unchanged.
-
-    :raises ValueError: a target matches no module, or the ignore list excludes all targets
-    """
-    for modifier in modifiers:
-        if isinstance(modifier, QuantizationMixin):
-            groups = [(scheme.targets, modifier.ignore) for scheme in modifier.resolved_config.config_groups.values()]
-        elif isinstance(modifier, SparsityModifierBase):
-            targets = modifier.targets
-            groups = [([targets] if isinstance(targets, str) else targets, [])]  # its ignore list applies inside these
-        else:
-            continue
+    modules = list(model.named_modules())
+    for other in later:
+        groups: list[tuple[Any, list[str]]] = []
+        if isinstance(other, QuantizationMixin):
+            groups = [(scheme.targets, other.ignore) for scheme in other.resolved_config.config_groups.values()]
+        elif isinstance(other, SparsityModifierBase):  # its ignore list applies inside the targets
+            groups = [([other.targets] if isinstance(other.targets, str) else other.targets, [])]
+        who = type(other).__name__
         for targets, ignore in groups:
-            _check_group_targets(model, type(modifier).__name__, targets, ignore)
-
-
-def _check_group_targets(model: nn.Module, who: str, targets: Sequence[str], ignore: Sequence[str]) -> None:
-    for target in targets:
-        if not any(is_match(name, module, [target]) for name, module in model.named_modules()):
-            raise ValueError(
-                f"{who}: {target!r} in targets matches no module of the model. Give a full name, a class such as Linear, or "
-                "re:<pattern>."
-            )
-    if targets and not any(is_match(name, module, targets, ignore) for name, module in model.named_modules()):
-        raise ValueError(
-            f"{who}: ignore must leave at least one module of targets, got {list(ignore)}, which matches all of "
-            f"{list(targets)}. Remove entries of ignore."
-        )
+            for target in targets:
+                if not any(is_match(name, module, [target]) for name, module in modules):
+                    raise ValueError(
+                        f"{who}: {target!r} in targets matches no module of the model. Give a full name, a class such as "
+                        "Linear, or re:<pattern>."
+                    )
+            if targets and not any(is_match(name, module, targets, ignore) for name, module in modules):
+                raise ValueError(
+                    f"{who}: ignore must leave at least one module of targets, got {list(ignore)}, which matches all of "
+                    f"{list(targets)}. Remove entries of ignore."
+                )
+    check_weights(model)
 
 
 def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modifier], heads_differ: bool) -> None:
@@ -169,67 +163,63 @@ def check_layers(model: PreTrainedModel) -> None:
         )
 
 
+def read_rows(batches: Iterable | None) -> list[tuple[Tensor, Tensor]]:
+    """Return the token ids of every calibration sequence, padding included, and the mask of those that count, shape [S] each.
+
+    :raises ValueError: there are no data
+    """
+    if batches is None:
+        raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
+    rows: list[tuple[Tensor, Tensor]] = []
+    for batch in batches:
+        ids, mask = batch["input_ids"].cpu().to(torch.int64), batch.get("attention_mask")
+        rows += zip(ids, torch.ones_like(ids).bool() if mask is None else mask.cpu().bool(), strict=True)
+    return rows
+
+
 def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_needed: int, where: str) -> tuple[int, int]:
     """Return (sequences, tokens) of the calibration data over all processes, without padding; warn if the data vary little.
+
+    The number of distinct tokens of natural text grows with at least the square root of its length (Heaps' law).
 
     :param num_needed: tokens in distinct sequences that the largest solve needs
     :param where: module of that solve, for messages
     :raises ValueError: no data, too few tokens, the same data in several processes, or as :func:`check_sequences`
     """
-    if loader is None:
-        raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
-    num_sequences = num_tokens = longest = distinct_tokens = largest = 0
-    digest, seen, vocabulary = hashlib.sha256(), set[bytes](), torch.zeros(0, dtype=torch.int64)
-    for batch in loader:
-        ids = batch["input_ids"].cpu().to(torch.int64)
-        mask = torch.ones_like(ids) if batch.get("attention_mask") is None else batch["attention_mask"].cpu()
-        longest = max(longest, ids.shape[-1])
-        num_sequences += len(ids)
-        num_tokens += int(mask.sum())
-        largest = max(largest, int(ids.max()))
-        vocabulary = torch.unique(torch.cat([vocabulary, ids[mask.bool()]]))
-        for row, kept in zip(ids, mask.bool(), strict=True):
-            content = hashlib.sha256(row[kept].numpy().tobytes()).digest()
-            distinct_tokens += 0 if content in seen else int(kept.sum())
-            seen.add(content)
-        if count_ranks() > 1:
-            digest.update(ids.numpy().tobytes())
-    counts = gather((num_sequences, num_tokens, longest, len(seen), distinct_tokens, len(vocabulary), largest))
-    num_sequences, num_tokens, num_distinct, distinct_tokens = (sum(row[i] for row in counts) for i in (0, 1, 3, 4))
-    longest, largest = max(row[2] for row in counts), max(row[6] for row in counts)
-    if len(set(gather(digest.digest()))) < count_ranks():
+    rows = read_rows(loader)
+    texts = [ids[kept] for ids, kept in rows]
+    words = {word for text in texts for word in text.tolist()}
+    own = (
+        len(words),
+        max((len(ids) for ids, _ in rows), default=0),
+        max((int(ids.max()) for ids, _ in rows), default=0),
+    )
+    num_words, longest, largest = map(max, zip(*gather(own), strict=True))
+    parts = gather([(hashlib.sha256(text.numpy().tobytes()).digest(), len(text)) for text in texts])
+    if any(part in parts[:rank] for rank, part in enumerate(parts)):
         raise ValueError(
-            f"dataset: each of the {count_ranks()} processes must have different samples, got the same in several. Use "
+            f"dataset: each of the {len(parts)} processes must have different samples, got the same in several. Use "
             "struprune_plugin.oneshot, which distributes them, or pass each process a loader of its part."
         )
     check_sequences(model, longest, largest)
+    sequences = [row for part in parts for row in part]
+    num_sequences, num_tokens = len(sequences), sum(length for _, length in sequences)
+    num_distinct, distinct_tokens = len(set(sequences)), sum(length for _, length in set(sequences))
     if distinct_tokens < num_needed:
-        among = (
-            ""
-            if num_distinct == num_sequences
-            else f" ({num_distinct} distinct sequences with {distinct_tokens} tokens)"
-        )
+        told = f"{num_tokens} in {num_sequences} sequences"
+        if several := num_distinct < num_sequences:
+            told += f" ({num_distinct} distinct sequences with {distinct_tokens} tokens)"
         raise ValueError(
             f"{where}: the solve must have at least {num_needed} calibration tokens (one per input and one for the bias), "
-            f"got {num_tokens} in {num_sequences} sequences{among}. Use more or longer calibration samples"
-            f"{', and different ones' if among else ''}."
+            f"got {told}. Use more or longer calibration samples{', and different ones' if several else ''}."
         )
-    _warn_of_sameness(num_sequences, num_distinct, num_tokens, max(row[5] for row in counts))
-    return num_sequences, num_tokens
-
-
-def _warn_of_sameness(num_sequences: int, num_distinct: int, num_tokens: int, num_words: int) -> None:
-    """Warn if calibration data hold few distinct sequences or tokens, so that their statistics do not fit other text.
-
-    The number of distinct tokens of natural text grows with at least the square root of its length (Heaps' law).
-    """
-    few_words = num_words < min(math.sqrt(num_tokens), 256)
-    if few_words or num_distinct < _FEW * num_sequences:
+    if num_words < min(math.sqrt(num_tokens), 256) or num_distinct < _FEW * num_sequences:
         logger.warning(
             f"dataset: calibration text should vary, got {num_words:,} distinct tokens among {num_tokens:,} "
             f"({num_words / num_tokens:.2%}) and {num_distinct:,} distinct sequences among {num_sequences:,} "
             f"({num_distinct / num_sequences:.0%}). The weights are fitted to this text. Use more varied text."
         )
+    return num_sequences, num_tokens
 
 
 def check_sequences(model: PreTrainedModel, longest: int, largest_token: int) -> None:
@@ -251,25 +241,6 @@ def check_sequences(model: PreTrainedModel, longest: int, largest_token: int) ->
             f"dataset: token ids must be below {size}, the model's number of embeddings, got {largest_token}. Use the model's "
             "own tokenizer."
         )
-
-
-def check_effects(modifier: Any, groups: Sequence[UnitGroup]) -> None:
-    """Raise if a field of a structured modifier covers none of the chosen modules.
-
-    :raises ValueError: in that case
-    """
-    update, ffns = modifier.weight_update, [group for group in groups if group.unit.is_ffn]
-    for field, is_used in (
-        (f"width_multiple: {modifier.width_multiple}", modifier.width_multiple in ("auto", 1) or ffns),
-        (
-            f"weight_update: {update.method}",
-            not update.refines or any(map(update.can_refine, groups)),
-        ),
-    ):
-        if not is_used:
-            raise ValueError(
-                f"`{field}` has no effect on the chosen modules, none of which it covers. Remove it, or prune other modules."
-            )
 
 
 def select_uniform(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -302,7 +273,9 @@ def check_uniform(
             "needs values as wide as queries and keys, as stock classes do, got `attention_unit: value_channels`. Set "
             "`attention_unit: head` or `attention_unit: none`"
         )
-    elif _is_transposed(model) and any(isinstance(other, QuantizationMixin) for other in later):
+    elif any(hasattr(module, "nf") for module in model.modules()) and any(
+        isinstance(other, QuantizationMixin) for other in later
+    ):
         problem = (
             f"gives {model.config.model_type} its stock class, whose transposed weights llm-compressor does not quantise, got a "
             "quantiser behind it. Set `output: per_layer`"
@@ -325,8 +298,3 @@ def check_uniform(
         problem = "must cover all decoder layers, and targets or ignore leave some out. Remove targets and ignore"
     if problem:
         raise ValueError(f"`output: uniform` {problem}.")
-
-
-def _is_transposed(model: PreTrainedModel) -> bool:
-    """Return whether linears of a model were Conv1D modules, as in GPT-2."""
-    return any(hasattr(module, "nf") for module in model.modules())

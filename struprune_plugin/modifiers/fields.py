@@ -1,4 +1,4 @@
-"""Recipe fields shared by both structured modifiers, and the settings that lower-level packages receive from them."""
+"""Recipe fields that both structured modifiers share, and the settings that lower-level packages receive from them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import math
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule
@@ -25,19 +18,61 @@ from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.budget_fields import BudgetConfig, split_parameters
-from struprune_plugin.modifiers.effort import EFFORTS, complete
-from struprune_plugin.modifiers.stage_modifier import StageModifier, check_patterns
+from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
-from struprune_plugin.storage.registry import Config
-
-GROUP_FIELDS = ("targets", "ignore", "attention_unit", "prune_ffn", "experts", "width_multiple")
+from struprune_plugin.storage.files import read_bytes
+from struprune_plugin.storage.registry import Config, NotGone, Patterns, refuse_gone
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
 WeightUpdateField = Annotated[SerializeAsAny[WeightUpdate], BeforeValidator(WEIGHT_UPDATES.parse)]
 AllocationField = Annotated[SerializeAsAny[AllocationRule], BeforeValidator(RULES.parse)]
+
+EFFORTS: dict[str, dict[str, Any]] = {  # values of the fields that a recipe leaves out
+    "fast": {"sensitivity": {"samples": 8}, "allocation": {"samples": 8, "trial_samples": 0}, "rotate_values": False},
+    "default": {},
+    "best": {"sensitivity": {"samples": 64}, "allocation": {"samples": 64, "trial_samples": 16}},
+}
+_RANGES: dict[str, tuple[Any, str, str]] = {  # fields of numbers: test, contract, remedy
+    "sparsity": (lambda n: 0 <= n < 1, "in [0, 1)", "Set the fraction of parameters to remove."),
+    "dampening_frac": (
+        lambda n: n >= 0 and math.isfinite(n),
+        "auto, or finite and at least 0",
+        "Remove it, or set it to 0.01.",
+    ),
+    "width_multiple": (lambda n: n >= 1, "auto, or a whole number of at least 1", "Remove it, or set it to 8."),
+}
+
+
+class BudgetConfig(Config):
+    """One limit on the size or the time of the pruned model.
+
+    :param parameters: share of parameters to remove, as ``sparsity``, which is the short form
+    :param bytes: bytes of the saved weights, embeddings included, before a quantiser: a number, or digits before kB, MB
+        or GB; met to within the rounding of widths
+    :param speedup: dense seconds over pruned seconds, by the table in ``costs``
+    :param costs: JSON file with the seconds of every module by its width, as ``python -m eval.costs`` writes it, see
+        :mod:`struprune_plugin.allocation.cost_table`
+    """
+
+    parameters: float | None = Field(default=None, ge=0, lt=1)
+    bytes: Annotated[int | None, BeforeValidator(lambda v: read_bytes(v) if isinstance(v, str) else v)] = Field(
+        default=None, ge=1
+    )
+    speedup: float | None = Field(default=None, ge=1, le=1000)
+    costs: str | None = None
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> BudgetConfig:
+        given = [name for name in ("parameters", "bytes", "speedup") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"must give one of parameters, bytes and speedup, got {', '.join(given) or 'none'}. Choose one."
+            )
+        if (self.speedup is None) != (self.costs is None):
+            raise ValueError("speedup and costs, its table, must come together, got one of them. Add the other.")
+        return self
 
 
 class Fisher(Config):
@@ -51,23 +86,6 @@ class Fisher(Config):
     samples: int = Field(default=16, ge=1)
 
 
-def _refuse_per_expert(value: Any) -> Any:
-    if value == "per_expert":
-        raise ValueError(
-            "must be same or per_layer, got per_expert: engines hold all experts of a layer in one tensor, and one width per "
-            "expert gave no better quality. Set `widths: per_layer`."
-        )
-    return value
-
-
-def _refuse_both(value: Any) -> Any:
-    if value == "both":
-        raise ValueError(
-            "`both` is gone: it never removed an expert from a real mixture. Set `experts: whole` or `experts: channels`."
-        )
-    return value
-
-
 class Experts(Config):
     """Settings for the pruning of a mixture's experts: of channels, chosen per expert, and of whole experts.
 
@@ -77,12 +95,8 @@ class Experts(Config):
         engines load the output; ``per_layer``: all experts of a layer do
     """
 
-    units: Annotated[Literal["channels", "whole"], BeforeValidator(_refuse_both)] = "channels"
-    widths: Annotated[Literal["same", "per_layer"], BeforeValidator(_refuse_per_expert)] = "same"
-
-    def place(self, group: UnitGroup) -> UnitGroup:
-        """Return a group with the configured tie; groups outside experts are returned unchanged."""
-        return replace(group, tie=group.output_name) if group.tie and self.widths == "per_layer" else group
+    units: Annotated[Literal["channels", "whole"], NotGone] = "channels"
+    widths: Annotated[Literal["same", "per_layer"], NotGone] = "same"
 
     @property
     def drops(self) -> bool:
@@ -96,12 +110,11 @@ class Experts(Config):
         return self
 
 
-_SHORT = {"fisher": {}, "channels": {}, "whole": {"units": "whole"}, "none": None}
-
-
 def _read_short_forms(value: Any) -> Any:
     """Return the settings for the short forms ``fisher``, ``channels``, ``whole`` and ``none``."""
-    return _SHORT.get(_refuse_both(value), value) if isinstance(value, str) else value
+    refuse_gone([value])
+    forms = {"fisher": {}, "channels": {}, "whole": {"units": "whole"}, "none": None}
+    return forms.get(value, value) if isinstance(value, str) else value
 
 
 class StructuredModifier(StageModifier):
@@ -138,8 +151,8 @@ class StructuredModifier(StageModifier):
 
     sparsity: float | None = None
     budget: BudgetConfig | None = None
-    targets: list[str] = Field(default_factory=lambda: ["re:.*"], min_length=1)
-    ignore: list[str] = Field(default_factory=list)
+    targets: Annotated[Patterns, Field(min_length=1)] = Field(default_factory=lambda: ["re:.*"])
+    ignore: Patterns = Field(default_factory=list)
     attention_unit: Annotated[
         Literal["head", "value_channels", "none"], BeforeValidator(lambda v: "value_channels" if v == "vo" else v)
     ] = "value_channels"
@@ -155,50 +168,38 @@ class StructuredModifier(StageModifier):
     effort: Literal[tuple(EFFORTS)] = "default"  # type: ignore[valid-type]
     offload: bool = False
 
-    @model_validator(mode="before")
+    @field_validator(*_RANGES)
     @classmethod
-    def _split_budget(cls, values: Any) -> Any:
-        return split_parameters(values)
-
-    @field_validator("targets", "ignore")
-    @classmethod
-    def _check_targets(cls, value: list[str], info: ValidationInfo) -> list[str]:
-        check_patterns(str(info.field_name), value)
+    def _check_range(cls, value: float | str | None, info: ValidationInfo) -> float | str | None:
+        allows, contract, remedy = _RANGES[str(info.field_name)]
+        if isinstance(value, (int, float)) and not allows(value):
+            raise ValueError(f"must be {contract}, got {value}. {remedy}")
         return value
 
-    @field_validator("sparsity")
-    @classmethod
-    def _check_sparsity(cls, value: float | None) -> float | None:
-        if value is not None and not 0 <= value < 1:
-            raise ValueError(f"must be in [0, 1), got {value}. Set the fraction of parameters to remove.")
-        return value
-
-    @field_validator("dampening_frac")
-    @classmethod
-    def _check_dampening(cls, value: float | str) -> float | str:
-        if not isinstance(value, str) and not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"must be auto, or finite and at least 0, got {value}. Remove it, or set it to 0.01.")
-        return value
-
-    @field_validator("width_multiple")
-    @classmethod
-    def _check_multiple(cls, value: int | str) -> int | str:
-        if not isinstance(value, str) and value < 1:
-            raise ValueError(f"must be auto, or a whole number of at least 1, got {value}. Remove it, or set it to 8.")
-        return value
+    @model_validator(mode="after")
+    def _split_budget(self) -> StructuredModifier:
+        """Move ``budget.parameters`` to ``sparsity``, its short form."""
+        if self.budget is not None:
+            if self.sparsity not in (None, self.budget.parameters):
+                raise ValueError("sparsity and budget are two budgets. Remove one of them.")
+            if self.budget.parameters is not None:
+                self.sparsity, self.budget = self.budget.parameters, None
+        return self
 
     @model_validator(mode="after")
     def _take_effort(self) -> StructuredModifier:
         """Set the fields that the recipe leaves out to the values of ``effort``, without marking them as set."""
-        effort, given = EFFORTS[self.effort], set(self.model_fields_set)
-        if effort is None:
-            return self
-        if self.sensitivity is not None and self.sensitivity_samples is not None:
-            self.sensitivity = complete(self.sensitivity, samples=effort.sensitivity_samples)
-        if self.allocation.rule == "error_curve":
-            self.allocation = complete(self.allocation, samples=effort.samples, trial_samples=effort.trial_samples)
-        if "rotate_values" not in given:
-            self.rotate_values = effort.rotate_values
+        given = set(self.model_fields_set)
+        for name, wanted in EFFORTS[self.effort].items():
+            settings = getattr(self, name)
+            if name == "sensitivity" and self.sensitivity_samples is None:
+                continue
+            if isinstance(settings, Config):
+                free = type(settings).model_fields.keys() - settings.model_fields_set
+                told = {own: value for own, value in wanted.items() if own in free}
+                setattr(self, name, settings.model_copy(update=told))
+            elif name not in given:
+                setattr(self, name, wanted)
         self.model_fields_set.intersection_update(given)
         return self
 
@@ -221,7 +222,9 @@ class StructuredModifier(StageModifier):
         groups = find_groups(
             model, self.attention_unit, self.prune_ffn, self.targets, self.ignore, self.experts is not None
         )
-        return groups if self.experts is None else [self.experts.place(group) for group in groups]
+        if self.experts is None or self.experts.widths == "same":
+            return groups
+        return [replace(group, tie=group.output_name) if group.tie else group for group in groups]
 
     def make_config(self, reconstruct: str = "local") -> PruningConfig:
         """Return the configuration that the pruning of a layer depends on."""

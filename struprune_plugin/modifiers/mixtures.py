@@ -34,7 +34,6 @@ def find_mixture(
     """
     if recipe.experts is None or not recipe.experts.drops:
         return None
-    asked = "experts: whole"
     lists: dict[str, list[UnitGroup]] = {}
     for group in groups:
         if group.experts:
@@ -56,19 +55,13 @@ def find_mixture(
     elif any(isinstance(other, REAPPruningModifier) for other in others):
         problem = "cannot be combined with REAPPruningModifier, which removes experts, too. Remove one of the two"
     if problem:
-        raise ValueError(f"`{asked}` {problem}.")
-    check_one_process(asked, "Set `experts: channels`, or run one process.")
-    routing, firsts = find_routing(model), [members[0] for members in lists.values()]
-    total = len(lists[firsts[0].output_name])
-    counts, num_groups = list_counts(model.config.get_text_config(decoder=True), total)
-    layers = {name: dict(layer.named_parameters()) for name, layer in find_decoder_layers(model)}
-    cost = sum(
-        parameter.numel()
-        for first in firsts
-        for name, parameter in layers[first.layer_name].items()
-        if name.startswith(f"{first.experts}.{first.expert_index}.")
-    )
-    return Mixture(routing, lists, list(counts), num_groups, cost)
+        raise ValueError(f"`experts: whole` {problem}.")
+    check_one_process("experts: whole", "Set `experts: channels`, or run one process.")
+    firsts = [members[0] for members in lists.values()]
+    counts, num_groups = list_counts(model.config.get_text_config(decoder=True), len(lists[firsts[0].output_name]))
+    experts = [model.get_submodule(f"{first.output_name}.{first.expert_index}") for first in firsts]
+    cost = sum(parameter.numel() for expert in experts for parameter in expert.parameters())
+    return Mixture(find_routing(model), lists, list(counts), num_groups, cost)
 
 
 def split_budget(mixture: Mixture, sizes: Sequence[GroupSize], asked: float) -> tuple[int, float]:

@@ -86,7 +86,7 @@ class Planner:
         fit, probes, judges = self._divide_batches()
         context = self.context.nest()
         measured = self._measure_curves(fit, sensitivity, context, keeps=bool(judges))
-        curves, budget = tie_statistics(setup.sizes, measured.measured), setup.make_budget(self.recipe)
+        curves, budget = tie_statistics(setup.sizes, measured.measured), setup.budget
         own = rule.decide(setup.sizes, curves, budget)
         if not judges:
             return own
@@ -138,7 +138,7 @@ class Planner:
         setup, rule, found = self.setup, self.recipe.allocation, dict[str, UnitAllocation]()
         for label, own in decided.items():
             variants = {label: own.kept}
-            for name, counts in rule.propose(setup.sizes, own, setup.make_budget(self.recipe)).items():
+            for name, counts in rule.propose(setup.sizes, own, setup.budget).items():
                 variants[name if label == rule.rule else f"{label}, {name}"] = expand_counts(setup.sizes, counts)
             for name, kept in variants.items():
                 with suppress(ValueError):
@@ -150,7 +150,7 @@ class Planner:
 
     def _add_experts(self, plan: UnitAllocation) -> UnitAllocation:
         """Return a plan of the other groups with the whole experts that stay, which keep all channels."""
-        mixture, left, groups = self.setup.mixture, self.setup.target.num_experts, self.setup.groups
+        mixture, left, groups = self.setup.mixture, self.setup.budget.num_experts, self.setup.groups
         assert mixture is not None
         if left is None:
             return replace(plan, kept={**{group.name: group.num_units for group in groups}, **plan.kept})

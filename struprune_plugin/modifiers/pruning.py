@@ -83,8 +83,7 @@ class StruPruneModifier(StructuredModifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         self._stages = split_modifiers(self)
         self._setup = self._prepare(state)
-        if self._store is not None:
-            open_store(self._store, state.model, state.data.calib)
+        open_store(self._store, state)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from llmcompressor.core import Event, State
 from llmcompressor.utils.helpers import DisableQuantization
-from pydantic import PrivateAttr, model_validator
+from pydantic import PrivateAttr
 from torch import Tensor
 
 from struprune_plugin.export.convert import wrap_save
 from struprune_plugin.layerwise.passes import enter_device_context
-from struprune_plugin.modifiers.checks import (
-    check_alone,
-    check_order,
-    check_sequences,
-    check_targets,
-    check_weights,
-    split_modifiers,
-)
+from struprune_plugin.modifiers.checks import check_alone, check_sequences, check_stage, read_rows, split_modifiers
 from struprune_plugin.modifiers.setup import open_store
-from struprune_plugin.modifiers.stage_modifier import StageModifier, check_patterns
+from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recovery.adapters import attach_adapters, match_linears, seed_random
 from struprune_plugin.recovery.recovery_config import RecoveryConfig
 from struprune_plugin.recovery.training import AdapterTraining
@@ -60,11 +52,6 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     _linears: list[str] = PrivateAttr(default_factory=list)
     _record: dict[str, Any] = PrivateAttr(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _check_adapter_targets(self) -> LoRARecoveryModifier:
-        check_patterns("adapters.targets", self.adapters.targets or [])
-        return self
-
     @property
     def record(self) -> dict[str, Any]:
         """Manifest record of the training; empty before it."""
@@ -74,16 +61,13 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         before, behind = split_modifiers(self)
-        check_order(self, before)
-        check_targets(state.model, behind)
+        check_stage(self, state.model, before, behind)
         check_one_process("LoRARecoveryModifier", "Prune with several, then train the output in one.")
-        check_weights(state.model)
-        samples, _ = read_samples(state.data.calib)
+        samples = read_samples(state.data.calib)[0]
         check_sequences(state.model, max(map(len, samples)), max(int(sample.max()) for sample in samples))
         self._split_samples(samples)
         self._linears = match_linears(state.model, self.adapters)
-        if self._store is not None:
-            open_store(self._store, state.model, state.data.calib)
+        open_store(self._store, state)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -101,7 +85,6 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             attach_adapters(model, linears, self.adapters) as parameters,
         ):
             curve = AdapterTraining(model, parameters, self, micro_size, context).run(train, held_out)
-        stages = [{"name": name, **asdict(stage)} for name, stage in context.stages.items()]
         self._record = {
             "settings": self.dump_fields(),
             "steps": len(curve.losses),
@@ -111,7 +94,7 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             "samples": {"trained": len(train), "held_out": len(held_out)},
             "seconds": round(time.perf_counter() - began, 3),
             "memory_measure": context.measure,
-            "stages": stages,
+            "stages": [{"name": name, **asdict(stage)} for name, stage in context.stages.items()],
             "versions": {"peft": version("peft")},
         }
 
@@ -145,24 +128,15 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         return samples[: len(samples) - num_held], samples[len(samples) - num_held :]
 
 
-def read_samples(loader: Iterable | None) -> tuple[list[Tensor], int]:
+def read_samples(loader: Sequence[dict[str, Tensor]] | None) -> tuple[list[Tensor], int]:
     """Return the token ids of the calibration sequences, without padding, shape [S], int64, and the largest batch size.
 
     :raises ValueError: there are no data, or no sequence of two tokens
     """
-    if loader is None:
-        raise ValueError(
-            "dataset: calibration text must be given, got none. LoRARecoveryModifier trains on it; pass dataset=… to oneshot."
-        )
-    samples, largest = [], 0
-    for batch in loader:
-        ids, mask = batch["input_ids"].cpu(), batch.get("attention_mask")
-        mask = torch.ones_like(ids) if mask is None else mask.cpu()
-        samples += [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
-        largest = max(largest, len(ids))
-    samples = [sample for sample in samples if len(sample) > 1]
-    if not samples:
+    batches = None if loader is None else list(loader)
+    samples = [ids[kept] for ids, kept in read_rows(batches) if kept.sum() > 1]
+    if batches is None or not samples:
         raise ValueError(
             "dataset: calibration text must hold at least one sequence of two tokens, got none. Give longer samples."
         )
-    return samples, largest
+    return samples, max(len(batch["input_ids"]) for batch in batches)

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from llmcompressor.core import State
 from llmcompressor.modifiers import Modifier
-from torch import nn
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.rules import Budget
 from struprune_plugin.allocation.rules.uniform import allocate_uniformly
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.export.stock_config import can_hold_heads
-from struprune_plugin.linalg.budget import meet_budget
-from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
-from struprune_plugin.model.layers import count_parameters, count_prunable_parameters, count_weight_bytes
+from struprune_plugin.linalg.rounding import GroupSize
+from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import check_sliceable
 from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.budgets import ModelBudget, describe_limit, find_budget
 from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
     check_calibration,
-    check_effects,
     check_layers,
-    check_order,
-    check_targets,
+    check_stage,
     check_uniform,
-    check_weights,
     list_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.mixtures import describe_experts, find_mixture, find_whole, split_budget
-from struprune_plugin.modifiers.targets import Target, check_bytes, describe_target, find_target
-from struprune_plugin.modifiers.widths import Rounding, check_widths, describe_roundings, find_roundings, measure_groups
+from struprune_plugin.modifiers.mixtures import describe_experts, find_mixture, find_whole
+from struprune_plugin.modifiers.widths import Rounding, check_widths, describe_roundings, find_roundings
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.importance import Sensitivity
 from struprune_plugin.pruning.resume import describe_run, digest_tokens
@@ -61,39 +56,30 @@ class RunSetup:
     """Facts about a run that are known before it starts.
 
     :param groups: groups to prune, in the order in which the model computes them
+    :param whole: groups that keep all units and are re-solved
     :param roundings: rounding of kept counts, by group name
     :param sizes: sizes of the groups for the budget, beside whole experts
-    :param num_prunable: parameters that ``sparsity`` is a share of
-    :param share: mean sparsity that the groups need
+    :param budget: the budget on this model
+    :param mixture: whole experts that may be removed; None if none may
     :param calibration: record of the calibration data
     :param num_parameters: parameters of the model
-    :param mixture: whole experts that may be removed; None if none may
-    :param target: the budget
-    :param whole: groups that keep all units and are re-solved
     :param early: plan, if it needs no calibration data
     """
 
     groups: Sequence[UnitGroup]
+    whole: Sequence[UnitGroup]
     roundings: dict[str, Rounding]
     sizes: Sequence[GroupSize]
-    num_prunable: int
-    share: float
+    budget: ModelBudget
+    mixture: Mixture | None
     calibration: CalibrationRecord
     num_parameters: int
-    target: Target
-    mixture: Mixture | None = None
-    whole: Sequence[UnitGroup] = ()
-    early: UnitAllocation | None = None
+    early: UnitAllocation | None
 
     @property
     def all_groups(self) -> list[UnitGroup]:
         """Groups that are re-solved, in the order in which the model computes them."""
         return sort_groups([*self.groups, *self.whole])
-
-    def make_budget(self, modifier: StructuredModifier) -> Budget:
-        """Return the budget that an allocation must meet."""
-        weighed = "none" if modifier.sensitivity is None else "fisher"
-        return Budget(self.target.sparsity, self.num_prunable, self.share, weighed, self.target.limit)
 
     def make_manifest(
         self,
@@ -125,12 +111,12 @@ class RunSetup:
             seed=torch.initial_seed(),
             calibration=self.calibration,
             budget=BudgetRecord(
-                prunable_parameters=self.num_prunable,
-                asked_sparsity=self.target.sparsity,
+                prunable_parameters=self.budget.num_prunable,
+                asked_sparsity=self.budget.sparsity,
                 removed_parameters=removed,
-                met_sparsity=removed / self.num_prunable,
+                met_sparsity=removed / self.budget.num_prunable,
                 rounding=describe_roundings(plan.list_left(self.groups), self.roundings),
-                limit=describe_target(recipe, self.target, count_weight_bytes(model), self.sizes, plan.kept),
+                limit=describe_limit(recipe, self.budget, count_weight_bytes(model), self.sizes, plan.kept),
             ),
             allocation=plan.record,
             memory_measure=context.measure,
@@ -144,19 +130,6 @@ class RunSetup:
         )
 
 
-def rehearse_units(modifier: StructuredModifier, model: PreTrainedModel) -> None:
-    """Rehearse the pruning of a recipe's units; if that of experts fails, ``modifier.experts`` is set to None.
-
-    :raises ValueError: as :func:`check_layers` and :func:`~struprune_plugin.export.rehearsal.rehearse`
-    """
-    check_layers(model)
-    units = modifier.attention_unit, modifier.prune_ffn
-    if modifier.experts is None or modifier.experts.drops:
-        rehearse(model, *units, prune_experts=modifier.experts is not None)
-    elif not rehearse_with_experts(model, *units):
-        modifier.experts = None
-
-
 def prepare_run(
     modifier: StructuredModifier,
     model: PreTrainedModel,
@@ -166,13 +139,20 @@ def prepare_run(
 ) -> RunSetup:
     """Find the groups of the model as it is now, check recipe, model and calibration data, and return the setup of the run.
 
+    Experts whose removal fails in the rehearsal stay whole: ``modifier.experts`` is then set to None.
+
     :param loader: calibration data; None if none was given
     :param stages: modifiers before this one in the recipe, and those behind it
     :param uniform: whether all layers must have one size, for stock classes
     :raises ValueError: the run cannot succeed
     """
     before, later = stages
-    rehearse_units(modifier, model)
+    check_layers(model)
+    units = modifier.attention_unit, modifier.prune_ffn
+    if modifier.experts is None or modifier.experts.drops:
+        rehearse(model, *units, prune_experts=modifier.experts is not None)
+    elif not rehearse_with_experts(model, *units):
+        modifier.experts = None
     if modifier.sparsity is None and modifier.budget is None:
         raise ValueError(
             "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes before. "
@@ -182,110 +162,81 @@ def prepare_run(
     if uniform:
         check_uniform(modifier, model, groups, later)
     whole = find_whole(modifier, model, groups)
-    check_order(modifier, before)
-    check_weights(model)
-    check_targets(model, later)
-    _check_methods(modifier, model, later)
-    check_offload(modifier)
-    check_bytes(modifier, later)
-    check_effects(modifier, groups)
+    check_stage(modifier, model, before, later)
+    _check_methods(modifier, model, groups, later)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     _check_groups(model, groups, roundings)
     mixture = find_mixture(modifier, model, groups, [*before, *later])
-    num_prunable = count_prunable_parameters(model, modifier.experts is not None)
-    sizes, target, share = find_budget(modifier, model, groups, roundings, num_prunable, mixture)
+    sizes, budget = find_budget(modifier, model, groups, roundings, mixture, later)
     most = modifier.allocation.most
-    if most is not None and share > most:
+    if most is not None and budget.share > most:
         raise ValueError(
-            f"max_sparsity: must be at least {share:.4f}, the mean over the modules to prune at sparsity={target.sparsity:g}, "
-            f"got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
+            f"max_sparsity: must be at least {budget.share:.4f}, the mean over the modules to prune at "
+            f"sparsity={budget.sparsity:g}, got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
         )
     widest = max((*groups, *whole), key=lambda group: group.num_columns)
     solves = modifier.importance.eliminates or modifier.weight_update.solves
-    needed = widest.num_columns + 1 if solves else 1
-    sequences, tokens = check_calibration(model, loader, needed, widest.name)
+    sequences, tokens = check_calibration(model, loader, widest.num_columns + 1 if solves else 1, widest.name)
     calibration = CalibrationRecord(sequences, tokens, digest_tokens(batch["input_ids"] for batch in loader))
-    setup = RunSetup(
-        groups,
-        roundings,
-        sizes,
-        num_prunable,
-        share,
-        calibration,
-        count_parameters(model),
-        target,
-        mixture,
-        whole,
-    )
-    return replace(setup, early=plan_early(modifier, setup, model, uniform))
+    early = _plan_early(modifier, model, sizes, budget, uniform)
+    if early is not None:
+        check_widths(groups, early.kept, roundings)  # if uniform counts do not fit, no others do
+    is_plan = not sizes or not modifier.allocation.measures
+    count = count_parameters(model)
+    return RunSetup(groups, whole, roundings, sizes, budget, mixture, calibration, count, early if is_plan else None)
 
 
-def plan_early(
-    recipe: StructuredModifier, setup: RunSetup, model: PreTrainedModel, uniform: bool
+def _plan_early(
+    recipe: StructuredModifier, model: PreTrainedModel, sizes: Sequence[GroupSize], budget: ModelBudget, uniform: bool
 ) -> UnitAllocation | None:
-    """Return the kept counts if they need no calibration data, else None.
+    """Return the plan of a rule that needs no calibration data; of one that does, uniform counts, which must fit, too.
 
-    :param uniform: whether all layers must have one size
     :raises ValueError: the budget cannot be met
     """
     rule = recipe.allocation
-    if not setup.sizes:  # whole experts alone
+    if not sizes:  # whole experts alone
         return UnitAllocation({}, AllocationRecord(rule.rule))
-    if rule.measures and rule.sequences is None:
-        return None
-    if rule.measures or uniform:
-
-        def allowed(kind: str, count: int) -> bool:
-            return kind != "attention" or can_hold_heads(model, count)
-
-        plan = allocate_uniformly(setup.sizes, setup.share, allowed if uniform else None, setup.target.limit)
-    else:
-        plan = rule.decide(setup.sizes, {}, setup.make_budget(recipe))
-    check_widths(setup.groups, plan.kept, setup.roundings)  # if uniform counts do not fit, no others do
-    return None if rule.measures else plan
+    if uniform:
+        return allocate_uniformly(
+            sizes, budget.share, lambda kind, count: kind != "attention" or can_hold_heads(model, count), budget.limit
+        )
+    if not rule.measures:
+        return rule.decide(sizes, {}, budget)
+    return None if rule.sequences is None else allocate_uniformly(sizes, budget.share, None, budget.limit)
 
 
-def find_budget(
-    modifier: StructuredModifier,
-    model: PreTrainedModel,
-    groups: Sequence[UnitGroup],
-    roundings: dict[str, Rounding],
-    num_prunable: int,
-    mixture: Mixture | None,
-) -> tuple[list[GroupSize], Target, float]:
-    """Return the sizes of the groups besides whole experts, the budget, and the mean sparsity of these groups that it needs.
-
-    :raises ValueError: the budget cannot be met
-    """
-    sizes = measure_groups([group for group in groups if mixture is None or not group.experts], roundings)
-    target = find_target(modifier, model, groups, sizes, num_prunable)
-    if target.limit is not None:
-        kept = meet_budget(sizes, [0.0] * len(sizes), 0.0, target.limit)
-        left = sum(count * size.unit_cost for count, size in zip(kept, sizes, strict=True))
-        return sizes, target, 1 - left / sum(size.num_parameters for size in sizes)
-    if mixture is None:
-        return sizes, target, find_group_sparsity(sizes, num_prunable, target.sparsity)
-    left, share = split_budget(mixture, sizes, target.sparsity * num_prunable)
-    return sizes, replace(target, num_experts=left if left < mixture.counts[0] else None), share
-
-
-def _check_methods(modifier: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier]) -> None:
-    """Raise if a method is not defined for the model or for another method.
+def _check_methods(
+    modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
+) -> None:
+    """Raise if a method is not defined for the model, the chosen modules, or another field.
 
     :raises ValueError: in that case
     """
+    importance, update, experts = modifier.importance, modifier.weight_update, modifier.experts
+    asked = f"importance: {importance.method}", f"weight_update: {update.method}"
     check_cache_quantisation(model.config, later, modifier.attention_unit == "head")
-    modifier.importance.check(model, modifier.attention_unit, modifier.prune_ffn)
-    if modifier.experts is not None and not modifier.importance.takes_experts and find_structure(model).has_experts:
+    importance.check(model, modifier.attention_unit, modifier.prune_ffn)
+    if experts is not None and not importance.takes_experts and find_structure(model).has_experts:
         raise ValueError(
-            f"`importance: {modifier.importance.method}` is not defined for the experts of a mixture. Set `experts: none`, or "
-            "another importance."
+            f"`{asked[0]}` is not defined for the experts of a mixture. Set `experts: none`, or another importance."
         )
-    modifier.weight_update.check(model, modifier.attention_unit, modifier.prune_ffn)
-    modifier.allocation.check(modifier.importance.method)
+    update.check(model, modifier.attention_unit, modifier.prune_ffn)
+    modifier.allocation.check(importance.method)
+    for name, is_on_device in zip(asked, (not importance.takes_offload, update.refines), strict=True):
+        if modifier.offload and is_on_device:
+            raise ValueError(f"offload: must be false with `{name}`, which runs on the device. Remove one of the two.")
+    unused = ""
+    if modifier.width_multiple not in ("auto", 1) and not any(group.unit.is_ffn for group in groups):
+        unused = f"width_multiple: {modifier.width_multiple}"
+    elif update.refines and not any(map(update.can_refine, groups)):
+        unused = asked[1]
+    if unused:
+        raise ValueError(
+            f"`{unused}` has no effect on the chosen modules, none of which it covers. Remove it, or prune other modules."
+        )
 
 
-def _check_groups(model: nn.Module, groups: Sequence[UnitGroup], roundings: dict[str, Rounding]) -> None:
+def _check_groups(model: PreTrainedModel, groups: Sequence[UnitGroup], roundings: dict[str, Rounding]) -> None:
     """Raise if a linear cannot be sliced, or if a multiple exceeds a group's width.
 
     :raises ValueError: in these cases
@@ -300,11 +251,14 @@ def _check_groups(model: nn.Module, groups: Sequence[UnitGroup], roundings: dict
             )
 
 
-def open_store(store: ResumeStore, model: PreTrainedModel, loader: Any) -> None:
-    """Begin or resume the run that a recipe describes.
+def open_store(store: ResumeStore | None, state: State) -> None:
+    """Begin or resume the run that a recipe describes; do nothing without a store.
 
     :raises ValueError: the store belongs to another run; the sampler shuffles; there are several processes
     """
+    if store is None:
+        return
+    loader = state.data.calib
     check_one_process("checkpoint_dir", "Remove it, or run one process.")
     if isinstance(getattr(loader, "sampler", None), RandomSampler):
         raise ValueError(
@@ -312,18 +266,4 @@ def open_store(store: ResumeStore, model: PreTrainedModel, loader: Any) -> None:
             "Pass shuffle_calibration_samples=False."
         )
     recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
-    store.open(describe_run(recipe, describe_versions(), model, loader))
-
-
-def check_offload(modifier: StructuredModifier) -> None:
-    """Raise if a method computes on the device what ``offload`` keeps on the host.
-
-    :raises ValueError: in that case
-    """
-    unable = {
-        f"weight_update: {modifier.weight_update.method}": modifier.weight_update.refines,
-        f"importance: {modifier.importance.method}": not modifier.importance.takes_offload,
-    }
-    for name, is_unable in unable.items():
-        if modifier.offload and is_unable:
-            raise ValueError(f"offload: must be false with `{name}`, which runs on the device. Remove one of the two.")
+    store.open(describe_run(recipe, describe_versions(), state.model, loader))

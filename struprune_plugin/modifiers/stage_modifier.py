@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from typing import Any
 
 from llmcompressor.modifiers import Modifier
@@ -38,27 +36,6 @@ class StageModifier(Modifier):
         """Set the store of finished parts, from which a killed run resumes."""
         self._store = store
 
-    @property
-    def store(self) -> ResumeStore | None:
-        """Store of finished parts; None if the run has none."""
-        return self._store
-
     def dump_fields(self) -> dict[str, Any]:
         """Return the recipe fields, without llm-compressor's bookkeeping."""
         return self.model_dump(exclude=set(Modifier.model_fields))
-
-
-def check_patterns(field: str, names: Iterable[str]) -> None:
-    """Raise if a pattern is invalid.
-
-    :param field: name of the recipe's field, for messages
-    :param names: plain names, and patterns as ``re:<pattern>``
-    :raises ValueError: in that case
-    """
-    for name in names:
-        try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"{field} must hold names or valid patterns, got {name!r}: {error}. Correct the pattern."
-            ) from None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from compressed_tensors.utils import is_match, match_targets
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
@@ -127,9 +127,8 @@ def _round_group(
     width_multiple: int | Literal["auto"],
     dense_units: int,
 ) -> Rounding:
-    wanted = [
-        (group.num_blocks, 1, "")
-    ]  # (required multiple of the width, width of one unit, reason for messages and the manifest)
+    # required multiple of the width, width of one unit, reason for messages and the manifest
+    wanted = [(group.num_blocks, 1, "")]
     aligned = math.gcd(_ALIGNED, dense_units)
     if group.experts:
         wanted.append((aligned, 1, "grouped kernels: 16 bytes of bfloat16"))
@@ -169,17 +168,12 @@ def _list_scheme_demands(scheme: QuantizationScheme, who: str) -> Iterator[tuple
     if weights is not None and weights.strategy == QuantizationStrategy.BLOCK and weights.block_structure:
         rows, columns = weights.block_structure
         yield columns, rows, f"{who}: weights in blocks of {rows} x {columns}"
-    parts = {"weights": weights, "input activations": scheme.input_activations}
-    for what, args in parts.items():
-        if size := _read_group_size(args):
-            yield size, 1, f"{who}: {what} in groups of {size}"
-    if size := _read_group_size(scheme.output_activations):
-        yield 1, size, f"{who}: output activations in groups of {size}"
-
-
-def _read_group_size(args: QuantizationArgs | None) -> int | None:
-    grouped = args is not None and args.strategy in _GROUPED and (args.group_size or 0) > 1
-    return args.group_size if args is not None and grouped else None
+    inputs, outputs = scheme.input_activations, scheme.output_activations
+    for what, args in {"weights": weights, "input activations": inputs, "output activations": outputs}.items():
+        size = args.group_size if args is not None and args.strategy in _GROUPED else None
+        if size is not None and size > 1:
+            why = f"{who}: {what} in groups of {size}"
+            yield (1, size, why) if args is outputs else (size, 1, why)
 
 
 def _is_sparsified(modifier: SparsityModifierBase, model: nn.Module, name: str) -> bool:

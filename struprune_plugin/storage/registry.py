@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from struprune_plugin.storage.files import shorten_value
 
@@ -36,6 +36,8 @@ GONE = {  # fields, methods and modifiers that recipes no longer have, each with
     "replay": "Run the output's own recipe.yaml on the same calibration text.",
     "calibrate_all_experts": "Use more calibration text, so that every expert sees enough tokens.",
     "owl": "Set `allocation: error_curve`.",
+    "both": "It never removed an expert from a real mixture. Set `experts: whole` or `experts: channels`.",
+    "per_expert": "Engines hold all experts of a layer in one tensor. Set `widths: per_layer`.",
     "block_influence": "Set `allocation: error_curve`.",
     "fluctuation": "Set `importance: obs`.",
     "taylor": "Set `importance: snip`.",
@@ -52,6 +54,28 @@ def refuse_gone(names: Iterable[object]) -> None:
     for name in names:
         if isinstance(name, str) and name in GONE:
             raise ValueError(f"`{name}` is gone. {GONE[name]}")
+
+
+def _refuse_value(value: Any) -> Any:
+    refuse_gone([value])
+    return value
+
+
+NotGone = BeforeValidator(_refuse_value)  # for fields whose earlier values are in GONE
+
+
+def _check_patterns(names: list[str]) -> list[str]:
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                f"must hold names or valid patterns, got {name!r}: {error}. Correct the pattern."
+            ) from None
+    return names
+
+
+Patterns = Annotated[list[str], AfterValidator(_check_patterns)]  # plain names, and patterns as ``re:<pattern>``
 
 
 class Config(BaseModel):

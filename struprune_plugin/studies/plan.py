@@ -18,7 +18,6 @@ from struprune_plugin.linalg.second_moments import count_sums
 from struprune_plugin.model.layers import (
     can_fuse_attention,
     count_parameters,
-    count_prunable_parameters,
     count_weight_bytes,
     find_layouts,
     find_linear,
@@ -29,10 +28,9 @@ from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.structure.tiny import find_class
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers import StruPruneModifier
+from struprune_plugin.modifiers.budgets import describe_limit, find_budget
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.mixtures import find_mixture
-from struprune_plugin.modifiers.setup import find_budget
-from struprune_plugin.modifiers.targets import check_bytes, describe_target
 from struprune_plugin.modifiers.widths import describe_roundings, find_roundings
 from struprune_plugin.pruning.selection import list_together
 from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts, measure_weight_bytes, show_limit
@@ -133,27 +131,25 @@ def plan_run(
         raise ValueError("recipe: must give a sparsity or a budget for a plan, got neither. Pass --sparsity.")
     modifier: Any = modifiers[position]
     later, groups = list(modifiers[position + 1 :]), modifier.find_groups(model)
-    check_bytes(stages[-1], later)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
-    prunable = count_prunable_parameters(model, modifier.experts is not None)
     mixture = find_mixture(modifier, model, groups)
-    sizes, target, share = find_budget(stages[-1], model, groups, roundings, prunable, mixture)
-    kept = dict(allocate_uniformly(sizes, share, limit=target.limit).kept) if sizes else {}
+    sizes, budget = find_budget(stages[-1], model, groups, roundings, mixture, later)
+    kept = dict(allocate_uniformly(sizes, budget.share, limit=budget.limit).kept) if sizes else {}
     removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
     experts = ""
-    if mixture is not None and target.num_experts is not None:
-        removed += mixture.count_gone(target.num_experts)
-        experts = f"{target.num_experts} of {mixture.counts[0]} stay in every layer"
+    if mixture is not None and budget.num_experts is not None:
+        removed += mixture.count_gone(budget.num_experts)
+        experts = f"{budget.num_experts} of {mixture.counts[0]} stay in every layer"
     parameters, held = count_parameters(model), count_weight_bytes(model)
     left, quantised = held - removed * model.dtype.itemsize, getattr(config, "quantization_config", None)
     return RunPlan(
-        sparsity=removed / prunable if target.limit is not None else target.sparsity,
+        sparsity=removed / budget.num_prunable if budget.limit is not None else budget.sparsity,
         parameters=(parameters, parameters - removed),
         bytes=(held, left),
         packed=quantised["quant_method"] if quantised and is_packed(config) else "",
         experts=experts,
         rounding=describe_roundings(groups, roundings),
-        limit=describe_target(stages[-1], target, left, sizes, kept),
+        limit=describe_limit(stages[-1], budget, left, sizes, kept),
         needs=_count_needs(model, modifier, groups, work),
         layers=_list_layer_units(model),
     )

@@ -52,7 +52,11 @@ def test_a_field_without_use_is_refused_by_name(fields, message, uses):
     ("field", "value", "message"),
     [
         ("allocation", "sofmax", "must be a known rule, got 'sofmax'. Did you mean softmax"),
-        ("experts", {"widths": "per_expert"}, "must be same or per_layer, got per_expert: engines hold"),
+        (
+            "experts",
+            {"widths": "per_expert"},
+            "`per_expert` is gone. Engines hold all experts of a layer in one tensor",
+        ),
         ("allocation", 3, "must be a name or a mapping with 'rule', got 3. The names are"),
         ("allocation", {"temperature": 2.0}, "must be a name or a mapping with 'rule'"),
         ("importance", {"method": "closed_form", "step": 2}, "closed_form has no field step. Did you mean steps"),
@@ -146,24 +150,21 @@ def test_the_saved_recipe_of_a_run_runs_again(opt, name, tmp_path):
 QUANTISER = {"scheme": "W8A8", "ignore": ["lm_head"]}
 
 
-@pytest.mark.parametrize(
-    ("modifier", "message"),
-    [
-        (QuantizationModifier(**QUANTISER, targets=["Linearr"]), "'Linearr' in targets matches no module of the model"),
-        (
-            QuantizationModifier(**QUANTISER, targets=["Linear", "re:.*q_prj"]),
-            r"'re:\.\*q_prj' in targets matches no module",
-        ),
-        (
-            QuantizationModifier(scheme="W8A8", targets=["re:.*fc1"], ignore=["re:.*"]),
-            "ignore must leave at least one module of targets",
-        ),
-        (
-            SparseGPTModifier(sparsity=0.5, targets=["re:nothing"]),
-            "'re:nothing' in targets matches no module of the model",
-        ),
-    ],
-)
+UNMATCHED = [
+    (QuantizationModifier(**QUANTISER, targets=["Linearr"]), "'Linearr' in targets matches no module of the model"),
+    (
+        QuantizationModifier(**QUANTISER, targets=["Linear", "re:.*q_prj"]),
+        r"'re:\.\*q_prj' in targets matches no module",
+    ),
+    (
+        QuantizationModifier(scheme="W8A8", targets=["re:.*fc1"], ignore=["re:.*"]),
+        "ignore must leave at least one module",
+    ),
+    (SparseGPTModifier(sparsity=0.5, targets=["re:nothing"]), "'re:nothing' in targets matches no module of the model"),
+]
+
+
+@pytest.mark.parametrize(("modifier", "message"), UNMATCHED)
 def test_a_later_modifier_whose_targets_match_nothing_is_refused(opt, modifier, message):
     with pytest.raises(ValueError, match=message):
         run_oneshot(str(opt), recipe=[StruPruneModifier(sparsity=0.3), modifier])

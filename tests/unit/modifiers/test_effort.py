@@ -2,34 +2,31 @@ import pytest
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.cli.options import count_samples
-from struprune_plugin.modifiers.effort import EFFORTS
 from struprune_plugin.recipes.load import load_recipe
 
 
-def test_the_default_effort_is_what_the_fields_say_by_themselves():
-    assert (
-        StruPruneModifier(sparsity=0.3, effort="default").dump_fields() == StruPruneModifier(sparsity=0.3).dump_fields()
-    )
-    fields = StruPruneModifier(sparsity=0.3)
-    assert (fields.sensitivity.samples, fields.allocation.samples, fields.allocation.trial_samples) == (16, 16, 4)
-    assert fields.rotate_values
+def read_effort(modifier):
+    """Return the fields that an effort sets: samples of the sensitivity, of error curves, of trials; rotation."""
+    rule = modifier.allocation
+    return modifier.sensitivity.samples, rule.samples, rule.trial_samples, modifier.rotate_values
 
 
-@pytest.mark.parametrize("name", ["fast", "best"])
-def test_an_effort_sets_what_the_recipe_leaves(name):
-    effort, found = EFFORTS[name], load_recipe("struprune", changes={"effort": name}).modifiers[0]
-    assert found.sensitivity.samples == effort.sensitivity_samples
-    assert (found.allocation.samples, found.allocation.trial_samples) == (effort.samples, effort.trial_samples)
-    assert found.rotate_values is effort.rotate_values
-    again = StruPruneModifier(**found.dump_fields())
-    assert again.dump_fields() == found.dump_fields()
+@pytest.mark.parametrize(
+    ("effort", "wanted"),
+    [("default", (16, 16, 4, True)), ("fast", (8, 8, 0, False)), ("best", (64, 64, 16, True))],
+)
+def test_an_effort_sets_what_the_recipe_leaves(effort, wanted):
+    found = load_recipe("struprune", changes={"effort": effort}).modifiers[0]
+    assert read_effort(found) == wanted
+    assert StruPruneModifier(**found.dump_fields()).dump_fields() == found.dump_fields()
+    if effort == "default":
+        assert found.dump_fields() == StruPruneModifier(sparsity=found.sparsity).dump_fields()
 
 
 def test_what_a_recipe_says_is_not_for_the_effort():
     said = {"allocation": {"rule": "error_curve", "samples": 5}, "rotate_values": True}
-    found = StruPruneModifier(sparsity=0.3, effort="best", **said)
-    assert (found.allocation.samples, found.allocation.trial_samples) == (5, EFFORTS["best"].trial_samples)
-    assert found.rotate_values
+    assert read_effort(StruPruneModifier(sparsity=0.3, effort="best", **said)) == (64, 5, 16, True)
+    assert read_effort(StruPruneModifier(sparsity=0.3, effort="fast", **said)) == (8, 5, 0, True)
     other = StruPruneModifier(sparsity=0.3, effort="fast", allocation="uniform", importance="wanda", sensitivity="none")
     assert other.allocation.rule == "uniform"
     assert other.sensitivity is None

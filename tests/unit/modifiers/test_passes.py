@@ -32,38 +32,22 @@ def test_an_allocator_stage_hands_its_signals_on(opt, monkeypatch, importance, w
 # -- stages that must agree ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stage", "fields", "message"),
-    [
-        (
-            {},
-            {"allocation": "uniform"},
-            "allocation.rule must be 'softmax' as in the SparsityAllocatorModifier stage before, got 'uni",
-        ),
-        (
-            {},
-            {"allocation": {"rule": "softmax", "temperature": 2.0}},
-            "allocation.temperature must be .* The stage sets it: remove it here",
-        ),
-        (
-            {"allocation": {"rule": "softmax_inverse", "gamma": 0.5}},
-            {"allocation": {"rule": "softmax_inverse", "gamma": 0.9}},
-            "allocation.gamma must be 0.5",
-        ),
-        (
-            {"allocation": {"rule": "softmax", "as_printed": True}},
-            {"allocation": {"rule": "softmax", "as_printed": False}},
-            "allocation.as_printed must be True",
-        ),
-        (
-            {"importance": "wanda"},
-            {},
-            "importance.method must be 'wanda' .* got 'obs'. Give both stages the same value",
-        ),
-        ({"weight_update": "none"}, {}, "weight_update.method must be 'none'"),
-        ({"rotate_values": False}, {}, "rotate_values must be False"),
-    ],
-)
+CONTRADICTIONS = [  # fields of the allocator stage, of the pruning stage, and what the refusal says
+    (
+        {},
+        {"allocation": "uniform"},
+        "allocation.rule must be 'softmax' as in the SparsityAllocatorModifier stage before",
+    ),
+    ({}, {"allocation": {"rule": "softmax", "temperature": 2.0}}, "temperature must be .* remove it here"),
+    ({"allocation": {"rule": "softmax", "as_printed": True}}, {"allocation": "softmax"}, "as_printed must be True"),
+    ({"importance": "wanda"}, {}, "importance.method must be 'wanda' .* got 'obs'. Give both stages the same value"),
+    ({"weight_update": "none"}, {}, "weight_update.method must be 'none'"),
+    ({"rotate_values": False}, {}, "rotate_values must be False"),
+    ({}, {"sparsity": 0.2}, "sparsity must be 0.3 as in the SparsityAllocatorModifier stage before, got 0.2"),
+]
+
+
+@pytest.mark.parametrize(("stage", "fields", "message"), CONTRADICTIONS)
 def test_fields_that_contradict_the_allocator_stage_are_refused(opt, stage, fields, message):
     stages = [SparsityAllocatorModifier(sparsity=0.3, **stage), StruPruneModifier(**fields)]
     with pytest.raises(ValueError, match=message):
@@ -92,6 +76,3 @@ def test_recovery_of_a_pruned_folder_reaches_its_manifest(opt, tmp_path):
     assert after.recovery.settings["adapters"]["rank"] == 2
     assert after.groups == before.groups
     assert before.recovery is None
-
-
-# -- one of each --------------------------------------------------------------------------------------------------

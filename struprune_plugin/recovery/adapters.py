@@ -25,7 +25,16 @@ def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
     """
     layers = zip(find_decoder_layers(model), find_layouts(model), strict=True)
     names = [f"{name}.{linear}" for (name, _), (_, layout) in layers for linear in layout.list_linears()]
-    chosen = names if adapters.targets is None else _choose(names, adapters.targets)
+    chosen = set(names) if adapters.targets is None else set()
+    for target in adapters.targets or ():
+        found = {name for name in names if match_name(name, target) or f".{name}".endswith(f".{target}")}
+        if not found:
+            leaves = ", ".join(dict.fromkeys(name.split(".")[-1] for name in names))
+            raise ValueError(
+                f"adapters.targets: must match linears of the decoder layers, got {target!r} that matches none "
+                f"({len(names)} candidates, the first is {names[0]!r}). Use {leaves}, or re:<pattern> on full names."
+            )
+        chosen |= found
     modules: list[Any] = [model.get_submodule(name) for name in chosen]
     widest = max(min(module.weight.shape) for module in modules)
     if adapters.rank > widest:
@@ -33,22 +42,7 @@ def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
             f"adapters.rank: must be at most {widest}, the smaller side of the largest linear with an adapter, got "
             f"{adapters.rank}. Start with 8."
         )
-    return chosen
-
-
-def _choose(names: list[str], targets: Sequence[str]) -> list[str]:
-    matches = {
-        target: {name for name in names if match_name(name, target) or f".{name}".endswith(f".{target}")}
-        for target in targets
-    }
-    for target, found in matches.items():
-        if not found:
-            leaves = ", ".join(dict.fromkeys(name.split(".")[-1] for name in names))
-            raise ValueError(
-                f"adapters.targets: must match linears of the decoder layers, got {target!r} that matches none "
-                f"({len(names)} candidates, the first is {names[0]!r}). Use {leaves}, or re:<pattern> on full names."
-            )
-    return [name for name in names if any(name in found for found in matches.values())]
+    return [name for name in names if name in chosen]
 
 
 @contextmanager
@@ -72,9 +66,10 @@ def attach_adapters(model: nn.Module, names: Sequence[str], adapters: Adapters) 
     with freeze_weights(model):
         try:
             for name in names:
-                layer = _wrap(model.get_submodule(name), adapters)
-                attached[name] = layer
-                _set_module(model, name, layer)
+                linear: Any = model.get_submodule(name)
+                config = LoraConfig(lora_dropout=adapters.dropout, fan_in_fan_out=isinstance(linear, Conv1D))
+                attached[name] = Linear(linear, "default", config, r=adapters.rank, lora_alpha=adapters.alpha)  # type: ignore[arg-type]
+                model.set_submodule(name, attached[name])
             parameters = [part for layer in attached.values() for part in layer.parameters() if part.requires_grad]
             for parameter in parameters:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -84,26 +79,14 @@ def attach_adapters(model: nn.Module, names: Sequence[str], adapters: Adapters) 
                 _merge(layer)
         finally:
             for name, layer in attached.items():
-                _set_module(model, name, layer.get_base_layer())
-
-
-def _wrap(linear: nn.Module, adapters: Adapters) -> Linear:
-    """Return peft's LoRA layer around a linear, on the device where it computes."""
-    config = LoraConfig(lora_dropout=adapters.dropout, fan_in_fan_out=isinstance(linear, Conv1D))
-    return Linear(linear, "default", config, r=adapters.rank, lora_alpha=adapters.alpha)  # type: ignore[arg-type]
-
-
-def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+                model.set_submodule(name, layer.get_base_layer())
 
 
 @torch.no_grad()
 def _merge(layer: Any) -> None:
     """Add an adapter's product to the weights of its linear, wherever these are held."""
     linear, change = layer.get_base_layer(), layer.get_delta_weight("default")
-    weight = linear.weight
-    update_offload_parameter(linear, "weight", (weight.to(change) + change).to(weight.dtype))
+    update_offload_parameter(linear, "weight", (linear.weight.to(change) + change).to(linear.weight.dtype))
 
 
 def switch_dropout(model: nn.Module, active: bool) -> None:

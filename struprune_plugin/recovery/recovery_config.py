@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from struprune_plugin.storage.registry import Config
+from struprune_plugin.storage.registry import Config, Patterns
 
 
 class Adapters(Config):
@@ -21,7 +21,7 @@ class Adapters(Config):
 
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
-    targets: list[str] | None = Field(default=None, min_length=1)
+    targets: Annotated[Patterns, Field(min_length=1)] | None = None
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 

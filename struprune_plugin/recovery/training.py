@@ -40,6 +40,7 @@ class TrainingCurve:
     best_step: int | None = None
 
 
+@dataclass
 class AdapterTraining:
     """Training of a model's adapters on the cross entropy of text, see :class:`RecoveryConfig`.
 
@@ -51,16 +52,11 @@ class AdapterTraining:
     :param micro_size: sequences on the device at a time
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        parameters: Sequence[nn.Parameter],
-        config: RecoveryConfig,
-        micro_size: int,
-        context: DeviceContext,
-    ):
-        self._model, self._parameters, self._config = model, list(parameters), config
-        self._micro_size, self._context = micro_size, context
+    model: PreTrainedModel
+    parameters: Sequence[nn.Parameter]
+    config: RecoveryConfig
+    micro_size: int
+    context: DeviceContext
 
     def run(self, samples: Sequence[Tensor], held_out: Sequence[Tensor]) -> TrainingCurve:
         """Take all steps, and set the adapters that were best on the held-out samples, if there are any.
@@ -68,7 +64,7 @@ class AdapterTraining:
         :param samples: token ids without padding, shape [S], int64, at least two each
         :raises ValueError: a loss or a gradient that is not finite
         """
-        config, curve, best = self._config, TrainingCurve(), list[Tensor]()
+        config, curve, best = self.config, TrainingCurve(), list[Tensor]()
         batches = list_batches(len(samples), config)
         every = (config.holdout and config.holdout.steps) or math.ceil(len(samples) / config.batch_size)
         optimizer, scheduler = self.make_optimizer(len(batches))
@@ -81,21 +77,20 @@ class AdapterTraining:
             if held_out and (step % every == 0 or step == len(batches)):
                 loss = self.measure(held_out, step)
                 if all(loss < row["loss"] for row in curve.holdout):
-                    curve.best_step, best = step, [parameter.detach().clone() for parameter in self._parameters]
+                    curve.best_step, best = step, [parameter.detach().clone() for parameter in self.parameters]
                 curve.holdout.append({"step": step, "loss": loss})
         if held_out:
-            for parameter, value in zip(self._parameters, best, strict=True):
+            for parameter, value in zip(self.parameters, best, strict=True):
                 parameter.data.copy_(value)
         return curve
 
     def make_optimizer(self, num_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
         """Return torch's AdamW and transformers' schedule, moved on by a step, as the rate of its first one is 0."""
-        schedule = self._config.schedule
+        schedule = self.config.schedule
         name = "constant_with_warmup" if schedule.decay == "constant" else schedule.decay
-        weight_decay = self._config.optimizer.weight_decay
-        optimizer = torch.optim.AdamW(self._parameters, lr=schedule.learning_rate, weight_decay=weight_decay)
-        warmup = math.ceil(schedule.warmup_fraction * num_steps)
-        scheduler = get_scheduler(name, optimizer, warmup, num_steps + 1)
+        decay = self.config.optimizer.weight_decay
+        optimizer = torch.optim.AdamW(self.parameters, lr=schedule.learning_rate, weight_decay=decay)
+        scheduler = get_scheduler(name, optimizer, math.ceil(schedule.warmup_fraction * num_steps), num_steps + 1)
         optimizer.step()  # without gradients it moves nothing
         scheduler.step()
         return optimizer, scheduler
@@ -104,13 +99,13 @@ class AdapterTraining:
 
     def take_step(self, samples: Sequence[Tensor], step: int, optimizer: torch.optim.Optimizer) -> float:
         """Update the adapters by one batch; return its loss per predicted token before the update."""
-        switch_dropout(self._model, True)
+        switch_dropout(self.model, True)
         count = count_targets(samples)
         loss = self.accumulate_gradients(samples, step) / count
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad /= count
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optimizer.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
         self._check_finite(loss, "the loss", step)
         self._check_finite(float(norm), "gradients", step)
         optimizer.step()
@@ -126,16 +121,16 @@ class AdapterTraining:
         """
         flows = self._run_layers(samples, step)
         loss = self._run_heads(flows, learns=True)
-        for index, _, layer, following in list_visits(self._model, backward=True):
+        for index, _, layer, following in list_visits(self.model, backward=True):
             self._seed(step, index)
-            with self._context.hold(layer, following):
+            with self.context.hold(layer, following):
                 for flow in flows:
                     self._run_backward(layer, index, flow)
         return loss
 
     def measure(self, samples: Sequence[Tensor], step: int = 0) -> float:
         """Return the cross entropy per predicted token."""
-        switch_dropout(self._model, False)
+        switch_dropout(self.model, False)
         loss = self._run_heads(self._run_layers(samples, step), learns=False) / count_targets(samples)
         self._check_finite(loss, "the held-out loss", step)
         return loss
@@ -143,24 +138,24 @@ class AdapterTraining:
     def _run_layers(self, samples: Sequence[Tensor], step: int) -> list[BatchFlow]:
         """Return micro-batches of samples after all layers; their calls hold the layers' inputs, on the host."""
         flows: list[BatchFlow] = []
-        for micro_batch in make_micro_batches(samples, self._micro_size):
+        for micro_batch in make_micro_batches(samples, self.micro_size):
             known = flows[-1].calls if flows else None
-            flows.append(enter_layers(self._model, {"input_ids": micro_batch}, self._context, known))
-        for index, _, layer, following in list_visits(self._model):
+            flows.append(enter_layers(self.model, {"input_ids": micro_batch}, self.context, known))
+        for index, _, layer, following in list_visits(self.model):
             self._seed(step, index)
-            with torch.no_grad(), self._context.hold(layer, following):
+            with torch.no_grad(), self.context.hold(layer, following):
                 for flow in flows:
-                    flow.leave(flow.enter(index).run(layer, self._context), self._context)
+                    flow.leave(flow.enter(index).run(layer, self.context), self.context)
         return flows
 
     def _run_heads(self, flows: Sequence[BatchFlow], learns: bool) -> float:
         """Return the summed cross entropy of micro-batches; store its gradient at the last layer's output if that ``learns``."""
-        total, context = 0.0, self._context
+        total, context = 0.0, self.context
         with disable_offloading(), torch.set_grad_enabled(learns):
             for flow in flows:
                 hidden = context.to_device(flow.states.hidden, flow.calls[-1].device).detach().requires_grad_(learns)
                 for row, tokens in enumerate(flow.batch["input_ids"]):
-                    logits = compute_logits(self._model, flow.batch, row, hidden)[:-1]
+                    logits = compute_logits(self.model, flow.batch, row, hidden)[:-1]
                     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
                     loss = F.cross_entropy(wide, tokens[1:].to(wide.device), reduction="sum")
                     if learns:
@@ -172,7 +167,7 @@ class AdapterTraining:
 
     def _run_backward(self, layer: nn.Module, index: int, flow: BatchFlow) -> None:
         """Run one layer forward and backward on one micro-batch; store the gradients at its inputs."""
-        call, context = flow.calls[index], self._context
+        call, context = flow.calls[index], self.context
         states = call.states.map(partial(context.to_device, device=call.device)).watch()
         assert flow.above is not None
         above = [context.to_device(gradient, call.device) for gradient in flow.above]
@@ -184,14 +179,14 @@ class AdapterTraining:
         flow.forget(index)
 
     def _seed(self, step: int, index: int) -> None:
-        if self._config.adapters.dropout:
-            torch.manual_seed(hash((self._config.seed, step, index)) % (1 << 63))
+        if self.config.adapters.dropout:
+            torch.manual_seed(hash((self.config.seed, step, index)) % (1 << 63))
 
     def _check_finite(self, value: float, what: str, step: int) -> None:
         if not math.isfinite(value):
             raise ValueError(
                 f"recovery: {what} must be finite, got NaN or Inf at step {step}. Lower schedule.learning_rate "
-                f"({self._config.schedule.learning_rate:g}), or load the model in a wider dtype (--dtype)."
+                f"({self.config.schedule.learning_rate:g}), or load the model in a wider dtype (--dtype)."
             )
 
 

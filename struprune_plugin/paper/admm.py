@@ -6,11 +6,10 @@ Weights are passed in lists: those of the producers, then the consumer's, bias l
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import compress
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from loguru import logger
@@ -22,8 +21,8 @@ from transformers import PreTrainedModel
 from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.layerwise.statistics import ModuleView
 from struprune_plugin.linalg.budget import MAX_SPARSITY
-from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
-from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, with_bias_index
+from struprune_plugin.linalg.elimination import keep_last, order_units
+from struprune_plugin.linalg.second_moments import SecondMoments, append_bias
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
@@ -56,13 +55,12 @@ from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
 
 _ON_ATTENTION = ("inner_steps", "learning_rate", "attention_method")
-_Sample = TypeVar("_Sample", bound=Sample)
 _Movable = TypeVar("_Movable", bound=Sample | Variables)
 Weights = Sequence[Tensor]
 
 
-class ADMMRun(ABC, Generic[_Sample]):
-    """ADMM on one module.
+class ADMMRun:
+    """ADMM on one module; a subclass has the sub-steps of its kind.
 
     :param module: not yet sliced
     :param damping: pull of every weight step towards the current weights
@@ -72,8 +70,7 @@ class ADMMRun(ABC, Generic[_Sample]):
     def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float, parts: Mapping[str, int]):
         self.module, self.settings, self.damping, self.parts = module, settings, damping, parts
         self.group, self.context = module.group, module.context
-        self.samples: list[_Sample] = []
-        self.variables: list[Variables] = []
+        self.states: list[tuple[Any, Variables]] = []  # samples and their variables, on the host
 
     def refine(self, keep: Tensor, weight: Tensor) -> Refined:
         """Run Algorithm 4 on the kept units, from their least-squares solution.
@@ -116,11 +113,19 @@ class ADMMRun(ABC, Generic[_Sample]):
             gram.addmm_(inputs.T, inputs)
         for _ in range(self.settings.steps - 1):
             keep = keep_last(order_units(scores, group.num_blocks), num_units, num_keep)
-            masked = [_mask_rows(w, keep, num_units) if is_cut else w for w, is_cut in zip(dense, cut, strict=True)]
-            solved, _ = self._step([*masked, _mask_columns(output, keep, group)], [*current, output])
+            kept = torch.zeros(num_units, dtype=torch.bool, device=output.device).index_fill(0, keep, True)
+            masked = [
+                torch.where(kept.repeat_interleave(len(weight) // num_units)[:, None], weight, 0) if is_cut else weight
+                for weight, is_cut in zip(dense, cut, strict=True)
+            ]
+            columns = torch.cat([kept.repeat_interleave(group.columns_per_unit), kept.new_ones(1)])
+            solved, _ = self._step([*masked, torch.where(columns, output, 0)], [*current, output])
             current = solved[:-1]
-            old, new = (_stack_units(list(compress(weights, cut)), num_units) for weights in (dense, current))
-            scores = score_closed_form(old, new, (gram, gram, gram), num_units)
+            old, new = (
+                torch.cat([weight.view(num_units, -1, size) for weight in compress(weights, cut)], 1)
+                for weights in (dense, current)
+            )
+            scores = score_closed_form(old, new, gram)
         return scores if self.settings.steps > 1 else torch.ones_like(scores)
 
     def _read_producers(self, keep: Tensor) -> list[Tensor]:
@@ -136,9 +141,8 @@ class ADMMRun(ABC, Generic[_Sample]):
     def _start(self, visit: Visit, weights: Weights) -> None:
         """Add a batch, with variables computed from the weights."""
         for sample in self.split(visit):
-            self.samples.append(_move(sample, None, self.context))
             variables = self.initialize(_move(sample, weights[-1].device, self.context), weights)
-            self.variables.append(_move(variables, None, self.context))
+            self.states.append((_move(sample, None, self.context), _move(variables, None, self.context)))
 
     def _step(self, weights: Weights, pull: Weights, move: bool = True) -> tuple[list[Tensor], float]:
         """Update all variables, then regress the weights on them, pulled towards ``pull``; return weights and objective.
@@ -147,12 +151,12 @@ class ADMMRun(ABC, Generic[_Sample]):
         """
         device, total = weights[-1].device, 0.0
         moments = make_ridge_moments(self.list_regressed(weights))
-        for index, on_host in enumerate(self.samples):
-            sample, variables = _move(on_host, device, self.context), _move(self.variables[index], device, self.context)
-            variables, value = self.visit(sample, variables, weights, moments, move)
+        for index, (parked, before) in enumerate(self.states):
+            sample = _move(parked, device, self.context)
+            variables, value = self.visit(sample, _move(before, device, self.context), weights, moments, move)
             total += value
             if move:
-                self.variables[index] = _move(variables, None, self.context)
+                self.states[index] = parked, _move(variables, None, self.context)
         solved = [weight.float() for weight in self.solve(moments, pull)] if move else list(weights)
         return solved, self.measure(moments, solved, total)
 
@@ -168,27 +172,22 @@ class ADMMRun(ABC, Generic[_Sample]):
         """Return the objective from the sum of the samples' parts."""
         return total
 
-    @abstractmethod
-    def split(self, visit: Visit) -> Iterator[_Sample]:
+    def split(self, visit: Visit) -> Iterator[Any]:
         """Yield a batch's samples."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def initialize(self, sample: _Sample, weights: Weights) -> Variables:
+    def initialize(self, sample: Any, weights: Weights) -> Variables:
         """Return the variables computed from the weights."""
+        raise NotImplementedError
 
-    @abstractmethod
     def visit(
-        self, sample: _Sample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
+        self, sample: Any, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
     ) -> tuple[Variables, float]:
         """Update one sample's variables and add them to the moments; return them and the sample's part of the objective."""
+        raise NotImplementedError
 
 
-def make_run(module: ModuleView, settings: ADMMSettings, damping: float) -> FFNRun | AttentionRun:
-    """Return the ADMM run of an FFN or attention module; parameters as in :class:`ADMMRun`."""
-    return (FFNRun if module.group.unit.is_ffn else AttentionRun)(module, settings, damping)
-
-
-class FFNRun(ADMMRun[Sample]):
+class FFNRun(ADMMRun):
     """ADMM on one FFN."""
 
     def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float):
@@ -211,7 +210,7 @@ class FFNRun(ADMMRun[Sample]):
         return measure_ffn_objective(moments, weights, total, self.settings.alpha, self.settings.beta)
 
 
-class AttentionRun(ADMMRun[AttentionSample]):
+class AttentionRun(ADMMRun):
     """ADMM on one attention module; its objective is measured before the weights are solved."""
 
     def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float):
@@ -259,6 +258,11 @@ class AttentionRun(ADMMRun[AttentionSample]):
         group = self.group
         num_heads = group.num_blocks if group.kind == VALUE.name else (output.shape[1] - 1) // group.columns_per_unit
         return AttentionWeights(query, key, value, output, num_heads)
+
+
+def make_run(module: ModuleView, settings: ADMMSettings, damping: float) -> ADMMRun:
+    """Return the ADMM run of an FFN or attention module; parameters as in :class:`ADMMRun`."""
+    return (FFNRun if module.group.unit.is_ffn else AttentionRun)(module, settings, damping)
 
 
 @WEIGHT_UPDATES.register
@@ -366,41 +370,20 @@ def _move(holder: _Movable, device: torch.device | None, context: DeviceContext)
     return replace(holder, **{f.name: send(getattr(holder, f.name)) for f in fields(holder)})
 
 
-def _mask_rows(weight: Tensor, keep: Tensor, num_units: int) -> Tensor:
-    rows = unit_columns(keep, len(weight) // num_units)
-    return torch.zeros_like(weight).index_copy(0, rows, weight[rows])
-
-
-def _mask_columns(weight: Tensor, keep: Tensor, group: UnitGroup) -> Tensor:
-    columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
-    return torch.zeros_like(weight).index_copy(1, columns, weight[:, columns])
-
-
-def _stack_units(weights: list[Tensor], num_units: int) -> Tensor:
-    """Return the rows of several producers, unit after unit."""
-    parts = [weight.view(num_units, -1, weight.shape[1]) for weight in weights]
-    return torch.cat(parts, 1).reshape(-1, weights[0].shape[1])
-
-
-def score_closed_form(dense: Tensor, current: Tensor, grams: tuple[Tensor, Tensor, Tensor], num_units: int) -> Tensor:
+def score_closed_form(dense: Tensor, current: Tensor, gram: Tensor) -> Tensor:
     """Return Lemma 1's score of every unit: the least-squares optimal scalar gate of its rows.
 
-    ``s_u = sum (c b + d z_pre) / sum (c^2 + d^2)`` over tokens and the unit's rows, with ``b = W a`` (current weights,
-    current inputs), ``c = z_pre = W^ a_pre`` (dense weights, dense inputs), ``d = W^ a`` (dense weights, current inputs).
+    ``s_u = sum (c b + d z_pre) / sum (c^2 + d^2)`` over tokens and the unit's rows, with ``b = W a`` (current weights) and
+    ``c = d = z_pre = W^ a`` (dense weights).
     Source: paper, Lemma 1 and Algorithm 1; d and z_pre of the same layer (R2), sums over tokens in numerator and
-    denominator (R3). All sums are read off three Gram matrices of the inputs, bias row included.
+    denominator (R3). Dense and current inputs a are the same here, see :meth:`ADMMRun.score`.
 
-    :param dense: W^, shape [rows, n + 1], bias last; rows of one unit are consecutive
+    :param dense: W^, shape [units, rows per unit, n + 1], bias last
     :param current: W, the same shape
-    :param grams: ``sum a_pre a_pre^T``, ``sum a_pre a^T`` and ``sum a a^T``, each of shape [n + 1, n + 1]
-    :return: shape [num_units], float64; exactly 1 where nothing has changed yet (R4)
+    :param gram: ``sum a a^T`` over tokens, bias row included, shape [n + 1, n + 1], float64
+    :return: shape [units], float64; exactly 1 where nothing has changed yet (R4)
     """
     dense, current = dense.double(), current.double()
-    gram_dense, gram_cross, gram_current = grams
-
-    def products(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
-        return ((left @ gram.double()) * right).sum(1).view(num_units, -1).sum(1)
-
-    numerator = products(dense, gram_cross, current) + products(dense, gram_cross, dense)
-    denominator = products(dense, gram_dense, dense) + products(dense, gram_current, dense)
-    return numerator / denominator.clamp(min=1e-300)
+    projected = dense @ gram.double()
+    own, other = ((projected * weight).sum(2).sum(1) for weight in (dense, current))
+    return (other + own) / (own + own).clamp(min=1e-300)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -24,19 +23,6 @@ from struprune_plugin.model.surgery import read_weight
 from struprune_plugin.model.units import list_head_weights
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.records import AllocationRecord
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Allocation at one temperature of a search.
-
-    :param kept: kept units, in the order of the groups
-    :param loss: reconstruction error summed over all groups, read off their error curves
-    """
-
-    temperature: float
-    kept: tuple[int, ...]
-    loss: float
 
 
 class SoftmaxRule(AllocationRule):
@@ -70,26 +56,27 @@ class SoftmaxRule(AllocationRule):
         importance = {size.name: statistics[size.name].importance for size in sizes}
         curves = [statistics[size.name].curve for size in sizes]
         grid = self.temperature if isinstance(self.temperature, list) else [self.temperature]
-        spread = partial(self.spread, budget.share)
-        candidates = search_temperature(sizes, list(importance.values()), curves, grid, spread)
-        best = candidates[argmin_with_ties([candidate.loss for candidate in candidates])]
+        found = search_temperature(sizes, list(importance.values()), curves, grid, partial(self.spread, budget.share))
+        best = argmin_with_ties([loss for _, loss in found])
+        kept, loss = found[best]
         if not self.as_printed:
-            check_budget(sizes, best.kept, budget.share)
+            check_budget(sizes, kept, budget.share)
         else:
-            removed = sum((s.num_units - kept) * s.unit_cost for s, kept in zip(sizes, best.kept, strict=True))
+            removed = sum((size.num_units - count) * size.unit_cost for size, count in zip(sizes, kept, strict=True))
             logger.warning(
                 f"as_printed: the paper's formula removes {removed / budget.num_prunable:.4f} of the parameters in place of "
                 f"{budget.sparsity} (R6). Set `as_printed: false` to meet the budget."
             )
-        logger.info(f"allocation: {self.rule} at temperature {best.temperature:g} has the error {best.loss:.6g}")
+        logger.info(f"allocation: {self.rule} at temperature {grid[best]:g} has the error {loss:.6g}")
+        searched = [{"temperature": tried, "error": error} for tried, (_, error) in zip(grid, found, strict=True)]
         record = AllocationRecord(
             self.rule,
             as_printed=self.as_printed,
-            temperature=best.temperature,
-            searched=[{"temperature": c.temperature, "error": c.loss} for c in candidates],
+            temperature=grid[best],
+            searched=searched,
             importance=importance,
         )
-        return make_allocation(sizes, best.kept, record)
+        return make_allocation(sizes, kept, record)
 
 
 @RULES.register
@@ -122,11 +109,8 @@ class SoftmaxInverse(SoftmaxRule):
         if group.unit.is_ffn:
             linears = [read_weight(find_linear(layer, name))[0] for name in (*group.producers, group.consumer)]
             return decay * measure_mlp_importance(linears)
-        return (
-            decay
-            * self.rho
-            * measure_attention_importance(list_head_weights(layer, find_structure(subject.model)[group.layer_index]))
-        )
+        heads = list_head_weights(layer, find_structure(subject.model)[group.layer_index])
+        return decay * self.rho * measure_attention_importance(heads)
 
 
 def allocate_softmax(
@@ -182,20 +166,19 @@ def search_temperature(
     curves: Sequence[Tensor],
     temperatures: Sequence[float],
     spread: Callable[[float, Tensor, Tensor], Tensor],
-) -> list[Candidate]:
-    """Return one candidate per temperature, each module kind allocated separately.
+) -> list[tuple[list[int], float]]:
+    """Return (kept units, error summed over all groups) of every temperature, each module kind allocated separately.
 
     Source: paper, Algorithms 2 and 3, the outer loop and step 5, with losses read off the moments (R9).
 
     :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
     :param spread: function that returns the sparsities of one kind's modules from (temperature, importances, parameters)
     """
-    candidates = []
+    found = []
     for temperature in temperatures:
         kept = round_kept_counts(groups, spread_by_kind(groups, importance, partial(spread, temperature)))
-        loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
-        candidates.append(Candidate(temperature, tuple(kept), loss))
-    return candidates
+        found.append((kept, sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))))
+    return found
 
 
 def measure_attention_importance(head_weights: Sequence[Tensor]) -> float:

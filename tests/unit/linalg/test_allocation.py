@@ -174,15 +174,15 @@ def test_search_temperature_measures_every_temperature():
     groups = [GroupSize(str(i), "ffn", 10, 5, 1) for i in range(3)]
     importance = [1.0, 2.0, 9.0]
     curves = [torch.linspace(s, 0, 11) for s in (1.0, 2.0, 50.0)]  # the third layer is dear: spare it
-    all_ = search_temperature(
+    found = search_temperature(
         groups, importance, curves, [0.2, 1.0, 20.0], lambda t, i, sizes: allocate_softmax(i, sizes, 0.3, t)
     )
-    best = min(all_, key=lambda candidate: candidate.loss)
-    assert [c.temperature for c in all_] == [0.2, 1.0, 20.0]
-    assert best.kept[2] > best.kept[0]
-    for candidate in all_:
-        assert sum(candidate.kept) == 21
-        assert candidate.loss == pytest.approx(sum(float(c[k]) for c, k in zip(curves, candidate.kept, strict=True)))
+    best, _ = min(found, key=lambda one: one[1])
+    assert len(found) == 3
+    assert best[2] > best[0]
+    for kept, loss in found:
+        assert sum(kept) == 21
+        assert loss == pytest.approx(sum(float(c[k]) for c, k in zip(curves, kept, strict=True)))
 
 
 def _brute_force(groups, curves, budget):

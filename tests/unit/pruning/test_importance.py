@@ -41,25 +41,16 @@ def test_layer_importance_equals_algorithm_3():
 
 
 def test_score_closed_form_equals_lemma_1():
+    """R4: the first step, at which nothing has changed, cannot rank anything."""
     generator = torch.Generator().manual_seed(0)
-    pre, now = (torch.randn(30, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    a = torch.cat([torch.randn(30, 4, generator=generator), torch.ones(30, 1)], 1).double()
     dense, current = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-    ones = torch.ones(30, 1, dtype=torch.float64)
-    pre, now = torch.cat([pre, ones], 1), torch.cat([now, ones], 1)
-    b, c, d, z_pre = now @ current.T, pre @ dense.T, now @ dense.T, pre @ dense.T
+    b, c, d, z_pre = a @ current.T, a @ dense.T, a @ dense.T, a @ dense.T
     numerator, denominator = (c * b + d * z_pre).sum(0), (c * c + d * d).sum(0)
     naive = numerator.view(3, 2).sum(1) / denominator.view(3, 2).sum(1)
-    torch.testing.assert_close(score_closed_form(dense, current, (pre.T @ pre, pre.T @ now, now.T @ now), 3), naive)
-
-
-def test_score_closed_form_is_one_before_anything_changes():
-    """R4: the first step cannot rank anything."""
-    generator = torch.Generator().manual_seed(0)
-    a, dense = torch.randn(30, 5, generator=generator), torch.randn(6, 5, generator=generator)
-    gram = a.T.double() @ a.double()
-    torch.testing.assert_close(
-        score_closed_form(dense, dense, (gram, gram, gram), 6), torch.ones(6, dtype=torch.float64)
-    )
+    dense, current = dense.view(3, 2, 5), current.view(3, 2, 5)
+    torch.testing.assert_close(score_closed_form(dense, current, a.T @ a), naive)
+    assert torch.equal(score_closed_form(dense, dense, a.T @ a), torch.ones(3, dtype=torch.float64))
 
 
 def test_activations_times_gradients_are_weights_times_gradients():

@@ -35,7 +35,7 @@ ADMM = {"method": "admm", "steps": 2, "inner_steps": 2}
 FFN_ADMM = {"method": "admm", "steps": 2}  # where positions rotate queries and keys
 ROTARY = ("llama", "gemma3_text", "phi3", "gpt_neox")
 PRUNE = "StruPruneModifier"
-_LORA = {"adapters": {"rank": 2}, "schedule": {"epochs": 1}, "loss": {"kl": 1.0}}
+_LORA = {"adapters": {"rank": 2}, "schedule": {"epochs": 1}}
 EVERYWHERE: dict[str, list[dict[str, Any]]] = {  # stages of a recipe: modifier -> fields
     "default": [{PRUNE: {"sparsity": 0.3}}],
     "head": [{PRUNE: {"sparsity": 0.3, "attention_unit": "head"}}],

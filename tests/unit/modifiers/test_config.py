@@ -10,7 +10,7 @@ from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
-from struprune_plugin import StruPruneModifier, read_manifest
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.allocation.rules.rule import make_allocation
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
@@ -183,3 +183,44 @@ def test_a_later_modifier_whose_targets_match_nothing_is_refused(opt, modifier, 
 def test_arguments_that_the_host_would_pass_over_are_refused(opt, options, message):
     with pytest.raises(ValueError, match=message):
         run_oneshot(str(opt), sparsity=0.3, **options)
+
+
+# -- stages that must agree ---------------------------------------------------------------------------------------
+
+
+CONTRADICTIONS = [  # fields of the allocator stage, of the pruning stage, and what the refusal says
+    (
+        {},
+        {"allocation": "uniform"},
+        "allocation.rule must be 'softmax' as in the SparsityAllocatorModifier stage before",
+    ),
+    ({}, {"allocation": {"rule": "softmax", "temperature": 2.0}}, "temperature must be .* remove it here"),
+    ({"allocation": {"rule": "softmax", "as_printed": True}}, {"allocation": "softmax"}, "as_printed must be True"),
+    ({"importance": "wanda"}, {}, "importance.method must be 'wanda' .* got 'obs'. Give both stages the same value"),
+    ({"weight_update": "none"}, {}, "weight_update.method must be 'none'"),
+    ({"rotate_values": False}, {}, "rotate_values must be False"),
+    ({}, {"sparsity": 0.2}, "sparsity must be 0.3 as in the SparsityAllocatorModifier stage before, got 0.2"),
+]
+
+
+@pytest.mark.parametrize(("stage", "fields", "message"), CONTRADICTIONS)
+def test_fields_that_contradict_the_allocator_stage_are_refused(opt, stage, fields, message):
+    stages = [SparsityAllocatorModifier(sparsity=0.3, **stage), StruPruneModifier(**fields)]
+    with pytest.raises(ValueError, match=message):
+        run_oneshot(str(opt), recipe=stages, num_calibration_samples=8)
+
+
+def test_admm_after_a_least_squares_allocator_is_no_contradiction_and_the_manifest_names_the_stage(opt, tmp_path):
+    stage = SparsityAllocatorModifier(
+        sparsity=0.3, allocation={"rule": "softmax_inverse", "gamma": 0.8}, attention_unit="none"
+    )
+    fields = {"attention_unit": "none", "sensitivity": "fisher", "weight_update": {"method": "admm", "steps": 1}}
+    run_oneshot(
+        str(opt),
+        recipe=[stage, StruPruneModifier(**fields)],
+        output_dir=str(tmp_path / "out"),
+        num_calibration_samples=8,
+    )
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.settings["allocation"]["rule"] == manifest.allocation.method == "softmax_inverse"
+    assert manifest.settings["allocation"]["gamma"] == 0.8

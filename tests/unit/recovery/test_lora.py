@@ -351,6 +351,17 @@ def test_changes_reach_the_stage():
     assert (recovery.optimizer.weight_decay, recovery.optimizer.max_grad_norm) == (0.1, 1.0), "what is left out stays"
 
 
+def test_recovery_of_a_pruned_folder_reaches_its_manifest(opt, tmp_path):
+    few = {"num_calibration_samples": 8}
+    run_oneshot(str(opt), sparsity=0.3, allocation="uniform", output_dir=str(tmp_path / "pruned"), **few)
+    recovery = LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1}, holdout=None)
+    run_oneshot(str(tmp_path / "pruned"), recipe=recovery, output_dir=str(tmp_path / "out"), **few)
+    before, after = read_manifest(tmp_path / "pruned"), read_manifest(tmp_path / "out")
+    assert after.recovery.settings["adapters"]["rank"] == 2
+    assert after.groups == before.groups
+    assert before.recovery is None
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -375,9 +386,7 @@ def test_fields_and_the_other_name_are_checked(fields, message):
     text = yaml.safe_dump({"x_stage": {"x_modifiers": {"LoRARecoveryModifier": fields}}})
     with pytest.raises(ValueError, match=message):
         load_recipe(text)
-    with pytest.raises(
-        ValueError, match=r"'RecoveryModifier' is not a modifier .* Use LoRARecoveryModifier, or transf"
-    ):
+    with pytest.raises(ValueError, match="`RecoveryModifier` is gone. Use LoRARecoveryModifier, or transf"):
         load_recipe(text.replace("LoRARecoveryModifier", "RecoveryModifier"))
 
 

@@ -51,11 +51,6 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
         raise ValueError(
             f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}. Pass one of these."
         )
-    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None:
-        raise ValueError(
-            f"model: must be a causal language model, got {type(model).__name__}, which has no output embeddings. Load it by "
-            "AutoModelForCausalLM."
-        )
     if isinstance(model, PreTrainedModel):
         _check_loaded(model)
     if str(kwargs.get("precision", "auto")) not in _PRECISIONS:
@@ -73,10 +68,15 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
 
 
 def _check_loaded(model: PreTrainedModel) -> None:
-    """Raise if a loaded model's weights are not there, or do not have the shapes that its configuration says.
+    """Raise if a loaded model cannot generate, or if its weights are not there or do not have the configuration's shapes.
 
     :raises ValueError: in these cases
     """
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"model: must be a causal language model, got {type(model).__name__}, which has no output embeddings. Load it by "
+            "AutoModelForCausalLM."
+        )
     is_placed = hasattr(model, "hf_device_map")  # llm-compressor converts these hooks to its own
     hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
     if hooked and not is_placed:

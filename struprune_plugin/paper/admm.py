@@ -140,8 +140,7 @@ class ADMMRun:
 
     def _start(self, visit: Visit, weights: Weights) -> None:
         """Add a batch, with variables computed from the weights."""
-        for sample in self.split(visit):
-            variables = self.initialize(_move(sample, weights[-1].device, self.context), weights)
+        for sample, variables in self.begin(visit, weights):
             self.states.append((_move(sample, None, self.context), _move(variables, None, self.context)))
 
     def _step(self, weights: Weights, pull: Weights, move: bool = True) -> tuple[list[Tensor], float]:
@@ -172,12 +171,8 @@ class ADMMRun:
         """Return the objective from the sum of the samples' parts."""
         return total
 
-    def split(self, visit: Visit) -> Iterator[Any]:
-        """Yield a batch's samples."""
-        raise NotImplementedError
-
-    def initialize(self, sample: Any, weights: Weights) -> Variables:
-        """Return the variables computed from the weights."""
+    def begin(self, visit: Visit, weights: Weights) -> Iterator[tuple[Any, Variables]]:
+        """Yield a batch's samples, each with the variables computed from the weights."""
         raise NotImplementedError
 
     def visit(
@@ -193,11 +188,9 @@ class FFNRun(ADMMRun):
     def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float):
         super().__init__(module, settings, damping, {n: len(parts) for n, parts in module.group.producers.items()})
 
-    def split(self, visit: Visit) -> Iterator[Sample]:
-        yield pick_tokens(visit, self.context)
-
-    def initialize(self, sample: Sample, weights: Weights) -> Variables:
-        return initialize_ffn_variables(sample.inputs, weights[:-1])
+    def begin(self, visit: Visit, weights: Weights) -> Iterator[tuple[Sample, Variables]]:
+        sample = pick_tokens(visit, self.context)
+        yield sample, initialize_ffn_variables(sample.inputs, weights[:-1])
 
     def visit(
         self, sample: Sample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
@@ -217,7 +210,7 @@ class AttentionRun(ADMMRun):
         names = (*module.group.query_key, list(module.group.producers)[-1])
         super().__init__(module, settings, damping, dict.fromkeys(names, 1))
 
-    def split(self, visit: Visit) -> Iterator[AttentionSample]:
+    def begin(self, visit: Visit, weights: Weights) -> Iterator[tuple[AttentionSample, Variables]]:
         batch, length = visit.call.batch_shape
         source = self.context.to_host(visit.source.float()).view(batch, length, -1)
         target = self.context.to_host(visit.target).view(batch, length, -1)
@@ -231,10 +224,9 @@ class AttentionRun(ADMMRun):
             if mask is not None:  # true where a token is read, or a number that is added
                 own = mask[min(row, len(mask) - 1), 0, :length, :length].to(source)
                 own = torch.finfo(own.dtype).min * (1 - own) if mask.dtype is torch.bool else own
-            yield AttentionSample(source[row], target[row], own, valid.view(batch, length)[row])
-
-    def initialize(self, sample: AttentionSample, weights: Weights) -> Variables:
-        return initialize_attention_variables(sample, self._join(weights), self.settings.attention_method)
+            on_host = AttentionSample(source[row], target[row], own, valid.view(batch, length)[row])
+            sample = _move(on_host, weights[-1].device, self.context)
+            yield on_host, initialize_attention_variables(sample, self._join(weights), self.settings.attention_method)
 
     def visit(
         self, sample: AttentionSample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool

@@ -386,7 +386,7 @@ def test_fields_and_the_other_name_are_checked(fields, message):
     text = yaml.safe_dump({"x_stage": {"x_modifiers": {"LoRARecoveryModifier": fields}}})
     with pytest.raises(ValueError, match=message):
         load_recipe(text)
-    with pytest.raises(ValueError, match="`RecoveryModifier` is gone. Use LoRARecoveryModifier, or transf"):
+    with pytest.raises(ValueError, match=r"`RecoveryModifier` is gone. Use LoRARecoveryModifier, or transf"):
         load_recipe(text.replace("LoRARecoveryModifier", "RecoveryModifier"))
 
 

@@ -382,12 +382,10 @@ def test_recovery_of_a_pruned_folder_reaches_its_manifest(opt, tmp_path):
         ({"seeds": 4}, "seeds is not a field of LoRARecoveryModifier. Did you mean seed"),
     ],
 )
-def test_fields_and_the_other_name_are_checked(fields, message):
+def test_fields_are_checked(fields, message):
     text = yaml.safe_dump({"x_stage": {"x_modifiers": {"LoRARecoveryModifier": fields}}})
     with pytest.raises(ValueError, match=message):
         load_recipe(text)
-    with pytest.raises(ValueError, match=r"`RecoveryModifier` is gone. Use LoRARecoveryModifier, or transf"):
-        load_recipe(text.replace("LoRARecoveryModifier", "RecoveryModifier"))
 
 
 @pytest.mark.parametrize(

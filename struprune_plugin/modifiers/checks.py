@@ -136,14 +136,15 @@ def check_weights(model: nn.Module) -> None:
             "model: must not be quantised yet, got a config with quantization_config. "
             "Prune the full-precision checkpoint and quantise afterwards."
         )
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if name in QUANTISER_PARAMETERS:  # belongs to a quantiser later in the recipe: no values yet
-                continue
-            if not torch.isfinite(parameter.detach()).all():
-                raise ValueError(
-                    f"{module_name}.{name}: must be finite, got NaN or Inf. Repair or reload the checkpoint."
-                )
+    finite = {
+        f"{module_name}.{name}": torch.isfinite(parameter.detach()).all()
+        for module_name, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name not in QUANTISER_PARAMETERS  # of a quantiser later in the recipe: no values yet
+    }
+    for name, flag in finite.items():  # read once all are computed, because the host waits for a device
+        if not flag:
+            raise ValueError(f"{name}: must be finite, got NaN or Inf. Repair or reload the checkpoint.")
 
 
 def check_layers(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from struprune_plugin.storage.records import GroupRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
 _ALLOCATION = "allocation"
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,23 @@ def describe_run(
 
 
 def describe_weights(model: PreTrainedModel) -> str:
-    """Return a digest of the decoder layers' parameters (names, dtypes, shapes, sums) that distinguishes dense models."""
-    digest = hashlib.sha256()
+    """Return a digest of the decoder layers' parameters (names, dtypes, shapes, sums) that distinguishes dense models.
+
+    Weights are summed as integers, so that every device gives the same sums, and read once all are computed.
+    """
+    found = []
     for layer_name, layer in find_decoder_layers(model):
         for path, module in layer.named_modules():
             for key, weight in module._parameters.items():
                 if weight is not None:
-                    sums = [part.sum(dtype=torch.float64).item() for part in (weight.detach(), weight.detach().abs())]
-                    told = (f"{layer_name}.{path}.{key}", str(weight.dtype), tuple(weight.shape), sums)
-                    digest.update(repr(told).encode())
+                    numbers = weight.detach().view(_INTEGERS[weight.itemsize])
+                    columns = numbers.reshape(-1, *weight.shape[-1:]).sum(0, dtype=torch.int64)
+                    places = torch.arange(1, columns.numel() + 1, device=columns.device)
+                    told = (f"{layer_name}.{path}.{key}", str(weight.dtype), tuple(weight.shape))
+                    found.append((told, columns.sum(), (columns * places).sum()))
+    digest = hashlib.sha256()
+    for told, *sums in found:
+        digest.update(repr((told, [int(part) for part in sums])).encode())
     return digest.hexdigest()
 
 

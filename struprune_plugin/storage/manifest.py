@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from struprune_plugin import __version__
 from struprune_plugin.storage.files import shorten_value, write_whole
 from struprune_plugin.storage.records import (
     CLOSED,
@@ -85,7 +86,7 @@ class Manifest(BaseModel):
 def describe_versions() -> dict[str, str]:
     """Return the versions that the bytes of an output depend on."""
     installed = {name: _read_version(name) for name in _PACKAGES}
-    return {"struprune": _read_version("struprune-plugin"), "python": platform.python_version(), **installed}
+    return {"struprune": __version__, "python": platform.python_version(), **installed}
 
 
 def write_manifest(manifest: Manifest, folder: str | Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -150,10 +150,8 @@ class CountedContext(DeviceContext):
     def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         return self.live.move(tensor, to_host=False).to(dtype or tensor.dtype)
 
-    @contextmanager
-    def on_host(self, active: bool = True) -> Iterator[torch.device]:
-        with self.live.decide(True if active else None):
-            yield torch.device("cpu")
+    def solving(self) -> AbstractContextManager[object]:
+        return self.live.decide(True if self.offload else None)
 
     @contextmanager
     def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:

@@ -12,7 +12,7 @@ from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.calls import LayerCall
-from struprune_plugin.layerwise.capture import Visit, capture_streams
+from struprune_plugin.layerwise.capture import Visit, record
 from struprune_plugin.layerwise.statistics import accumulate_visit, check_finite, make_group_sums
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
@@ -66,12 +66,13 @@ def _gather_moments(
 ) -> SecondMoments:
     """Run the layer as it now is; return the moments of the group's consumer against its own outputs, in unit order."""
     sums = make_group_sums(layer, group, calls[0].device, ROOM)
-    with capture_streams(layer, [group]) as take:
+    with record(layer, [group]) as seen:
         for call, states in zip(calls, hidden, strict=True):
             call.repeat(layer, ROOM, states)
-            stream = take(group)
+            stream = seen.read(group)
             assert stream.output is not None
-            accumulate_visit(sums, Visit(stream.source, stream.inputs, stream.output, call), call.tokens, ROOM)
+            visit = Visit(stream.source, stream.inputs, stream.output, call)
+            accumulate_visit(sums, visit, visit.split(), ROOM)
     check_finite(sums, group)
     moments = sums.gather()
     return select_inputs(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))

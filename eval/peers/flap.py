@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls
 from struprune_plugin.evaluation.scoring import load_checkpoint
-from struprune_plugin.layerwise.capture import capture_streams
+from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.linalg.second_moments import with_bias_index
@@ -80,11 +80,11 @@ def measure_inputs(
     for name, layer in find_decoder_layers(model):
         members = [group for group in groups if group.layer_name == name]
         sums = {g.name: torch.zeros(2, g.num_columns, dtype=torch.float64, device=calls[0].device) for g in members}
-        with capture_streams(layer, members) as take:
+        with record(layer, members) as seen:
             for index, call in enumerate(calls):
                 hidden[index] = call.repeat(layer, ROOM, hidden[index]).cpu()
                 for group in members:
-                    inputs = take(group).inputs.double()
+                    inputs = seen.inputs[group.consumer].double()
                     sums[group.name] += torch.stack([inputs.sum(0), inputs.square().sum(0)])
         num_tokens = windows.numel()
         for key, (total, squares) in sums.items():

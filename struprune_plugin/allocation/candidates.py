@@ -49,7 +49,7 @@ class Fit:
 
     :param measured: statistics of every group: the removal order of its units, and the basis to which they are rotated
     :param num_batches: number of batches on which the weights are solved; the batches after them are for trials
-    :param moments: moments of those batches, on the host, if the pass has stored them; the batches are then left out
+    :param moments: moments of those batches, if the pass has stored them; the batches are then left out
     """
 
     measured: Mapping[str, GroupStatistics]
@@ -57,67 +57,12 @@ class Fit:
     moments: Mapping[str, GroupMoments] | None = None
 
 
-@dataclass(frozen=True)
-class TrialSolver:
-    """Solver of consumers for several numbers of kept units at once; the model is not changed.
-
-    :param config: methods of the pruning pass
-    :param fit: data on which the weights are solved
-    :param statistics: statistics of the present layer
-    """
-
-    config: PruningConfig
-    fit: Fit
-    statistics: LayerStatistics
-    context: DeviceContext
-
-    def solve(self, layer: nn.Module, group: UnitGroup, counts: Sequence[int]) -> Weights:
-        """Return a consumer's weights, in module order, and bias, on the host, for every number of kept units."""
-        known = (self.fit.moments or {}).get(group.name)
-        gathered = known or self.statistics.collect_moments(layer, group, "trials")
-        with self.context.stage("trials"), self.context.solving():
-            solve = partial(self._solve_moments, layer, group, gathered, counts)
-            return compute_on_rank0(solve, torch.device("cpu"))
-
-    def _solve_moments(
-        self, layer: nn.Module, group: UnitGroup, gathered: GroupMoments, counts: Sequence[int]
-    ) -> Weights:
-        """Return the result of :meth:`solve`, from moments on any device."""
-        linear, host = find_linear(layer, group.consumer), self.context.to_host
-        dense = ModuleView(layer, group, self.statistics).read_dense()
-        moments = move_moments(gathered.all, lambda part: self.context.place(part, dense))
-        damped = damp_moments(moments, dense, self.config.dampening_frac, linear.bias is not None)
-        solves = self.config.weight_update.solves and gathered.determines
-        solved = self._find_weights(group, damped if solves else None, dense, counts)
-        parts = {count: (group.to_module_order(weight[:, :-1]), weight[:, -1]) for count, weight in solved.items()}
-        dtype = linear.weight.dtype
-        return {count: (host(weight.to(dtype)), host(bias.to(dtype))) for count, (weight, bias) in parts.items()}
-
-    def _find_weights(
-        self, group: UnitGroup, damped: SecondMoments | None, dense: Tensor, counts: Sequence[int]
-    ) -> dict[int, Tensor]:
-        """Return the weights on the kept units, zero elsewhere, by number of kept units, shape [d, n + 1].
-
-        :param damped: damped moments; None to keep the dense weights
-        """
-        found, copies, place = self.fit.measured[group.name], group.columns_per_unit, self.context.place
-        order = found.order.to(dense.device)
-        if damped is None:
-            gone = {count: unit_columns(order[: group.num_units - count], copies) for count in counts}
-            return {count: dense.index_fill(1, columns, 0.0) for count, columns in gone.items()}
-        if found.basis is None:
-            return solve_nested_weights(damped, order, copies, counts, group.name)
-        basis = place(found.basis, damped.gram)
-        solved = solve_nested_weights(rotate_moments(damped, basis, copies), order, copies, counts, group.name)
-        return {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
-
-
 @dataclass
 class _Path:
     """State of one plan that is passed from layer to layer.
 
     :param kept: kept units; a group without an entry keeps all
-    :param states: hidden states that enter the current layer, by batch, on the host; empty while they are the dense ones
+    :param states: hidden states that enter the current layer, by batch; empty while they are the dense ones
     """
 
     kept: Kept
@@ -146,10 +91,9 @@ class Trial:
         context: DeviceContext,
     ):
         self._model, self._groups, self._context = model, groups, context
+        self._config, self._fit, self._num_fit = config, fit, 0 if fit.moments else fit.num_batches
         self._paths = [_Path(plan.kept) for plan in plans]
-        self._num_fit = 0 if fit.moments else fit.num_batches
         self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
-        self._solver = TrialSolver(config, fit, self._statistics, context)
         self._dense: list[Tensor] = []  # outputs of the last layer, by trial batch
 
     @torch.no_grad()
@@ -163,9 +107,10 @@ class Trial:
             cut = [group for group in own if self._list_counts(group)]
             for _ in step.observe(self._statistics, cut, slice(num_fit)):
                 pass
-            weights = {group.name: self._solver.solve(step.layer, group, self._list_counts(group)) for group in cut}
-            tried = step.observe(self._statistics, [], slice(num_fit, None))
-            self._dense = [self._context.park(output.hidden) for _, output in tried if output is not None]
+            weights = {group.name: self._solve(step.layer, group) for group in cut}
+            for _ in step.observe(self._statistics, [], slice(num_fit, None)):
+                pass
+            self._dense = [flow.states.hidden for flow in step.flows[num_fit:]]
             for path in self._paths:
                 self._advance(path, step.layer, own, weights)
             self._statistics.finish_layer()
@@ -185,9 +130,46 @@ class Trial:
                 count += int(valid.sum())
                 finals = [hidden[index] for hidden in (self._dense, *paths)]
                 for row, kept in enumerate(valid):
-                    totals += _compare(self._model, batch, row, kept, finals)
+                    totals += self._compare(batch, row, kept, finals)
         *sums, tokens = sum_over_ranks(torch.cat([totals, totals.new_tensor([count])])).tolist()
         return [total / max(tokens, 1) for total in sums]
+
+    def _solve(self, layer: nn.Module, group: UnitGroup) -> Weights:
+        """Return a consumer's weights, in module order, and bias, where systems are solved, for every number of kept units."""
+        known = (self._fit.moments or {}).get(group.name)
+        gathered = known or self._statistics.collect_moments(layer, group, "trials")
+        with self._context.stage("trials"), self._context.solving():
+            solve = partial(self._solve_moments, layer, group, gathered)
+            return compute_on_rank0(solve, self._context.solve_device)
+
+    def _solve_moments(self, layer: nn.Module, group: UnitGroup, gathered: GroupMoments) -> Weights:
+        """Return the result of :meth:`_solve`, from moments on any device."""
+        linear, counts = find_linear(layer, group.consumer), self._list_counts(group)
+        dense = ModuleView(layer, group, self._statistics).read_dense()
+        moments = move_moments(gathered.all, self._context.to_solver)
+        damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
+        solves = self._config.weight_update.solves and gathered.determines
+        solved = self._find_weights(group, damped if solves else None, dense, counts)
+        cast = {count: weight.to(linear.weight.dtype) for count, weight in solved.items()}
+        return {n: (group.to_module_order(weight[:, :-1]).contiguous(), weight[:, -1]) for n, weight in cast.items()}
+
+    def _find_weights(
+        self, group: UnitGroup, damped: SecondMoments | None, dense: Tensor, counts: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Return the weights on the kept units, zero elsewhere, by number of kept units, shape [d, n + 1].
+
+        :param damped: damped moments; None to keep the dense weights
+        """
+        found, copies = self._fit.measured[group.name], group.columns_per_unit
+        order = found.order.to(dense.device)
+        if damped is None:
+            gone = {count: unit_columns(order[: group.num_units - count], copies) for count in counts}
+            return {count: dense.index_fill(1, columns, 0.0) for count, columns in gone.items()}
+        if found.basis is None:
+            return solve_nested_weights(damped, order, copies, counts, group.name)
+        basis = self._context.to_solver(found.basis)
+        solved = solve_nested_weights(rotate_moments(damped, basis, copies), order, copies, counts, group.name)
+        return {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
 
     def _list_counts(self, group: UnitGroup) -> list[int]:
         """Return the numbers of kept units in the plans, without the number of all units."""
@@ -213,10 +195,36 @@ class Trial:
         with ExitStack() as stack:
             stack.enter_context(self._context.stage("trials"))
             stack.enter_context(replace_weights(layer, new))
-            path.states = [
+            outputs = [
                 call.run(layer, self._context, states).map(self._context.park)
                 for call, states in zip(calls, inputs, strict=True)
             ]
+            for states in path.states:
+                self._context.release(states.hidden)
+            path.states = outputs
+
+    def _compare(self, batch: dict[str, Tensor], row: int, kept: Tensor, finals: Sequence[Tensor]) -> Tensor:
+        """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.
+
+        :param row: index of the sequence in its batch
+        :param kept: mask of the tokens that count, shape [tokens], bool
+        :param finals: hidden states of the last layer for the whole batch, parked
+        """
+
+        def compute(final: Tensor) -> Tensor:
+            logits = compute_logits(self._model, batch, row, final, self._context)
+            logits = logits if kept.all() else logits[kept.to(logits.device)]
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+        wanted = compute(finals[0])
+        whole, probs = wanted.logsumexp(-1), torch.softmax(wanted, dim=-1)
+        totals = []
+        for final in finals[1:]:
+            found = compute(final)
+            moved = found.logsumexp(-1) - whole - torch.linalg.vecdot(probs, found.sub_(wanted))
+            totals.append(float(moved.double().sum()))
+            del found
+        return torch.tensor(totals, dtype=torch.float64)
 
 
 def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:
@@ -238,29 +246,3 @@ def describe_trials(record: AllocationRecord) -> str:
     """Return a line on the divergences of the allocations that were tried."""
     told = ", ".join(f"{name} {value:.4g}" for name, value in (record.tried or {}).items())
     return f"KL divergence in nats of each candidate allocation: {told}; selected: {record.taken}"
-
-
-def _compare(
-    model: PreTrainedModel, batch: dict[str, Tensor], row: int, kept: Tensor, finals: Sequence[Tensor]
-) -> Tensor:
-    """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.
-
-    :param row: index of the sequence in its batch
-    :param kept: mask of the tokens that count, shape [tokens], bool
-    :param finals: hidden states of the last layer for the whole batch, on the host
-    """
-
-    def compute(final: Tensor) -> Tensor:
-        logits = compute_logits(model, batch, row, final)
-        logits = logits if kept.all() else logits[kept.to(logits.device)]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    wanted = compute(finals[0])
-    whole, probs = wanted.logsumexp(-1), torch.softmax(wanted, dim=-1)
-    totals = []
-    for final in finals[1:]:
-        found = compute(final)
-        moved = found.logsumexp(-1) - whole - torch.linalg.vecdot(probs, found.sub_(wanted))
-        totals.append(float(moved.double().sum()))
-        del found
-    return torch.tensor(totals, dtype=torch.float64)

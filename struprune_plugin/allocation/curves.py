@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import torch
@@ -38,7 +39,7 @@ class CurveMeasurer:
 
     :param config: methods by which units are ranked and errors measured
     :param keeps_moments: whether every group's moments are stored, too, for trials on the same batches
-    :ivar moments: moments of every group, by name, on the host; None if they are not stored
+    :ivar moments: moments of every group, by name; None if they are not stored
     """
 
     def __init__(
@@ -77,16 +78,15 @@ class CurveMeasurer:
         with self._context.stage("statistics"):
             gathered = module.collect_moments("statistics")
             if self.moments is not None:
-                moved = move_moments(gathered.all, self._context.to_host)
-                self.moments[module.group.name] = replace(gathered, all=moved)
+                stored = move_moments(gathered.all, partial(self._context.park, what="moments"))
+                self.moments[module.group.name] = replace(gathered, all=stored)
         return gathered.all
 
     def _measure_groups(self, model: PreTrainedModel, modules: Sequence[ModuleView]) -> list[GroupStatistics]:
         """Return the statistics of a group, or of experts of one shape, computed on rank 0."""
         moments = [self._gather(module) for module in modules]
         with self._context.stage("curves"), self._context.solving():
-            cpu = torch.device("cpu")
-            return compute_on_rank0(lambda: self._measure(model, modules, moments), cpu)
+            return compute_on_rank0(lambda: self._measure(model, modules, moments), torch.device("cpu"))
 
     def _measure(
         self, model: PreTrainedModel, modules: Sequence[ModuleView], moments: Sequence[SecondMoments]
@@ -116,7 +116,7 @@ class CurveMeasurer:
                 curve = measure_restored_curve(weighed, ranked.order, group.columns_per_unit, group.name)
             else:
                 root = self._sensitivity.fisher_sqrt.get(group.output_name)
-                moved = dense if root is None else self._context.place(root, dense) @ dense
+                moved = dense if root is None else self._context.to_solver(root) @ dense
                 curve = measure_deletion_curve(weighed, moved, ranked.order, group.columns_per_unit)
         subject = Subject(model, module.layer, group, ranked.scores)
         parts = (curve, ranked.scores, ranked.order, ranked.basis)

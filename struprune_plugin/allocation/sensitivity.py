@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import torch
 from compressed_tensors.offload import disable_offloading
-from llmcompressor.utils.dev import get_main_device
 from llmcompressor.utils.helpers import DisableQuantization
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -20,8 +19,8 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import split_batches
 from struprune_plugin.layerwise.calls import LayerCall, pair_gradients
-from struprune_plugin.layerwise.capture import split_tokens
-from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_layers
+from struprune_plugin.layerwise.capture import join_neighbours, split_tokens
+from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
 from struprune_plugin.linalg.solve import sqrt_psd
@@ -55,18 +54,12 @@ def measure_sensitivity(
             measured = replace(measured, saliency=importance.measure(model, loader, groups))
     if samples is not None:
         with context.stage("sensitivity"), DisableQuantization(model):
-            fisher = measure_fisher(model, loader, groups, samples, context)
-            roots = {name: _sqrt_psd(matrix, context) for name, matrix in fisher.items()}
+            fisher, roots = measure_fisher(model, loader, groups, samples, context), dict[str, Tensor]()
+            for name in list(fisher):
+                with context.solving():
+                    roots[name] = context.park(sqrt_psd(context.to_solver(fisher.pop(name))), "fisher")
             measured = replace(measured, fisher_sqrt=roots)
     return measured
-
-
-def _sqrt_psd(matrix: Tensor, context: DeviceContext) -> Tensor:
-    """Return the root of a matrix, on the host, computed on the device unless solves run on the host."""
-    if context.offload:
-        with context.on_host():
-            return sqrt_psd(matrix)
-    return context.to_host(sqrt_psd(context.to_device(matrix, get_main_device())))
 
 
 def measure_fisher(
@@ -84,9 +77,9 @@ def measure_fisher(
     float64. An error e there changes the model's distribution by a KL divergence of ``e^T F e / 2`` to second order, tokens
     taken as independent.
 
-    One forward pass stores every layer's input on the host; then each layer alone runs again and propagates the gradient. All
-    batches pass through a layer before the next layer, so that its weights are moved to the device once per direction. Only
-    activations get gradients.
+    One forward pass stores every layer's input; then each layer alone runs again and propagates the gradient. All batches pass
+    through a layer before the next layer, so that its weights are moved to the device once per direction. Only activations get
+    gradients.
 
     :return: empty if the model's output is not finite: the calibration pass that follows reports the linear
     :param num_sequences: maximum number of sequences, an equal share of every process' loader
@@ -102,17 +95,18 @@ def measure_fisher(
         freeze_weights(model),
         tqdm(total=2 * len(find_decoder_layers(model)) * len(parts), desc="sensitivity") as bar,
     ):
-        for batches in _fit_batches(model, parts):
-            flows = [enter_layers(model, batch, context) for batch in batches]
+        for batches in _fit_batches(model, parts, context):
+            flows = enter_batches(model, batches, context)
             for index, _, layer, following in list_visits(model):
                 with torch.no_grad(), context.hold(layer, following):
                     for flow in flows:
                         flow.leave(flow.enter(index).run(layer, context), context)
                 bar.update(len(flows))
-            for flow in flows:
-                num_tokens = _turn_round(model, flow, before, context)
-                finite = finite and num_tokens > 0
-                before, counted = before + len(flow.batch["input_ids"]), counted + num_tokens
+            with disable_offloading():
+                for flow in flows:
+                    num_tokens = _turn_round(model, flow, before, context)
+                    finite = finite and num_tokens > 0
+                    before, counted = before + len(flow.batch["input_ids"]), counted + num_tokens
             if not finite:
                 break
             for index, name, layer, following in list_visits(model, backward=True):
@@ -123,17 +117,24 @@ def measure_fisher(
     if not all(row[1] for row in counts):
         return {}
     total = sum(row[0] for row in counts)
-    return {name: sum_over_ranks(part) / total for name, part in sums.items()}
+    with context.solving():
+        for name, part in sums.items():
+            sums[name] = context.park(sum_over_ranks(context.to_solver(part)).div_(total), "fisher")
+    return sums
 
 
-def _fit_batches(model: PreTrainedModel, parts: Sequence[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield lists of batches whose hidden states, of all layers, fit in a share of the model's size and of the free memory."""
-    context = _HELD * min(count_parameters(model) * model.dtype.itemsize, psutil.virtual_memory().available)
+def _fit_batches(
+    model: PreTrainedModel, parts: Sequence[dict[str, Tensor]], context: DeviceContext
+) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield lists of batches whose hidden states, of all layers, fit in what the device keeps for states, or else in a share of
+    the model's size and of the host's free memory."""
+    on_host = _HELD * min(count_parameters(model) * model.dtype.itemsize, psutil.virtual_memory().available)
+    most = context.kept.get("states", on_host)
     hidden = model.config.get_text_config().hidden_size
     each = len(find_decoder_layers(model)) * hidden * model.dtype.itemsize
     taken: list[dict[str, Tensor]] = []
     for part in parts:
-        if taken and each * (part["input_ids"].numel() + sum(b["input_ids"].numel() for b in taken)) > context:
+        if taken and each * (part["input_ids"].numel() + sum(b["input_ids"].numel() for b in taken)) > most:
             yield taken
             taken = []
         taken.append(part)
@@ -159,9 +160,9 @@ def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: De
         seen.update(inputs=args[0], outputs=output.detach().float().requires_grad_())
         return seen["outputs"]
 
-    with torch.enable_grad(), disable_offloading(), head.register_forward_hook(widen):
+    with torch.enable_grad(), head.register_forward_hook(widen):
         for row, counted in enumerate(valid):
-            logits = compute_logits(model, flow.batch, row, hidden)
+            logits = compute_logits(model, flow.batch, row, hidden, context)
             counted = counted.to(logits.device)
             above = torch.softmax(logits.detach(), dim=-1)  # the gradient of -log p(y) here: p, minus one at y
             if not above[counted, 0].isfinite().all():  # one nonfinite logit makes its row NaN
@@ -206,8 +207,6 @@ def _run_backward(
 ) -> None:
     """Run one layer forward and backward on all batches, add ``g g^T`` at its consumers, store the gradients at its input.
 
-    The sums are on the device, unless the context offloads.
-
     :param index: index of the layer
     """
     outputs: dict[str, Tensor] = {}
@@ -216,6 +215,7 @@ def _run_backward(
         return lambda _module, _args, output: outputs.update({name: output})
 
     watched = {group.output_name: group.experts or group.consumer for group in groups}
+    sums |= {name: context.to_solver(sums[name]) for name in watched if name in sums}
     handles = [layer.get_submodule(module).register_forward_hook(see(name)) for name, module in watched.items()]
     try:
         for flow in flows:
@@ -234,25 +234,22 @@ def _run_backward(
             found = gradients[len(below) :]
             for name, gradient in zip(watched, found, strict=True):
                 _add_products(sums, name, gradient, call, context)
+            flow.forget(index, context)
     finally:
         for handle in handles:
             handle.remove()
     for name in watched:
-        sums[name] = context.to_host(sums[name])
+        sums[name] = context.park(sums[name], "fisher")
 
 
 def _add_products(
     sums: dict[str, Tensor], name: str, gradients: Tensor, call: LayerCall, context: DeviceContext
 ) -> None:
-    """Add ``g g^T`` of one batch to a sum, sequence by sequence."""
-    tokens = None if call.tokens is None else context.to_device(call.tokens, gradients.device)
-    gradients = gradients.flatten(0, -2).float()[
-        : math.prod(call.batch_shape)
-    ]  # each of Llama 4's experts gets all tokens
-    for part in split_tokens(tokens, len(gradients), call.length):
-        gram = multiply_by_itself(gradients[part])
-        gram = (context.to_host(gram) if context.offload else gram).double()
-        total = sums.get(name)
-        if total is not None and not context.offload:
-            total = context.to_device(total, gradients.device)
-        sums[name] = gram if total is None else total.add_(gram)
+    """Add ``g g^T`` of one batch to a sum, on a CPU sequence by sequence."""
+    gradients = gradients.flatten(0, -2)[: math.prod(call.batch_shape)]  # each of Llama 4's experts gets all tokens
+    parts = split_tokens(call)
+    for part in parts if gradients.device.type == "cpu" else join_neighbours(parts):
+        rows = part if isinstance(part, slice) else context.to_device(part, gradients.device)
+        gram = multiply_by_itself(gradients[rows].float())
+        gram = context.to_solver(gram).double()
+        sums[name] = sums[name].add_(gram) if name in sums else gram

@@ -157,7 +157,7 @@ def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
             flow.leave(flow.enter(step.index).run(step.layer, context), context)
     for flow, batch in zip(flows, batches, strict=True):
         rows = range(len(batch["input_ids"]))
-        found = torch.stack([compute_logits(model, batch, row, flow.states.hidden) for row in rows])
+        found = torch.stack([compute_logits(model, batch, row, flow.states.hidden, context) for row in rows])
         wanted = model(**batch, use_cache=False).logits
         kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         _check_equal(found[kept], wanted[kept], "layer by layer as whole")

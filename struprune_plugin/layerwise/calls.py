@@ -53,7 +53,7 @@ def pair_gradients(outputs: States, above: list[Tensor]) -> tuple[list[Tensor], 
 
 @dataclass
 class LayerCall:
-    """Call of a decoder layer, stored on the host so that it can be repeated.
+    """Call of a decoder layer, stored so that it can be repeated.
 
     :param hidden: hidden states, as in :class:`States`
     :param arguments: other arguments by place, positional first; equal tensors of successive layers and batches are stored once
@@ -103,7 +103,7 @@ class LayerCall:
         :param previous: an earlier call, whose equal tensors are shared
         """
         name, hidden, arguments = split_call(args, kwargs)
-        held = hold(arguments, previous.arguments if previous else {}, context)
+        held = store(arguments, previous.arguments if previous else {}, context)
         return cls(context.park(hidden), held, None, hidden.device, name)
 
     def repeat(self, layer: Callable[..., Any], context: DeviceContext, hidden: Tensor | None = None) -> Tensor:
@@ -176,29 +176,29 @@ def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[P
     return name, kwargs[name], {key: value for key, value in kwargs.items() if key != name}
 
 
-def hold(value: Any, known: Any, context: DeviceContext, seen: Seen | None = None) -> Any:
-    """Return a tensor, or a tuple, list or mapping of tensors, on the host; an equal stored tensor is reused.
+def store(value: Any, known: Any, context: DeviceContext, seen: Seen | None = None) -> Any:
+    """Return a tensor, or a tuple, list or mapping of tensors, parked; an equal stored tensor is reused.
 
     :param known: stored value that may hold equal tensors
-    :param seen: (tensor, its host copy) by id, for tensors that were met before
+    :param seen: (tensor, the parked one) by id, for tensors that were met before
     """
     if isinstance(value, tuple | list):
         others = known if isinstance(known, type(value)) and len(known) == len(value) else (None,) * len(value)
-        held = [hold(part, other, context, seen) for part, other in zip(value, others, strict=True)]
+        held = [store(part, other, context, seen) for part, other in zip(value, others, strict=True)]
         return type(value)(*held) if hasattr(value, "_fields") else type(value)(held)
     if isinstance(value, MutableMapping):
         entries = known if isinstance(known, MutableMapping) else {}
-        return _refill(value, {key: hold(part, entries.get(key), context, seen) for key, part in value.items()})
+        return _refill(value, {key: store(part, entries.get(key), context, seen) for key, part in value.items()})
     if not isinstance(value, Tensor):
         return value
     if seen is not None and id(value) in seen:
         return seen[id(value)][1]
-    there = context.to_host(value)
-    same = isinstance(known, Tensor) and known.shape == there.shape and known.dtype == there.dtype
-    there = known if same and torch.equal(known, there) else there
+    alike = isinstance(known, Tensor) and known.shape == value.shape and known.dtype == value.dtype
+    is_known = alike and torch.equal(context.to_device(known, value.device), value)
+    stored = known if is_known else context.park(value)
     if seen is not None:
-        seen[id(value)] = value, there
-    return there
+        seen[id(value)] = value, stored
+    return stored
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -231,7 +231,7 @@ def _refill(mapping: MutableMapping, entries: Mapping) -> MutableMapping:
     return made
 
 
-def find_tokens(mask: Tensor | None, context: DeviceContext) -> Tensor | None:
+def find_tokens(mask: Tensor | None) -> Tensor | None:
     """Return the flat indices of a batch's tokens that are not padding.
 
     :param mask: attention mask, 0 at padding, shape [batch, sequence]; None where nothing is padded
@@ -239,4 +239,4 @@ def find_tokens(mask: Tensor | None, context: DeviceContext) -> Tensor | None:
     """
     if mask is None or mask.bool().all():
         return None
-    return context.to_host(mask.reshape(-1).nonzero().flatten())
+    return mask.cpu().reshape(-1).nonzero().flatten()

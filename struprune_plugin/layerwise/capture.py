@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from compressed_tensors.utils import patch_attr
 from torch import Tensor, nn
 
-from struprune_plugin.layerwise.calls import LayerCall, split_call
+from struprune_plugin.layerwise.calls import LayerCall, list_parts, split_call
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup
-
-_HOLD_EVERY = 4  # sequences
 
 
 @dataclass
@@ -35,54 +34,76 @@ class Stream:
 
 
 class Stopped(Exception):
-    """Signal, not an error, that ends a forward pass once all wanted tensors are captured."""
+    """Signal, not an error, that ends a forward pass once all wanted tensors are recorded."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What modules of a decoder layer got and returned in its last forward pass, by their names.
+
+    :param inputs: tokens flattened, shape [tokens, features]
+    :param outputs: copies, tokens flattened, shape [tokens, features]
+    :param arguments: all positional arguments
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def read(self, group: UnitGroup) -> Stream:
+        """Return the tensors of a group's module."""
+        residual, source = self.inputs[group.join.residual], self.inputs[next(iter(group.producers))]
+        if group.join.parallel:
+            residual = residual + group.join.scale * self.outputs[group.join.parallel]
+        return Stream(residual, source, self.inputs[group.consumer], self.outputs[group.consumer])
+
+    def add_sum(self, group: UnitGroup) -> Tensor:
+        """Return the residual stream after the sum of a group's experts, in units of the sum, shape [tokens, d], float32.
+
+        It is added in float32, because a layer's own output is rounded to its dtype, which hides small errors where some channels
+        of the stream are large.
+        """
+        return self.inputs[group.join.residual].float() / group.join.scale + self.outputs[group.join.block].float()
 
 
 @contextmanager
-def capture_streams(
-    layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False
-) -> Iterator[Callable[[UnitGroup], Stream]]:
-    """Capture streams in a decoder layer's forward passes; yield a function that returns a group's stream of the last pass, once.
+def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) -> Iterator[Seen]:
+    """Record what the modules around groups get and return in a decoder layer's forward passes.
 
+    :param groups: for an expert, its list's arguments are recorded, too
     :param stop: end a pass with :class:`Stopped` once a consumer has run
     """
-    seen: dict[tuple[str, str], Tensor] = {}
-    handles = []
+    seen, consumers = Seen(), {group.consumer for group in groups}
 
-    def see_input(module: nn.Module, key: tuple[str, str]) -> None:
+    def clear(_layer: nn.Module, _args: tuple) -> None:
+        for part in (seen.inputs, seen.outputs, seen.arguments):
+            part.clear()
+
+    def see_input(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            seen[key] = _flatten(split_call(args, kwargs)[1])
+            seen.inputs[name], seen.arguments[name] = _flatten(split_call(args, kwargs)[1]), args
 
-        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return hook
 
-    def see_output(module: nn.Module, key: tuple[str, str]) -> None:
-        def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            seen[key] = _flatten(output).clone()  # later code may write into it
-            if stop and key[1] == "output":
+    def see_output(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
+            seen.outputs[name] = _flatten(list_parts(output)[0]).clone()  # later code may write into it
+            if stop and name in consumers:
                 raise Stopped
 
-        handles.append(module.register_forward_hook(hook))
+        return hook
 
-    for group in groups:
-        consumer = find_linear(layer, group.consumer)
-        see_input(layer.get_submodule(group.join.residual), (group.name, "residual"))
-        see_input(layer.get_submodule(next(iter(group.producers))), (group.name, "source"))
-        see_input(consumer, (group.name, "inputs"))
-        see_output(consumer, (group.name, "output"))
-        if group.join.parallel:
-            see_output(find_linear(layer, group.join.parallel), (group.name, "parallel"))
-
-    def take(group: UnitGroup) -> Stream:
-        stream = Stream(*(seen.pop((group.name, part)) for part in ("residual", "source", "inputs", "output")))
-        if group.join.parallel:
-            stream.residual = stream.residual + group.join.scale * seen.pop((group.name, "parallel"))
-        return stream
-
-    try:
-        yield take
-    finally:
-        for handle in handles:
-            handle.remove()
+    inputs = {name for g in groups for name in (g.join.residual, next(iter(g.producers)), g.consumer)}
+    inputs |= {group.experts for group in groups if group.experts}
+    outputs = consumers | {name for g in groups for name in (g.join.parallel, g.join.block) if name}
+    with ExitStack() as stack:
+        stack.callback(layer.register_forward_pre_hook(clear, prepend=True).remove)
+        for name in inputs:
+            module = layer.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(see_input(name), with_kwargs=True).remove)
+        for name in outputs:
+            stack.callback(layer.get_submodule(name).register_forward_hook(see_output(name)).remove)
+        yield seen
 
 
 @contextmanager
@@ -110,33 +131,29 @@ def _flatten(hidden: Tensor) -> Tensor:
     return hidden.detach().reshape(-1, hidden.shape[-1])
 
 
-def split_tokens(tokens: Tensor | None, num_tokens: int, length: int) -> list[Any]:
-    """Return one slice or index tensor per sequence that selects the counted tokens of a micro-batch.
+def split_tokens(call: LayerCall) -> list[slice | Tensor]:
+    """Return one selector per sequence of a micro-batch's tokens that are not padding: a slice where they are neighbours.
 
     Sums accumulated sequence by sequence do not depend on how sequences are split into batches.
-
-    :param tokens: flat indices of the counted tokens, sorted, shape [counted]; None where all count
-    :param num_tokens: tokens of the micro-batch, padding included
-    :param length: tokens per sequence, padding included
-    """
-    if tokens is None:
-        return [slice(start, start + length) for start in range(0, num_tokens, length)]
-    return list(tokens.split(torch.bincount(tokens // length, minlength=num_tokens // length).tolist()))
-
-
-def hold_tokens(call: LayerCall, first: int) -> tuple[Tensor, Tensor]:
-    """Return the flat indices of the tokens that are not padding, int64: those of counted sequences, those of held-out ones.
-
-    Every fourth sequence is held out.
-
-    :param first: number of sequences before this batch
     """
     batch, length = call.batch_shape
-    apart = (torch.arange(first + 1, first + batch + 1) % _HOLD_EVERY == 0).repeat_interleave(length)
-    valid = torch.ones_like(apart)
-    if call.tokens is not None:
-        valid = torch.zeros_like(apart).index_fill(0, call.tokens.cpu(), True)
-    return (valid & ~apart).nonzero().flatten(), (valid & apart).nonzero().flatten()
+    if call.tokens is None:
+        return [slice(start, start + length) for start in range(0, batch * length, length)]
+    tokens = call.tokens.cpu()
+    parts = tokens.split(torch.bincount(tokens // length, minlength=batch).tolist())
+    return [slice(int(p[0]), int(p[-1]) + 1) if len(p) and p[-1] - p[0] == len(p) - 1 else p for p in parts]
+
+
+def join_neighbours(parts: Iterable[slice | Tensor]) -> list[slice | Tensor]:
+    """Return selectors with slices that follow one another joined: larger products keep a GPU busy."""
+    joined: list[slice | Tensor] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, slice) and isinstance(last, slice) and last.stop == part.start:
+            joined[-1] = slice(last.start, part.stop)
+        else:
+            joined.append(part)
+    return joined
 
 
 @dataclass(frozen=True)
@@ -147,7 +164,7 @@ class Visit:
     :param inputs: inputs of the consuming linear, shape [tokens, n]
     :param target: target output of the consumer, shape [tokens, d], float32
     :param call: the layer's call: batch shape, attention mask, tokens that are not padding
-    :param rows: for an expert, the token of every row, sorted, shape [rows], int64; None where every token has one row
+    :param counts: for an expert, the number of rows of every sequence; its rows are tokens that count, in their order
     :param weights: factors on errors, shape [rows], for an expert including the router's weights; None for ones
     """
 
@@ -155,20 +172,12 @@ class Visit:
     inputs: Tensor
     target: Tensor
     call: LayerCall
-    rows: Tensor | None = None
+    counts: Sequence[int] | None = None
     weights: Tensor | None = None
 
-    def split(self, tokens: Tensor | None) -> list[Any]:
-        """Return one selector per sequence of the counted tokens' rows, as :func:`split_tokens` does.
-
-        :param tokens: flat indices of the counted tokens, sorted, shape [counted], int64; None where all count
-        """
-        batch, length = self.call.batch_shape
-        if self.rows is None:
-            return split_tokens(tokens, len(self.inputs), length)
-        picked = torch.arange(len(self.rows), device=self.rows.device)
-        if tokens is not None:
-            counts = torch.zeros(batch * length, dtype=torch.bool, device=self.rows.device)
-            counts[tokens] = True
-            picked = counts[self.rows].nonzero().flatten()
-        return list(picked.split(torch.bincount(self.rows[picked] // length, minlength=batch).tolist()))
+    def split(self) -> list[slice | Tensor]:
+        """Return one selector per sequence of the rows that count, as :func:`split_tokens` does."""
+        if self.counts is None:
+            return split_tokens(self.call)
+        stops = list(itertools.accumulate(self.counts))
+        return [slice(stop - count, stop) for stop, count in zip(stops, self.counts, strict=True)]

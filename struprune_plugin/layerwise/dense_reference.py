@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import Stream, capture_streams
-from struprune_plugin.layerwise.expert_streams import Repair, capture_sum
+from struprune_plugin.layerwise.capture import Seen, Stream, record
+from struprune_plugin.layerwise.expert_streams import Repair
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 
@@ -43,14 +43,16 @@ TARGETS = {  # name in recipes
 class DenseReference:
     """States of the dense model, one decoder layer after the other, and the targets derived from them.
 
-    They are stored on the host; one micro-batch at a time is on the device.
+    :param revisits: whether groups are visited more than once, so that their targets are stored
     """
 
-    def __init__(self, target: Target, context: DeviceContext):
+    def __init__(self, target: Target, context: DeviceContext, revisits: bool = False):
         self.target = target
-        self._context = context
-        self._inputs: list[States] = []  # inputs of the current layer, by batch; empty for the first layer
-        self._outputs: list[States] = []
+        self._context, self._revisits = context, revisits
+        self._states: list[
+            States
+        ] = []  # inputs of the current layer or, once it has run on a batch, its outputs, by batch
+        self._num_run = 0  # batches on which the current layer has run
         self._wanted: dict[
             tuple[str, int], Tensor
         ] = {}  # dense outputs, by group and batch; the residual is not yet subtracted
@@ -58,29 +60,35 @@ class DenseReference:
         self._repairs_all = False  # whether the layer has lost experts
 
     def run(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
-        """Run the still dense layer on the next batch of dense hidden states, and store targets and output on the host.
+        """Run the still dense layer on the next batch of dense hidden states, and store targets and output.
 
         :param groups: groups of the layer
         :param call: call of the layer on the pruned path, whose hidden states are the dense ones in the first layer
         """
         if not self.target.is_dense:
             return
-        index, plain = len(self._outputs), [group for group in groups if not group.experts]
+        index, plain = self._num_run, [group for group in groups if not group.experts]
+        before = self._states[index] if index < len(self._states) else None
         mixture = next((group for group in groups if group.join.block), None)
-        with capture_streams(layer, plain) as take, capture_sum(layer, mixture) as take_sum:
-            output = call.run(layer, self._context, self._inputs[index] if self._inputs else None)
-        self._outputs.append(output.map(self._context.park))
+        with record(layer, [*plain, mixture] if mixture is not None else plain) as seen:
+            output = call.run(layer, self._context, before).map(self._context.park)
+        if before is not None:
+            self._context.release(before.hidden)
+        self._states[index : index + 1] = [output]
+        self._num_run += 1
         for group in plain:
             if not self.repairs(group):  # for which the stream after the sum is stored
-                stream = take(group)
-                wanted = stream.output.float()  # of a copy, which nothing else reads
-                wanted = wanted.add_(_read_residual(group, stream)) if self._is_residual(group) else wanted
+                stream = seen.read(group)
+                wanted = stream.output.float()
+                wanted = wanted + _read_residual(group, stream) if self._is_residual(group) else wanted
                 self._wanted[group.name, index] = self._context.park(wanted)
         if mixture is not None and self.repairs(mixture):
-            self._wanted[_name_sum(mixture), index] = self._context.park(take_sum())
+            self._wanted[_name_sum(mixture), index] = self._context.park(seen.add_sum(mixture))
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
         """Return a consumer's target, the same at every visit of a group; a ``local`` target is its output at the first one.
+
+        A group that is not visited again gives up the dense output.
 
         :param index: index of the batch
         :return: shape [tokens, d], float32, on the device
@@ -90,32 +98,37 @@ class DenseReference:
             return self._context.to_device(self._asked[key], device)
         now = wanted = stream.output.float()
         if self.target.is_dense:
-            wanted = self._context.to_device(self._wanted.pop(key), device)
+            held = self._wanted.pop(key)
+            wanted = self._context.to_device(held, device)
+            self._context.release(held)
             wanted = wanted - _read_residual(group, stream) if self._is_residual(group) else wanted
         asked = torch.lerp(now, wanted, self.target.share)
-        self._asked[key] = self._context.park(asked)
+        if self._revisits:
+            self._asked[key] = self._context.park(asked)
         return asked
 
     def repairs(self, group: UnitGroup) -> bool:
         """Return whether a group belongs to experts, or is beside them, and repairs the layer's inherited error."""
         return bool(group.join.block) and self.target.is_dense and self._is_residual(group)
 
-    def find_repair(self, group: UnitGroup, take: Callable[[], Tensor], index: int) -> Repair | None:
+    def find_repair(self, group: UnitGroup, seen: Seen, index: int) -> Repair | None:
         """Return the error that experts have to add to their sum, so that the stream after it equals the dense one.
 
         :param group: a group of an expert, or of a module beside the experts
-        :param take: returns the present stream
+        :param seen: the present pass
         :param index: index of the batch
         :return: None where the targets are the present outputs
         """
         if not self.repairs(group):
             return None
-        key, now = (group.name, index), take()
-        if key not in self._asked:
-            wanted = self._context.to_device(self._wanted[_name_sum(group), index], now.device)
-            asked = torch.lerp(now, wanted, 1.0 if self._repairs_all else self.target.share)
+        key, now = (group.name, index), seen.add_sum(group)
+        if key in self._asked:
+            return Repair.of(self._context.to_device(self._asked[key], now.device), now)
+        wanted = self._context.to_device(self._wanted[_name_sum(group), index], now.device)
+        asked = torch.lerp(now, wanted, 1.0 if self._repairs_all else self.target.share)
+        if self._revisits:
             self._asked[key] = self._context.park(asked)
-        return Repair.of(self._context.to_device(self._asked[key], now.device), now)
+        return Repair.of(asked, now)
 
     def repair_all(self, groups: Sequence[UnitGroup]) -> None:
         """Let experts make up for all of the layer's error: what removed experts leave is not inherited from layers before.
@@ -128,8 +141,9 @@ class DenseReference:
 
     def finish_layer(self) -> None:
         """Drop the layer's targets; its outputs become the next layer's inputs."""
-        self._repairs_all = False
-        self._inputs, self._outputs = self._outputs, []
+        self._repairs_all, self._num_run = False, 0
+        for held in self._wanted.values():
+            self._context.release(held)
         self._wanted.clear()
         self._asked.clear()
 

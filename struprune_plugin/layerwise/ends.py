@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from compressed_tensors.offload import disable_offloading
 from compressed_tensors.utils import patch_attr
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,10 +19,10 @@ from struprune_plugin.layerwise.calls import (
     States,
     find_batch_axis,
     find_tokens,
-    hold,
     list_parts,
     list_tensors,
     split_call,
+    store,
 )
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -32,7 +33,7 @@ _PARTS: dict[type[nn.Module], int] = {}  # number of parts of a layer's output, 
 
 @dataclass
 class BatchFlow:
-    """Batch on its way through the layers; waiting tensors are on the host.
+    """Batch on its way through the layers; waiting tensors are parked.
 
     :param calls: calls of all layers
     :param states: output states of the last layer that ran, or the inputs of the first
@@ -51,13 +52,14 @@ class BatchFlow:
         call.hidden, call.others = self.states.hidden, self.states.others
         return call
 
-    def forget(self, index: int) -> None:
+    def forget(self, index: int, context: DeviceContext) -> None:
         """Release the tensors of a layer's call."""
         call = self.calls[index]
+        context.release(call.hidden)
         self.calls[index] = replace(call, hidden=call.hidden.new_empty(0), arguments={}, others={})
 
     def leave(self, states: States, context: DeviceContext) -> None:
-        """Store a layer's output states on the host."""
+        """Store a layer's output states."""
         self.states = states.map(context.park)
 
 
@@ -77,12 +79,9 @@ def enter_layers(
     """
     named = find_decoder_layers(model)
     taste_layer(model, batch, named[0][1])
-    recorder = _Recorder(batch, context, known)
-    with ExitStack() as stack:
-        for index, (name, layer) in enumerate(named):
-            stack.enter_context(
-                patch_attr(layer, "forward", recorder.make_forward(index, name, _PARTS[type(named[0][1])]))
-            )
+    recorder, num_parts = _Recorder(batch, context, known), _PARTS[type(named[0][1])]
+    forwards = [recorder.make_forward(index, name, num_parts) for index, (name, _) in enumerate(named)]
+    with replace_layers([layer for _, layer in named], forwards):
         run_to_head(model, batch)
     if len(recorder.calls) < len(named):
         raise ValueError(
@@ -90,6 +89,17 @@ def enter_layers(
             "Choose another model."
         )
     return BatchFlow(batch, recorder.calls, recorder.calls[0].states)
+
+
+def enter_batches(
+    model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], context: DeviceContext
+) -> list[BatchFlow]:
+    """Return batches at the first layer, see :func:`enter_layers`; the embeddings stay on the device until all have entered."""
+    flows: list[BatchFlow] = []
+    with disable_offloading():
+        for batch in batches:
+            flows.append(enter_layers(model, batch, context, flows[-1].calls if flows else None))
+    return flows
 
 
 class _Recorder:
@@ -102,7 +112,7 @@ class _Recorder:
         self.calls: list[LayerCall] = []
         self._context, self._known = context, known
         self._shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
-        self._tokens = find_tokens(batch.get("attention_mask"), context)
+        self._tokens = find_tokens(batch.get("attention_mask"))
         self._marks: list[Tensor] = []  # of the previous layer
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -142,7 +152,7 @@ class _Recorder:
                 "Choose another model."
             )
         known = self._known[len(self.calls)] if self._known else before
-        held = hold(arguments, known.arguments if known else {}, self._context, self._seen)
+        held = store(arguments, known.arguments if known else {}, self._context, self._seen)
         parked = self._context.park(hidden) if before is None else before.hidden
         if before is not None:
             before.keeps = tuple(sorted(set(wires.values())))
@@ -198,7 +208,9 @@ def run_to_head(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
     )
 
 
-def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor], row: int, hidden: Tensor) -> Tensor:
+def compute_logits(
+    model: PreTrainedModel, batch: dict[str, Tensor], row: int, hidden: Tensor, context: DeviceContext
+) -> Tensor:
     """Return the model's own logits for one sequence of a batch, shape [tokens, V].
 
     :func:`enter_layers` has run on the model before.
@@ -209,29 +221,27 @@ def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor], row: int, h
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     last = hidden.narrow(find_batch_axis(hidden, ids.shape), row, 1)
     part = {"input_ids": ids[row : row + 1], "attention_mask": None if mask is None else mask[row : row + 1]}
-    with bypass_layers([layer for _, layer in find_decoder_layers(model)], last.to):
-        return model(**part, use_cache=False).logits[0]
-
-
-@contextmanager
-def bypass_layers(layers: Sequence[nn.Module], give: Callable[[torch.device], Tensor]) -> Iterator[None]:
-    """Skip decoder layers, whose class is known, and their hooks; the last of them returns other hidden states.
-
-    :param give: returns these hidden states on a device
-    """
+    layers = [layer for _, layer in find_decoder_layers(model)]
     num_parts = _PARTS[type(layers[0])]
 
     def make_forward(is_last: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = split_call(args, kwargs)[1]
-            hidden = give(hidden.device) if is_last else hidden
+            hidden = context.to_device(last, hidden.device) if is_last else hidden
             return (hidden, *(None for _ in range(num_parts - 1))) if num_parts else hidden
 
         return forward
 
+    with replace_layers(layers, [make_forward(layer is layers[-1]) for layer in layers]):
+        return model(**part, use_cache=False).logits[0]
+
+
+@contextmanager
+def replace_layers(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Run other functions in place of decoder layers, without the layers' hooks, which would move weights."""
     with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(patch_attr(layer, "forward", make_forward(layer is layers[-1])))
-            for hooks in ("_forward_pre_hooks", "_forward_hooks"):  # which would move weights for a layer that runs
+        for layer, forward in zip(layers, forwards, strict=True):
+            stack.enter_context(patch_attr(layer, "forward", forward))
+            for hooks in ("_forward_pre_hooks", "_forward_hooks"):
                 stack.enter_context(patch_attr(layer, hooks, OrderedDict()))
         yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,36 +10,55 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall
-from struprune_plugin.layerwise.capture import Visit
-from struprune_plugin.model.layers import find_linear
+from struprune_plugin.layerwise.capture import Seen, Stream, Visit
 from struprune_plugin.model.units.group import UnitGroup
 
 
 @dataclass(frozen=True)
 class _Routing:
-    """Decisions of a router for one batch.
+    """Decisions of a router for one batch, of the tokens that are not padding and whose weight is not 0.
 
-    :param tokens: by expert, indices of the tokens that it saw, in its order
+    :param rows: by expert, the rows of its inputs that count, in the order of their tokens
+    :param tokens: by expert, these tokens
     :param weights: by expert, factors on its outputs in the same order, float32
+    :param counts: by expert, the number of these rows in every sequence
     :param energy: sum over experts of the squared weights, shape [tokens], float32
     """
 
+    rows: Sequence[Tensor]
     tokens: Sequence[Tensor]
     weights: Sequence[Tensor]
+    counts: Sequence[Sequence[int]]
     energy: Tensor
 
 
-def _read_routing(experts: Any, args: tuple[Any, ...]) -> _Routing | None:
-    """Return the routing in the arguments of a list of experts; None where they hold no router's choice (Llama 4)."""
-    if len(args) < 3:
-        return None
-    chosen, weights = args[1], args[2].float()
-    tokens, given = [], []
-    for index in range(experts.num_experts):
-        place, rows = torch.where((chosen == index).T)  # the order of llm-compressor's experts
-        tokens.append(rows)
-        given.append(weights[rows, place])
-    return _Routing(tokens, given, weights.square().sum(1))
+def _read_routing(num_experts: int, chosen: Tensor, weights: Tensor, call: LayerCall) -> _Routing:
+    """Return the routing of a batch, for all experts in a few operations, because the host waits for their number of rows.
+
+    :param chosen: experts of every token, shape [tokens, k], int64
+    :param weights: factors on their outputs, shape [tokens, k]
+    """
+    (batch, length), num_tokens = call.batch_shape, len(chosen)
+    expert, order = chosen.T.flatten().sort(stable=True)  # the order of rows in llm-compressor's experts
+    token, weight = order % num_tokens, weights.float().T.flatten()[order]
+    counted = _mark_tokens(call, chosen.device)[token] & (weight != 0) & (expert < num_experts)
+    kept = counted.nonzero().flatten()
+    kept = kept[(expert[kept] * num_tokens + token[kept]).argsort(stable=True)]
+    starts = torch.searchsorted(expert, torch.arange(num_experts, device=expert.device))
+    places = expert[kept] * batch + token[kept] // length
+    counts = torch.bincount(places, minlength=num_experts * batch).view(num_experts, batch).tolist()
+    sizes = [sum(own) for own in counts]
+    rows = (kept - starts[expert[kept]]).split(sizes)
+    energy = weights.float().square().sum(1)
+    return _Routing(rows, token[kept].split(sizes), weight[kept].split(sizes), counts, energy)
+
+
+def _mark_tokens(call: LayerCall, device: torch.device) -> Tensor:
+    """Return which tokens of a batch are not padding, shape [tokens], bool, on a device."""
+    batch, length = call.batch_shape
+    if call.tokens is None:
+        return torch.ones(batch * length, dtype=torch.bool, device=device)
+    return torch.zeros(batch * length, dtype=torch.bool).index_fill(0, call.tokens.cpu(), True).to(device)
 
 
 @dataclass(frozen=True)
@@ -66,92 +84,37 @@ class Repair:
         return cls(wanted - now, now.square().mean(1).clamp(min=1e-12).rsqrt())
 
 
-@contextmanager
-def capture_experts(
-    layer: nn.Module, groups: Sequence[UnitGroup]
-) -> Iterator[Callable[[LayerCall, Repair | None], Iterator[tuple[UnitGroup, Visit]]]]:
-    """Observe a decoder layer's experts; yield a function that returns every group's visit of the last forward pass, once.
+def visit_experts(
+    layer: nn.Module, groups: Sequence[UnitGroup], seen: Seen, call: LayerCall, repair: Repair | None
+) -> Iterator[tuple[UnitGroup, Visit]]:
+    """Yield every group with its visit in the recorded forward pass.
 
-    The function takes the call and the error that the experts have to repair, or None. An error r is split among the experts of a
-    token such that they change least: the one with weight g changes by ``g r / sum g^2``.
+    An error r is split among the experts of a token such that they change least: the one with weight g changes by
+    ``g r / sum g^2``.
 
     :param groups: groups of one list of experts
+    :param repair: error that the experts have to repair, or None
     """
-    seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-    sources: dict[str, Tensor] = {}
-    routing: list[_Routing | None] = []
-    experts = layer.get_submodule(groups[0].experts) if groups else None
-
-    def see_source(name: str) -> Callable[[nn.Module, tuple], None]:
-        return lambda _module, args: sources.update({name: args[0].detach()})
-
-    def see(name: str) -> Callable[[nn.Module, tuple, Tensor], None]:
-        def hook(_module: nn.Module, args: tuple, output: Tensor) -> None:
-            parts = (sources.pop(name), args[0].detach(), output.detach())
-            seen[name] = tuple(part.reshape(-1, part.shape[-1]) for part in parts)  # type: ignore[assignment]
-
-        return hook
-
-    def take(call: LayerCall, repair: Repair | None) -> Iterator[tuple[UnitGroup, Visit]]:
-        chosen = routing.pop()
-        for group in groups:
-            yield group, _make_visit(seen.pop(group.consumer), chosen, group.expert_index, repair, call)
-
-    with ExitStack() as stack:
-        if experts is not None:
-            decide = lambda module, args: routing.append(_read_routing(module, args))  # noqa: E731
-            stack.callback(experts.register_forward_pre_hook(decide).remove)
-        for group in groups:
-            first = find_linear(layer, next(iter(group.producers)))
-            stack.callback(first.register_forward_pre_hook(see_source(group.consumer)).remove)
-            stack.callback(find_linear(layer, group.consumer).register_forward_hook(see(group.consumer)).remove)
-        yield take
+    experts: Any = layer.get_submodule(groups[0].experts)
+    args = seen.arguments[groups[0].experts]  # without a router's choice for Llama 4
+    chosen = _read_routing(experts.num_experts, args[1], args[2], call) if len(args) > 2 else None
+    for group in groups:
+        stream = seen.read(group)
+        yield group, _make_visit(stream, chosen, group.expert_index, repair, call)
 
 
-@contextmanager
-def capture_sum(layer: nn.Module, group: UnitGroup | None) -> Iterator[Callable[[], Tensor]]:
-    """Observe the join of the experts' sum with the residual stream; yield a function that returns the last pass's stream after it.
-
-    The stream is in units of the sum, shape [tokens, d], float32. It is added in float32, because a layer's own output is rounded
-    to its dtype, which hides small errors where some channels of the stream are large.
-
-    :param group: a group of an expert, or of a module beside the experts; None captures nothing
-    """
-    seen: dict[str, Tensor] = {}
-
-    def see(name: str, output: Any) -> None:
-        part = output[0] if isinstance(output, tuple) else output
-        seen[name] = part.detach().float().reshape(-1, part.shape[-1])
-
-    def take() -> Tensor:
-        assert group is not None
-        return seen["residual"] / group.join.scale + seen["sum"]
-
-    with ExitStack() as stack:
-        if group is not None and group.join.is_direct:
-            residual, block = (layer.get_submodule(name) for name in (group.join.residual, group.join.block))
-            hook = lambda _module, args, kwargs: see("residual", args or kwargs["hidden_states"])  # noqa: E731
-            stack.callback(residual.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            stack.callback(block.register_forward_hook(lambda _module, _args, output: see("sum", output)).remove)
-        yield take
-
-
-def _make_visit(
-    seen: tuple[Tensor, Tensor, Tensor], routing: _Routing | None, index: int, repair: Repair | None, call: LayerCall
-) -> Visit:
-    """Return one expert's visit, with its tokens sorted, and without those of weight 0."""
-    source, inputs, output = seen
+def _make_visit(stream: Stream, routing: _Routing | None, index: int, repair: Repair | None, call: LayerCall) -> Visit:
+    """Return one expert's visit, with its tokens sorted, without padding and those of weight 0."""
+    source, inputs, output = stream.source, stream.inputs, stream.output
     if routing is None:  # the expert saw every token multiplied by its weight, so those of weight 0 are zero
-        tokens, weights = torch.arange(len(source), device=source.device), source.ne(0).any(1).float()
-        counts = weights
-    else:
-        tokens, weights = routing.tokens[index], routing.weights[index]
-        counts = weights
-    order = tokens.argsort(stable=True)
-    order = order[counts[order] != 0]
-    tokens, weights, counts, target = tokens[order], weights[order], counts[order], output[order].float()
-    if repair is not None and routing is not None:
+        rows = (source.ne(0).any(1) & _mark_tokens(call, source.device)).nonzero().flatten()
+        batch, length = call.batch_shape
+        counts = torch.bincount(rows // length, minlength=batch).tolist()
+        return Visit(source[rows], inputs[rows], output[rows].float(), call, counts, torch.ones_like(rows).float())
+    rows, tokens, weights = routing.rows[index], routing.tokens[index], routing.weights[index]
+    target, factors = output[rows].float(), weights
+    if repair is not None:
         share = weights / routing.energy[tokens].clamp(min=1e-12)
         target = target + share[:, None] * repair.error[tokens]
-        counts = counts * repair.factors[tokens]
-    return Visit(source[order], inputs[order], target, call, tokens, counts)
+        factors = weights * repair.factors[tokens]
+    return Visit(source[rows], inputs[rows], target, call, routing.counts[index], factors)

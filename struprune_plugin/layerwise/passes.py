@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.ends import BatchFlow, enter_layers
+from struprune_plugin.layerwise.ends import BatchFlow, enter_batches
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layers, list_attention_configs
 from struprune_plugin.model.units.group import UnitGroup
@@ -48,13 +48,13 @@ class LayerStep:
         self, statistics: LayerStatistics, groups: Sequence[UnitGroup], batches: slice = slice(None)
     ) -> Iterator[tuple[LayerCall, States | None]]:
         """Run the layer on batches while statistics are gathered; yield each call and its output states, if they are known."""
-        for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
-            call = flow.enter(self.index)
-            with self.context.stage("statistics"):
+        with self.context.stage("statistics"):
+            for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
+                call = flow.enter(self.index)
                 output = statistics.run_layer(self.layer, groups, call)
-            if output is not None and not self.propagates:
-                flow.leave(output, self.context)
-            yield call, output
+                if output is not None and not self.propagates:
+                    flow.leave(output, self.context)
+                yield call, output
 
 
 @torch.no_grad()
@@ -70,9 +70,7 @@ def stream_layers(
     :param progress: label of the progress bar; empty for no bar
     :param propagates: whether a layer sees the outputs of the changed layers before it, or else of the dense ones
     """
-    flows: list[BatchFlow] = []
-    for batch in batches:
-        flows.append(enter_layers(model, batch, context, flows[-1].calls if flows else None))
+    flows = enter_batches(model, batches, context)
     try:
         for index, name, layer, following in tqdm(list(list_visits(model)), desc=progress, disable=not progress):
             with context.hold(layer, following):
@@ -80,7 +78,7 @@ def stream_layers(
                 for flow in flows if propagates else ():
                     flow.leave(flow.enter(index).run(layer, context), context)
                 for flow in flows:
-                    flow.forget(index)
+                    flow.forget(index, context)
     finally:
         context.drop_ahead()
 

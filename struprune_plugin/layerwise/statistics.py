@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm, trange
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import Stopped, Stream, Visit, capture_streams, hold_tokens
+from struprune_plugin.layerwise.capture import Seen, Stopped, Visit, join_neighbours, record
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
-from struprune_plugin.layerwise.expert_streams import capture_experts, capture_sum
+from struprune_plugin.layerwise.expert_streams import visit_experts
 from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, add_moments, select_inputs
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import read_consumer
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import count_ranks, gather, reduce_sums
+from struprune_plugin.runtime.distributed import gather, sum_over_ranks
 
 _OFFLOADED_TOKENS, _OFFLOADED_ROWS = 256, 256  # tokens converted, and rows of a product, on the device at once
 _FAINT = 1e-12
+_HOLD_EVERY = 4  # sequences
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,22 @@ class GroupMoments:
         return self.num_rows is None or self.num_rows >= len(self.all.gram) - 1
 
 
+@dataclass
+class _Running:
+    """Sums of one group while batches are visited.
+
+    :param sums: of the sequences that are not held out
+    :param held: of the held-out ones; None where none are held out
+    :param num_sequences: sequences seen, with those of the processes before this one
+    :param num_rows: tokens that an expert saw
+    """
+
+    sums: MomentSums
+    held: MomentSums | None
+    num_sequences: int
+    num_rows: int = 0
+
+
 class MomentGatherer:
     """Accumulator of the moments of groups.
 
@@ -54,81 +70,61 @@ class MomentGatherer:
 
     def __init__(self, context: DeviceContext, hold_out: bool = False, num_before: int = 0):
         self._context, self._hold_out, self._num_before = context, hold_out, num_before
-        self._sums: dict[str, MomentSums] = {}
-        self._held: dict[str, MomentSums] = {}
-        self._visits: dict[str, int] = {}  # sequences seen, by group
-        self._rows: dict[str, int] = {}  # tokens seen, by group of an expert
-        self._device = torch.device("cpu")  # device of the inputs
+        self._running: dict[str, _Running] = {}  # by group
 
     def has(self, group: UnitGroup) -> bool:
         """Return whether a group's moments have been gathered."""
-        return group.name in self._sums
+        return group.name in self._running
 
     def add(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:
-        """Add every token of a visit once: to the sums, or for held-out sequences to separate sums; :meth:`finish` adds the two."""
-
-        def count(store: dict[str, MomentSums], tokens: Tensor | None, apart: bool) -> None:
-            if group.name not in store:
-                store[group.name] = make_group_sums(layer, group, visit.inputs.device, self._context)
-            rows = accumulate_visit(store[group.name], visit, tokens, self._context)
-            if visit.rows is not None:
-                self._rows[group.name] = self._rows.get(group.name, 0) + rows
-
-        tokens, self._device = visit.call.tokens, visit.inputs.device
-        if self._hold_out:
-            first = self._visits.get(group.name, self._num_before)
-            self._visits[group.name] = first + visit.call.batch_shape[0]
-            rest, apart = hold_tokens(visit.call, first)
-            tokens = rest if len(apart) else tokens
-            if len(apart) or count_ranks() > 1:  # several processes also send empty sums
-                count(self._held, apart, apart=True)
-        count(self._sums, tokens, apart=False)
+        """Add every sequence of a visit once: to the sums, or every fourth to separate sums; :meth:`finish` adds the two."""
+        if group.name not in self._running:
+            some = [
+                make_group_sums(layer, group, visit.inputs.device, self._context) for _ in range(1 + self._hold_out)
+            ]
+            self._running[group.name] = _Running(some[0], some[1] if self._hold_out else None, self._num_before)
+        running, own, apart = self._running[group.name], list[slice | Tensor](), list[slice | Tensor]()
+        for part in visit.split():
+            running.num_sequences += 1
+            (apart if self._hold_out and running.num_sequences % _HOLD_EVERY == 0 else own).append(part)
+        running.num_rows += sum(visit.counts or ())
+        accumulate_visit(running.sums, visit, own, self._context)
+        if running.held is not None:
+            accumulate_visit(running.held, visit, apart, self._context)
 
     def finish(self, group: UnitGroup) -> GroupMoments:
-        """Return a group's moments over the batches of all processes, once; they are complete only in the first process."""
-        moments, sums = self._close(self._sums.pop(group.name), group), self._held.pop(group.name, None)
-        self._visits.pop(group.name, None)
-        rows = self._rows.pop(group.name, 0) if group.experts else None
-        rows = None if rows is None else sum(gather(rows))
-        if sums is None:
+        """Return a group's moments over the batches of all processes, once."""
+        running = self._running.pop(group.name)
+        moments, rows = self._close(running.sums, group), sum(gather(running.num_rows)) if group.experts else None
+        if running.held is None:
             return GroupMoments(moments, None, rows)
-        held = self._close(sums, group)
+        held = self._close(running.held, group)
         add_moments(moments, held)
         return GroupMoments(moments, held if float(held.gram[-1, -1]) else None, rows)
 
     def _close(self, sums: MomentSums, group: UnitGroup) -> SecondMoments:
         """Return sums, reduced over processes, as moments on the device where systems are solved."""
         check_finite(sums, group)
-        reduce_sums(sums.list_parts())
+        for part in sums.list_parts():
+            sum_over_ranks(part)
         with self._context.solving():
-            return _reorder(sums.gather(self._context.fetch or self._lift), group)
-
-    def _lift(self, part: Tensor) -> Tensor:
-        """Return a sum on the device, moved from the host where it was accumulated there."""
-        return self._context.to_device(part, self._device)
+            return _reorder(sums.gather(self._context.to_solver), group)
 
     def forget(self, groups: Iterable[UnitGroup]) -> None:
         """Drop the sums of some groups."""
-        stores: list[dict[str, Any]] = [self._sums, self._held, self._visits, self._rows]
         for group in groups:
-            for store in stores:
-                store.pop(group.name, None)
-
-    def clear(self) -> None:
-        """Drop the sums of a layer."""
-        for store in (self._sums, self._held, self._visits, self._rows):
-            store.clear()
+            self._running.pop(group.name, None)
 
 
 class LayerStatistics:
     """Statistics of one decoder layer after the other: calls, moments of groups, and the dense path.
 
     While a layer runs on the pruned path's inputs, the statistics of its first group are gathered, and the dense layer
-    runs on the dense hidden states. Once that group is pruned, the layer runs again for the next. Hidden states are stored on the
-    host; one micro-batch at a time is on the device.
+    runs on the dense hidden states. Once that group is pruned, the layer runs again for the next.
 
     :param all_groups: gather the statistics of all groups at the same time, for a pass that changes nothing
     :param propagates: whether a finished layer runs again, so that the outputs of earlier runs are not read
+    :param revisits: as in :class:`~struprune_plugin.layerwise.dense_reference.DenseReference`
     """
 
     def __init__(
@@ -139,8 +135,9 @@ class LayerStatistics:
         hold_out: bool = False,
         num_before: int = 0,
         propagates: bool = False,
+        revisits: bool = False,
     ):
-        self.dense = DenseReference(target, context)
+        self.dense = DenseReference(target, context, revisits)
         self.calls: list[LayerCall] = []
         self._groups: Sequence[UnitGroup] = ()  # of the layer
         self.context = context
@@ -168,19 +165,15 @@ class LayerStatistics:
         :return: output states; None where the pass was stopped
         """
         call, output = self.calls[index], None
-        plain, experts = [g for g in groups if not g.experts], [g for g in groups if g.experts]
-        beside = next((group for group in groups if group.join.block), None)
-        with (
-            capture_streams(layer, plain, stop and can_stop(groups)) as take,
-            capture_experts(layer, experts) as take_experts,
-            capture_sum(layer, beside) as take_sum,
-            suppress(Stopped),
-        ):
+        with record(layer, groups, stop and can_stop(groups)) as seen, suppress(Stopped):
             output = call.run(layer, self.context)
-        for group in plain:
-            self._moments.add(layer, group, self._make_visit(group, take(group), index, take_sum))
+        experts = [group for group in groups if group.experts]
+        for group in groups:
+            if not group.experts:
+                self._moments.add(layer, group, self._make_visit(group, seen, index))
         if experts:
-            for group, visit in take_experts(call, self.dense.find_repair(experts[0], take_sum, index)):
+            repair = self.dense.find_repair(experts[0], seen, index)
+            for group, visit in visit_experts(layer, experts, seen, call, repair):
                 self._moments.add(layer, group, visit)
         return output
 
@@ -204,20 +197,18 @@ class LayerStatistics:
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the present layer on every recorded batch of the pruned path, and yield the group's visits."""
-        beside = group if group.join.block else None
-        with capture_streams(layer, [group], can_stop([group])) as take, capture_sum(layer, beside) as take_sum:
+        with record(layer, [group], can_stop([group])) as seen:
             for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
                 with suppress(Stopped):
                     call.run(layer, self.context)
-                yield self._make_visit(group, take(group), index, take_sum)
+                yield self._make_visit(group, seen, index)
 
-    def _make_visit(self, group: UnitGroup, stream: Stream, index: int, take_sum: Callable[[], Tensor]) -> Visit:
+    def _make_visit(self, group: UnitGroup, seen: Seen, index: int) -> Visit:
         """Return the visit of a group outside the lists of experts.
 
         :param index: index of the batch
-        :param take_sum: for a group beside experts, returns the stream after the experts' sum
         """
-        call, repair = self.calls[index], self.dense.find_repair(group, take_sum, index)
+        stream, call, repair = seen.read(group), self.calls[index], self.dense.find_repair(group, seen, index)
         if repair is None:
             return Visit(stream.source, stream.inputs, self.dense.find_target(group, stream, index), call)
         return Visit(stream.source, stream.inputs, stream.output.float() + repair.error, call, weights=repair.factors)
@@ -226,7 +217,7 @@ class LayerStatistics:
         """Drop the layer's statistics; its dense outputs become the next layer's dense inputs."""
         self.dense.finish_layer()
         self.calls.clear()
-        self._moments.clear()
+        self._moments.forget(self._groups)
 
 
 @dataclass(frozen=True)
@@ -253,7 +244,7 @@ class ModuleView:
 
     def read_dense(self) -> Tensor:
         """Return :func:`~struprune_plugin.model.surgery.read_consumer` of the group, on the device where systems are solved."""
-        return read_consumer(self.layer, self.group, self.context.fetch)
+        return read_consumer(self.layer, self.group, self.context.to_solver)
 
     def collect_moments(self, progress: str) -> GroupMoments:
         """Return the moments of the consumer's inputs and targets, see :class:`LayerStatistics`."""
@@ -282,23 +273,23 @@ def make_group_sums(layer: nn.Module, group: UnitGroup, device: torch.device, co
     sizes = consumer.in_features, consumer.out_features
     if not context.offload:
         return MomentSums(sizes, device, torch.float32)
-    with context.on_host() as host:
-        return MomentSums(sizes, host, torch.float32, _OFFLOADED_TOKENS, _OFFLOADED_ROWS, context.to_host)
+    with context.solving():
+        return MomentSums(
+            sizes, context.solve_device, torch.float32, _OFFLOADED_TOKENS, _OFFLOADED_ROWS, context.to_solver
+        )
 
 
-def accumulate_visit(sums: MomentSums, visit: Visit, tokens: Tensor | None, context: DeviceContext) -> int:
-    """Add the counted tokens of one micro-batch to sums, sequence by sequence; return their number of rows.
+def accumulate_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], context: DeviceContext) -> None:
+    """Add some sequences of one micro-batch to sums: on a CPU one by one, so that the sums do not depend on the batches.
 
-    :param tokens: flat indices of the counted tokens, sorted, shape [counted], int64; None where all count
+    :param parts: rows of each sequence
     """
-    device, count = visit.inputs.device, 0
+    device = visit.inputs.device
     targets = context.to_device(visit.target, device)
-    tokens = None if tokens is None else context.to_device(tokens, device)
-    for part in visit.split(tokens):
-        inputs = visit.inputs[part]
-        sums.add(inputs, targets[part], None if visit.weights is None else visit.weights[part])
-        count += len(inputs)
-    return count
+    for part in parts if device.type == "cpu" else join_neighbours(parts):
+        rows = part if isinstance(part, slice) else context.to_device(part, device)
+        if len(inputs := visit.inputs[rows]):
+            sums.add(inputs, targets[rows], None if visit.weights is None else visit.weights[rows])
 
 
 def _imagine(found: GroupMoments, layer: nn.Module, group: UnitGroup) -> GroupMoments:

@@ -145,7 +145,7 @@ class StructuredModifier(StageModifier):
         channels with ``obs`` and a solve
     :param effort: time against quality: ``fast``, ``default`` or ``best``. Sets the samples of ``sensitivity`` and of
         ``allocation: error_curve``, and ``rotate_values``, unless the recipe sets them
-    :param offload: keep moments, solves and embeddings on the host, and on the device only the layer that runs: slower, for
+    :param offload: keep states, moments, solves and embeddings on the host, and on the device only the layer that runs: slower, for
         models whose solves do not fit the device
     """
 

@@ -127,7 +127,7 @@ class Planner:
         """Return the statistics of every group but those of whole experts and, for trials, their moments if they fit in memory."""
         hidden_size = self.model.config.get_text_config(decoder=True).hidden_size
         groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.experts]
-        keeps = keeps and all(gather(can_keep_moments(groups, hidden_size)))
+        keeps = keeps and all(gather("moments" in context.kept or can_keep_moments(groups, hidden_size)))
         measurer = CurveMeasurer(self.recipe.allocation, self.recipe.make_config(), sensitivity, context, keeps)
         with calibrating(self.model):
             measured = measurer.measure(self.model, fit, groups)

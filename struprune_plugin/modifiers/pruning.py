@@ -20,6 +20,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.checks import check_alone, select_uniform, split_modifiers
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.mixtures import tell_lost_experts
+from struprune_plugin.modifiers.needs import keep_on_device
 from struprune_plugin.modifiers.planning import Planner
 from struprune_plugin.modifiers.setup import RunSetup, open_store, prepare_run
 from struprune_plugin.pruning.prune_layer import Pruner
@@ -36,7 +37,7 @@ class StruPruneModifier(StructuredModifier):
     For a linear with inputs P (kept ones P_S), target Y and dense weights W, the new weights minimise
     ``||Y - W_S P_S||^2 + lambda ||W_S - W||^2``. Layers are pruned in order; each sees inputs from the layers pruned
     before it, whatever the value of ``propagate_error``. The dense hidden states are kept beside the pruned ones, on
-    the host.
+    the device as far as they fit.
 
     Lifecycle, by llm-compressor's events:
         - on_initialize: find the groups, check recipe, model and data
@@ -93,6 +94,7 @@ class StruPruneModifier(StructuredModifier):
         model, setup, batches = state.model, self._setup, list(state.data.calib)
         assert setup is not None
         with enter_device_context(model, self.offload) as context, context.stage("whole pass"):
+            context.kept = keep_on_device(model, self, batches)
             plan, sensitivity = Planner(self, setup, model, batches, context).decide(self._store)
             adopt_paddings(model, setup.groups)
             log = None if self._store is None else LayerLog(self._store)

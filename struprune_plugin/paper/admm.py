@@ -357,7 +357,7 @@ def _move(holder: _Movable, device: torch.device | None, context: DeviceContext)
             return tuple(map(send, part))
         if not isinstance(part, Tensor):
             return part
-        return context.park(part) if device is None else context.to_device(part, device)
+        return context.park(part, "variables") if device is None else context.to_device(part, device)
 
     return replace(holder, **{f.name: send(getattr(holder, f.name)) for f in fields(holder)})
 

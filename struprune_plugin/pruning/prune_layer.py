@@ -86,7 +86,12 @@ class Pruner:
         config, structure = self.config, find_structure(model)
         before = count_before(sum(len(batch["input_ids"]) for batch in batches))
         statistics = LayerStatistics(
-            config.reconstruct, self.context, hold_out=config.chooses_dampening, num_before=before, propagates=True
+            config.reconstruct,
+            self.context,
+            hold_out=config.chooses_dampening,
+            num_before=before,
+            propagates=True,
+            revisits=config.revisits,
         )
         records, changed = list[GroupRecord](), False
         for step in stream_layers(model, batches, self.context, "pruning", propagates=True):
@@ -166,8 +171,7 @@ class Pruner:
         :param updates: whether the remaining weights are re-solved
         """
         with self.context.solving():
-            device = moments[0].all.gram.device
-            return compute_on_rank0(lambda: self._decide(modules, moments, updates), device)
+            return compute_on_rank0(lambda: self._decide(modules, moments, updates), self.context.solve_device)
 
     def _decide(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool) -> list[Decision]:
         frac = self.config.dampening_frac
@@ -201,7 +205,7 @@ class Pruner:
         if basis is not None:
             problem = problem.rotate(basis)
             kept = group.find_kept_rows(next(iter(group.producers)), keep.cpu())
-            producer = rotate_producer(module.layer, group, basis, self.context.fetch)
+            producer = rotate_producer(module.layer, group, basis, self.context.to_solver)
             rows = producer[kept.to(producer.device)]
         weight, solve = solve_group(problem, keep, self.config, updates)
         scores = None if ranked is None else ranked.scores

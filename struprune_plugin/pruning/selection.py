@@ -41,7 +41,7 @@ class RankedUnits:
 def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sensitivity: Sensitivity) -> SecondMoments:
     """Return the moments with errors weighted by the sensitivity, or unchanged if none was measured."""
     root = sensitivity.fisher_sqrt.get(module.group.output_name)
-    return damped if root is None else weigh_outputs(damped, module.context.place(root, damped.gram), dense)
+    return damped if root is None else weigh_outputs(damped, module.context.to_solver(root), dense)
 
 
 def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, int] | None = None) -> list[list[UnitGroup]]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
 from struprune_plugin.layerwise.calls import pair_gradients
-from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_layers
+from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.recovery.adapters import switch_dropout
 from struprune_plugin.recovery.recovery_config import RecoveryConfig
@@ -137,10 +137,8 @@ class AdapterTraining:
 
     def _run_layers(self, samples: Sequence[Tensor], step: int) -> list[BatchFlow]:
         """Return micro-batches of samples after all layers; their calls hold the layers' inputs, on the host."""
-        flows: list[BatchFlow] = []
-        for micro_batch in make_micro_batches(samples, self.micro_size):
-            known = flows[-1].calls if flows else None
-            flows.append(enter_layers(self.model, {"input_ids": micro_batch}, self.context, known))
+        batches = [{"input_ids": batch} for batch in make_micro_batches(samples, self.micro_size)]
+        flows = enter_batches(self.model, batches, self.context)
         for index, _, layer, following in list_visits(self.model):
             self._seed(step, index)
             with torch.no_grad(), self.context.hold(layer, following):
@@ -155,7 +153,7 @@ class AdapterTraining:
             for flow in flows:
                 hidden = context.to_device(flow.states.hidden, flow.calls[-1].device).detach().requires_grad_(learns)
                 for row, tokens in enumerate(flow.batch["input_ids"]):
-                    logits = compute_logits(self.model, flow.batch, row, hidden)[:-1]
+                    logits = compute_logits(self.model, flow.batch, row, hidden, context)[:-1]
                     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
                     loss = F.cross_entropy(wide, tokens[1:].to(wide.device), reduction="sum")
                     if learns:
@@ -176,7 +174,7 @@ class AdapterTraining:
         learning = states.list_learning()
         below = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in learning]
         flow.above = [context.park(gradient) for gradient in below]
-        flow.forget(index)
+        flow.forget(index, context)
 
     def _seed(self, step: int, index: int) -> None:
         if self.config.adapters.dropout:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
-import psutil
 import torch
 from compressed_tensors.offload import disable_offloading
 from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
-from struprune_plugin.runtime.residence import WeightsAhead, release_weights, stay_on_host
-
-_UNPINNED = 0.25  # fraction of the host's memory that stays free when copies are pinned
+from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, release_weights, stay_on_host
 
 
 @dataclass
@@ -63,13 +60,15 @@ class DeviceContext:
 
     :ivar offload: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the next
         layer's weights, which are fetched ahead
+    :ivar kept: bytes that stay on the device between the layers, by what they hold, see :func:`choose_kept`
     :ivar stages: records by name, in the order of their first spans
     """
 
     def __init__(self, offload: bool = False):
         self.offload = offload
+        self.kept: Mapping[str, int] = {}
         self.stages: dict[str, StageRecord] = {}
-        self._ahead = WeightsAhead()
+        self._ahead, self._buffers = WeightsAhead(), HostBuffers()
         self._peaks = DevicePeaks() if torch.cuda.is_available() else None
 
     @classmethod
@@ -91,29 +90,46 @@ class DeviceContext:
 
     # -- moves ----------------------------------------------------------------------------------------------------
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the host, without its graph."""
-        return tensor.detach().cpu()
+    def park(self, tensor: Tensor, what: str = "states") -> Tensor:
+        """Return a tensor without its graph, to be read by :meth:`to_device` or :meth:`to_solver`, or after the end of the stage.
 
-    def park(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the host, without its graph, to be read by :meth:`to_device` or after the end of the stage.
+        It stays where it is if its kind is kept on the device. Otherwise it is copied to the host, on an accelerator at the same
+        time as other work.
 
-        On CUDA the copy is asynchronous on the current stream; the end of a stage synchronises. The copy is in pinned memory, which
-        is several times faster, as long as enough of the host's memory is free.
+        :param what: ``states``, ``fisher`` or ``moments``; any other kind goes to the host
         """
-        if not tensor.is_cuda or not _may_pin(tensor.nbytes):
-            return self.to_host(tensor)
-        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return held.copy_(tensor.detach(), non_blocking=True)
+        if what in self.kept:
+            return tensor.detach()
+        return self.to_host(tensor) if tensor.device.type == "cpu" else self._buffers.write(tensor.detach())
+
+    def release(self, tensor: Tensor) -> None:
+        """Let the memory of a parked tensor be written again; nobody reads the tensor after this."""
+        self._buffers.release(tensor)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the host, without its graph; waits for the device."""
+        if self._buffers.hold(tensor):
+            self._buffers.wait()
+        return tensor.detach().cpu()
 
     def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor on the execution device."""
-        return tensor.to(device, dtype, non_blocking=device.type == "cuda" and tensor.is_pinned())
+        if device.type != "cpu" and self._buffers.hold(tensor):
+            tensor = self._buffers.read(tensor, device)
+        return tensor.to(device, dtype)
 
-    @contextmanager
-    def on_host(self, active: bool = True) -> Iterator[torch.device]:
-        """Yield the host device, for a block that creates its tensors there; a nested block with False is a normal one again."""
-        yield torch.device("cpu")
+    def to_solver(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, without its graph, where systems are solved: on the host with ``offload``, else on the device."""
+        return self.to_host(tensor) if self.offload else self.to_device(tensor.detach(), self.solve_device)
+
+    @property
+    def solve_device(self) -> torch.device:
+        """Device on which systems are solved."""
+        return torch.device("cpu") if self.offload else get_main_device()
+
+    def solving(self) -> AbstractContextManager[object]:
+        """Return the context manager for solves, which tells eval.account where tensors are made."""
+        return nullcontext()
 
     @contextmanager
     def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
@@ -155,21 +171,6 @@ class DeviceContext:
             yield
         release_weights(layer)
 
-    # -- solves ---------------------------------------------------------------------------------------------------
-
-    def solving(self) -> AbstractContextManager[object]:
-        """Return the context manager for solves, on the host or on the device."""
-        return self.on_host() if self.offload else nullcontext()
-
-    @property
-    def fetch(self) -> Callable[[Tensor], Tensor] | None:
-        """Function that moves a tensor to the host if systems are solved there; None if they are solved on the device."""
-        return self.to_host if self.offload else None
-
-    def place(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return a host tensor on the device where systems are solved."""
-        return tensor if self.offload else self.to_device(tensor, like.device)
-
     # -- stages ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> AbstractContextManager[list[int]]:
@@ -189,10 +190,17 @@ class DeviceContext:
         record.peak_bytes = max(*peaks, record.peak_bytes or 0) if peaks else None
 
 
-def _may_pin(size: int) -> bool:
-    """Return whether the host has enough memory to pin a copy; pinned memory cannot be swapped."""
-    memory = psutil.virtual_memory()
-    return memory.available - size > _UNPINNED * memory.total
+def choose_kept(needs: Mapping[str, int], free: int | None) -> dict[str, int]:
+    """Return the parts of a run that stay on the device between its layers: each that fits beside those before it.
+
+    :param needs: bytes of every part, first the one whose moves would take longest
+    :param free: bytes that a run leaves free on the device; None without an accelerator, where nothing moves
+    """
+    kept = dict[str, int]()
+    for name, size in needs.items():
+        if free is not None and sum(kept.values()) + size <= free:
+            kept[name] = size
+    return kept
 
 
 def find_free_bytes() -> int | None:
@@ -202,5 +210,5 @@ def find_free_bytes() -> int | None:
     """
     if not torch.cuda.is_available():
         return None
-    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return round(0.9 * (torch.cuda.mem_get_info()[0] + kept))
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return round(0.9 * (torch.cuda.mem_get_info()[0] + unused))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -47,15 +47,6 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
         dist.all_reduce(wire)
         tensor.copy_(wire)
     return tensor
-
-
-def reduce_sums(parts: Iterable[Tensor]) -> None:
-    """Sum tensors over all processes, in place; the sums are complete only in the first process, which solves."""
-    if is_distributed():
-        for part in parts:
-            wire = part.to(_find_device())
-            dist.reduce(wire, dst=get_source_rank())
-            part.copy_(wire)
 
 
 def gather(value: Result) -> list[Result]:

@@ -1,19 +1,92 @@
-"""Residence of weights on the device: one decoder layer or less, and the next layer's weights in transit."""
+"""Residence on the device and on the host: one decoder layer's weights, the next layer's in transit, and tensors that wait."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import llmcompressor.transformers.compression.compressed_tensors_utils as saving
+import psutil
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.offload.cache import OffloadCache
 from compressed_tensors.utils import patch_attr
 from llmcompressor.utils.transformers import get_embeddings
 from torch import Tensor, nn
+
+_UNPINNED = 0.25  # fraction of the host's memory that stays free when buffers are pinned
+
+
+class HostBuffers:
+    """Copies of the device's tensors on the host, in buffers that are used again once they are released.
+
+    On CUDA the buffers are pinned as long as the host has room, and all copies run on a stream of their own, beside the computing
+    one. As they keep their order there, no buffer is written before it has been read.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}  # by size
+        self._known = set[int]()  # addresses
+        self._stream: torch.cuda.Stream | None = None
+        self._read: list[torch.cuda.Event] = []  # the computing stream's last two reads
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a device's tensor, which may be incomplete until the device is synchronised."""
+        free = self._free.setdefault(tensor.nbytes, [])
+        buffer = free.pop() if free else self.allocate(tensor.nbytes)
+        held = buffer.view(tensor.dtype).view(tensor.shape)
+        if not tensor.is_cuda:
+            return held.copy_(tensor)
+        stream = self._find_stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            held.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+        return held
+
+    def read(self, held: Tensor, device: torch.device) -> Tensor:
+        """Return a copy of a buffer on the device; at most two are on their way before the computing stream has used them."""
+        if device.type != "cuda":
+            return held.to(device)
+        stream, computing = self._find_stream(device), torch.cuda.current_stream(device)
+        self._read.append(computing.record_event())
+        if len(self._read) > 2:
+            self._read.pop(0).synchronize()
+        with torch.cuda.stream(stream):
+            found = held.to(device, non_blocking=True)
+        computing.wait_stream(stream)
+        found.record_stream(computing)
+        return found
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def hold(self, tensor: Tensor) -> bool:
+        """Return whether a tensor on the host is in one of the buffers."""
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._known
+
+    def release(self, held: Tensor) -> None:
+        """Let a buffer be written again."""
+        if self.hold(held):
+            self._free[held.nbytes].append(torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage()))
+
+    def allocate(self, size: int) -> Tensor:
+        """Return a new buffer of some bytes."""
+        memory = psutil.virtual_memory()
+        pins = torch.cuda.is_available() and memory.available - size > _UNPINNED * memory.total
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
+        self._known.add(address := buffer.untyped_storage().data_ptr())
+        weakref.finalize(buffer.untyped_storage(), self._known.discard, address)
+        return buffer
+
+    def _find_stream(self, device: torch.device) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream
 
 
 @contextmanager

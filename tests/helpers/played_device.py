@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 
 DEVICE = torch.device("lazy", 0)  # a type without kernels of its own, whose backward pass runs on the calling thread
 _ANY_SIDE = {"copy_", "_to_copy", "is_same_size", "_has_compatible_shallow_copy_type"}
+_READ_BY_HOST = {"_local_scalar_dense", "nonzero", "equal"}
 
 
 class PlayedTensor(torch.Tensor):
@@ -46,15 +47,24 @@ class PlayedDevice(TorchDispatchMode):
     """Runs every operation, on either side.
 
     :ivar num_operations: that the device ran
+    :ivar num_waits: those of them for which the host would wait
+    :ivar bytes_in: that were copied to the device
     """
 
     def __init__(self):
         super().__init__()
-        self.num_operations = 0
+        self.num_operations = self.num_waits = self.bytes_in = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_operations += any(isinstance(tensor, PlayedTensor) for tensor in _list_tensors(args, kwargs or {}))
-        return _run(func, args, kwargs or {})
+        name, result = func._schema.name.removeprefix("aten::"), _run(func, args, kwargs or {})
+        if any(isinstance(tensor, PlayedTensor) for tensor in _list_tensors(args, kwargs or {})):
+            self.num_operations += 1
+            leaves = name == "_to_copy" and not isinstance(result, PlayedTensor)
+            self.num_waits += leaves or name in _READ_BY_HOST
+        if name in ("_to_copy", "copy_") and isinstance(result, PlayedTensor):
+            source = args[0] if name == "_to_copy" else args[1]
+            self.bytes_in += 0 if isinstance(source, PlayedTensor) else source.nbytes
+        return result
 
 
 class _Literals(TorchFunctionMode):

@@ -52,7 +52,7 @@ class GradientImportance(Importance):
     at_consumer_inputs: ClassVar[bool] = False
 
     def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
-        return ranking.module.context.place(ranking.sensitivity.saliency[ranking.group.name], dense)
+        return ranking.module.context.to_solver(ranking.sensitivity.saliency[ranking.group.name])
 
     def measure(
         self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup]

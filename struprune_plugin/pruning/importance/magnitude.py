@@ -21,11 +21,10 @@ class Magnitude(Importance):
 
     def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
         group, layer = ranking.group, ranking.module.layer
-        with ranking.module.context.on_host(False):
-            norms = {
-                n: read_weight(find_linear(layer, n))[0].abs().sum(1, dtype=torch.float64) for n in group.producers
-            }
-            rows = [sum_rows(group, name, norm).to(dense.device) for name, norm in norms.items()]
+        rows = []
+        for name in group.producers:
+            weight, _ = read_weight(find_linear(layer, name), ranking.module.context.to_solver)
+            rows.append(sum_rows(group, name, weight.abs().sum(1, dtype=torch.float64)))
         return score_magnitude(dense[:, :-1], columns, rows)
 
 

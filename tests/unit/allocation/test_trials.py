@@ -72,7 +72,7 @@ def test_a_divergence_is_that_of_the_model_with_these_columns_gone(family, save_
         pruned = copy.deepcopy(dense)
         for group in trials._groups:
             linear = find_linear(pruned.get_submodule(group.layer_name), group.consumer)
-            order = trials._solver.fit.measured[group.name].order[: group.num_units - path.kept[group.name]]
+            order = trials._fit.measured[group.name].order[: group.num_units - path.kept[group.name]]
             weight = group.to_unit_order(linear.weight.data)
             gone = unit_columns(order, group.columns_per_unit)
             linear.weight.data = group.to_module_order(weight.index_fill(1, gone, 0))

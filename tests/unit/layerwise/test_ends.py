@@ -65,7 +65,8 @@ def build(model_type):
 
 
 def list_logits(model, batch, hidden):
-    return torch.stack([compute_logits(model, batch, row, hidden) for row in range(len(batch["input_ids"]))])
+    rows = range(len(batch["input_ids"]))
+    return torch.stack([compute_logits(model, batch, row, hidden, DeviceContext()) for row in rows])
 
 
 def assert_logits(found, wanted, mask):
@@ -140,7 +141,7 @@ def test_a_class_that_mixes_its_layers_is_refused():
     """What is derived from outputs of layers and given to later ones is not seen, but found out."""
     model, _ = build("opt")
     layers = [layer for _, layer in find_decoder_layers(model)]
-    kept = []
+    kept = [torch.zeros(())]
     layers[0].register_forward_hook(lambda _module, _args, output: kept.append(output))
     layers[2].register_forward_hook(lambda _module, _args, output: output + kept[-1].mean())
     handles = model.lm_head.register_forward_pre_hook(lambda _module, args: (args[0] + kept[-1].sum(),))
@@ -160,10 +161,10 @@ def test_layers_are_found_without_weights():
 
 def test_find_tokens_leaves_padding_out():
     mask = torch.ones(2, 3, dtype=torch.int64)
-    assert find_tokens(None, DeviceContext()) is None
-    assert find_tokens(mask, DeviceContext()) is None
+    assert find_tokens(None) is None
+    assert find_tokens(mask) is None
     mask[1, 0] = 0
-    assert find_tokens(mask, DeviceContext()).tolist() == [0, 1, 2, 4, 5]
+    assert find_tokens(mask).tolist() == [0, 1, 2, 4, 5]
 
 
 def test_entries_of_shared_mappings_stay_on_their_path():

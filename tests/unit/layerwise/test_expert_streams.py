@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from eval.coverage import make_config
+from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.layerwise.expert_streams import Repair, capture_experts
+from struprune_plugin.layerwise.expert_streams import Repair, visit_experts
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import take_apart
@@ -78,16 +79,15 @@ def test_what_experts_of_a_token_are_to_add_makes_up_the_error(model):
     groups = [group for group in find_groups(model, "none", prune_experts=True) if group.layer_index == 0]
     wrong = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))
     repair = Repair(wrong, torch.full((32,), 0.5))
-    with torch.no_grad(), capture_experts(layer, groups) as take:
+    with torch.no_grad(), record(layer, groups) as seen:
         call.run(layer, statistics.context)
-        plain = {group.name: visit for group, visit in take(call, None)}
-        call.run(layer, statistics.context)
-        added = torch.zeros_like(wrong)
-        for group, visit in take(call, repair):
+        plain = {group.name: visit for group, visit in visit_experts(layer, groups, seen, call, None)}
+        added, chosen = torch.zeros_like(wrong), see_experts(model, batch)[0]["routing"][0]
+        for group, visit in visit_experts(layer, groups, seen, call, repair):
             change = visit.target - plain[group.name].target
             own = plain[group.name].weights
             torch.testing.assert_close(visit.weights, 0.5 * own)
-            added.index_add_(0, visit.rows, own[:, None] * change)
+            added[(chosen == group.expert_index).any(1)] += own[:, None] * change
     torch.testing.assert_close(added, wrong, rtol=1e-4, atol=1e-4)
 
 

@@ -7,7 +7,6 @@ import torch
 from helpers.families import make_model
 from helpers.models import make_dataset, run_oneshot, save_model
 from helpers.played_device import DEVICE, play_device
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin.layerwise.calls import LayerCall
@@ -19,8 +18,9 @@ from struprune_plugin.linalg.second_moments import accumulate_moments, make_mome
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_decoder_layers
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.runtime import device_context as context
+from struprune_plugin.modifiers import needs
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.residence import HostBuffers
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}  # every operation is played in Python
 SIZES_OF = {
@@ -31,6 +31,7 @@ FAST = {"allocation": "uniform", "sensitivity": "none"}
 FFN_ADMM = {"attention_unit": "none", "weight_update": {"method": "admm", "steps": 1}}
 PATHS = {
     "default": ("opt", {}),
+    "default, with room": ("llama", {}),
     "offload": ("llama", {"offload": True}),
     "ADMM": (
         "opt",
@@ -56,9 +57,22 @@ def save_short(tmp_path_factory):
     return save
 
 
+@pytest.fixture(scope="module")
+def save_deep(tmp_path_factory):
+    """A function that saves, once, a tiny LLaMA of some layers, to be read only."""
+
+    @functools.cache
+    def save(layers):
+        sizes = {**SMALL, **SIZES_OF["llama"], "num_hidden_layers": layers}
+        return str(save_model(make_model("llama", **sizes), tmp_path_factory.mktemp("deep")))
+
+    return save
+
+
 @pytest.mark.parametrize("name", PATHS)
-def test_no_operation_mixes_sides_and_the_result_is_the_hosts(save_short, name):
+def test_no_operation_mixes_sides_and_the_result_is_the_hosts(save_short, name, monkeypatch):
     model_type, changes = PATHS[name]
+    monkeypatch.setattr(needs, "find_free_bytes", lambda: 1 << 40 if "room" in name else None)
     fields = {"model": save_short(model_type), **SIZES, **changes}
     pruned = run_oneshot(**fields)
     expected, sizes = pruned.state_dict(), (count_parameters(pruned), count_weight_bytes(pruned))
@@ -132,24 +146,60 @@ def test_an_elimination_takes_no_more_operations_for_more_units(eliminate):
     assert counts[0] == counts[1]
 
 
-def test_what_is_parked_comes_back_and_is_pinned_while_the_host_has_room(monkeypatch):
-    """Tensors without numbers that say that they are on a card."""
-    asked = []
+@pytest.fixture
+def allocated(monkeypatch):
+    """Sizes of the buffers on the host that were allocated."""
+    sizes, allocate = [], HostBuffers.allocate
+    monkeypatch.setattr(HostBuffers, "allocate", lambda self, size: (sizes.append(size), allocate(self, size))[1])
+    return sizes
 
-    def empty(*size, pin_memory=False, **options):
-        asked.append(pin_memory)
-        return make(*size, **options)
 
-    make = torch.empty
-    with FakeTensorMode():
-        tensor, kept = make(4, 8, device="cuda", dtype=torch.bfloat16), []
-        monkeypatch.setattr(torch, "empty", empty)
-        for may in (True, False):
-            monkeypatch.setattr(context, "_may_pin", lambda _size, may=may: may)
-            kept.append(DeviceContext().park(tensor))
-        assert asked == [True]
-        for held in kept:
-            assert (held.device.type, held.dtype, held.shape) == ("cpu", tensor.dtype, tensor.shape)
+def test_what_is_parked_comes_back_and_its_buffer_is_used_again(allocated):
+    context, tensor = DeviceContext(), torch.randn(4, 8, dtype=torch.bfloat16)
+    with play_device():
+        held = context.park(tensor.to(DEVICE))
+        other = context.park(tensor.to(DEVICE) + 1)
+        assert held.device.type == "cpu"
+        assert torch.equal(context.to_device(held, DEVICE).cpu(), tensor)
+        assert torch.equal(context.to_device(held[1:3], DEVICE).cpu(), tensor[1:3])
+        context.release(held)
+        context.park(-tensor.to(DEVICE).view(8, 4))
+        assert torch.equal(other, tensor + 1)
+        assert allocated == [64, 64]
+        context.kept = {"states": 64}
+        assert context.park(tensor.to(DEVICE)).device == DEVICE
+        assert context.park(tensor.to(DEVICE), "variables").device.type == "cpu"
     host = torch.ones(3, requires_grad=True)
     assert DeviceContext().park(host).data_ptr() == host.data_ptr()
     assert not DeviceContext().park(host).requires_grad
+
+
+def run_played(save_short, num_samples, **fields):
+    data = {"dataset": make_dataset(num_samples, 16), "num_calibration_samples": num_samples, "batch_size": 1}
+    with play_device() as played:
+        run_oneshot(save_short("llama"), sparsity=0.3, **data, **fields)
+    return played
+
+
+def test_what_fits_stays_on_the_device(save_short, monkeypatch, allocated):
+    """More text costs its tokens' way to the device, neither that of their states in every layer nor the embeddings'."""
+    few, many = (run_played(save_short, number, **FAST).bytes_in for number in (4, 8))
+    assert allocated
+    allocated.clear()
+    monkeypatch.setattr(needs, "find_free_bytes", lambda: 1 << 40)
+    kept = [run_played(save_short, number, **FAST).bytes_in for number in (4, 8)]
+    assert not allocated
+    assert kept[1] - kept[0] < 0.2 * (many - few)
+
+
+@pytest.mark.parametrize("room", [None, 1 << 40])
+def test_neither_waits_nor_buffers_grow_with_batches_times_layers(save_deep, monkeypatch, allocated, room):
+    monkeypatch.setattr(needs, "find_free_bytes", lambda: room)
+    grown, sizes = [], []
+    for layers in (2, 4):
+        waits = [run_played(lambda _type, n=layers: save_deep(n), number, **FAST).num_waits for number in (4, 6)]
+        grown.append(waits[1] - waits[0])
+        sizes.append(sorted(allocated))
+        allocated.clear()
+    assert max(grown) <= 12, "two more batches are recognised on their way in; then only choices wait"
+    assert sizes[0] == sizes[1], "layers after the first write into the same buffers"

@@ -1,0 +1,181 @@
+"""Memory of a run, counted from shapes alone, and what of it stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compressed_tensors.offload import disable_onloading
+from loguru import logger
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from struprune_plugin.allocation.curves import count_moment_bytes
+from struprune_plugin.linalg.second_moments import count_sums
+from struprune_plugin.model.layers import (
+    can_fuse_attention,
+    count_parameters,
+    find_layouts,
+    find_linear,
+    measure_layer,
+    sum_outputs,
+)
+from struprune_plugin.model.structure.layout import LayerLayout
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.pruning.selection import list_together
+from struprune_plugin.runtime.device_context import choose_kept, find_free_bytes
+from struprune_plugin.storage.files import format_bytes
+
+_STREAM_COPIES = (
+    3  # of all tokens' hidden states, in the model's dtype: dense ones, and inputs and outputs of the pruned path
+)
+_LOGIT_COPIES = 5  # float32 copies of one sequence's logits
+_PLANS = 8  # plans that are tried at once, each with its own weights of one layer
+_OFFLOADED = 256  # tokens converted, and rows of a product, on the device at once with `offload`
+
+
+Batches = Sequence[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Calibration size of a run: sequences, tokens per sequence, sequences on the device at a time."""
+
+    num_samples: int
+    seq_length: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a run holds.
+
+    :param device: peak on the device, with one layer at a time and the next one on its way there
+    :param weights: weights of the whole model as loaded, on the host
+    :param states: hidden states and targets of the calibration tokens
+    :param fisher: Fisher information of all modules
+    :param moments: second moments of all modules, if trials of plans use them
+    :param host: all but those on the device
+    :param offload: whether nothing but one layer stays on the device
+    """
+
+    device: int
+    weights: int
+    states: int
+    fisher: int
+    moments: int
+    host: int
+    offload: bool
+
+    @property
+    def movable(self) -> dict[str, int]:
+        """Bytes that may stay on the device between the layers, or wait on the host, by what they hold."""
+        return {"states": self.states, "fisher": self.fisher, "moments": self.moments}
+
+    def choose_kept(self) -> dict[str, int]:
+        """Return the bytes that stay on the device, by what they hold; none where there is no accelerator."""
+        free = None if self.offload else find_free_bytes()
+        return choose_kept(self.movable, None if free is None else free - self.device)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return (name, text) of the bytes on the device and on the host."""
+        kept = self.choose_kept()
+        parts = {name: size for name, size in {"weights": self.weights, **self.movable}.items() if name not in kept}
+        facts = [("on the device", f"about {format_bytes(self.device)}")]
+        facts += [("on the host", f"about {format_bytes(sum(parts.values()))}: {_list_bytes(parts)}")]
+        if find_free_bytes() is None and not self.offload:
+            return [*facts, ("stays on the device", f"as far as there is room: {_list_bytes(self.movable)}")]
+        return [*facts, ("stays on the device", _list_bytes(kept))] if kept else facts
+
+
+def keep_on_device(model: PreTrainedModel, modifier: StructuredModifier, batches: Batches) -> dict[str, int]:
+    """Return the bytes that stay on the device between the layers of a run, by what they hold; log them."""
+    if find_free_bytes() is None:
+        return {}
+    shapes = [batch["input_ids"].shape for batch in batches]
+    work = Workload(sum(s[0] for s in shapes), max(s[1] for s in shapes), max(s[0] for s in shapes))
+    needs = count_needs(model, modifier, work)
+    kept = needs.choose_kept()
+    rest = {name: size for name, size in needs.movable.items() if name not in kept}
+    logger.info(f"stays on the device: {_list_bytes(kept)}; waits on the host: {_list_bytes(rest)}")
+    return kept
+
+
+def _list_bytes(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size) or "nothing"
+
+
+def count_needs(model: PreTrainedModel, modifier: StructuredModifier, work: Workload) -> Needs:
+    """Return the bytes that a run needs, from shapes and measured units alone."""
+    groups = modifier.find_groups(model)
+    hidden: int = model.config.get_text_config(decoder=True).hidden_size
+    item = model.dtype.itemsize
+    modules = len({group.output_name for group in groups}) if modifier.sensitivity_samples is not None else 0
+    weights, fisher = count_parameters(model) * item, 8 * modules * hidden**2
+    states = work.num_samples * work.seq_length * hidden * (_STREAM_COPIES * item + 4)
+    kept = [group for group in groups if not group.experts or (modifier.experts and not modifier.experts.drops)]
+    moments = count_moment_bytes(kept, hidden) if getattr(modifier.allocation, "trial_samples", 0) else 0
+    host = weights + states + fisher + moments
+    device = _count_device(model, modifier, groups, work, hidden)
+    return Needs(device, weights, states, fisher, moments, host, modifier.offload)
+
+
+def _count_device(
+    model: PreTrainedModel, modifier: StructuredModifier, groups: Sequence[UnitGroup], work: Workload, hidden: int
+) -> int:
+    """Return the peak bytes on the device: while moments are gathered, in a solve, in a backward pass, or at the logits."""
+    layouts, tokens = find_layouts(model), work.batch_size * work.seq_length
+    weights = 2 * max(_count_bytes(layer) for layer, _ in layouts)  # with the next layer's, on their way
+    activations = max(_count_activations(model, layer, layout, work) for layer, layout in layouts)
+    widest = max(group.num_columns for group in groups)
+    solve = max(
+        8 * len(run) * (run[0].num_columns + 1) * (run[0].unit.solve_copies * (run[0].num_columns + 1) + 4 * hidden)
+        for run in list_together(groups)
+    )
+    by_layer: dict[str, list[UnitGroup]] = {}
+    for group in groups:
+        by_layer.setdefault(group.layer_name, []).append(group)
+    tries = _PLANS * modifier.allocation.measures * model.dtype.itemsize * hidden
+    copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
+    gathered = waiting = 0  # waiting, beside a solve: moments of a layer's experts, or trial weights
+    for layer in by_layer.values():  # all modules of a layer for error curves, else one module, or all its experts
+        experts = _count_moments([group for group in layer if group.experts], hidden)
+        one = max(experts, *(_count_moments([group], hidden) for group in layer))
+        gathered = max(gathered, _count_moments(layer, hidden) * modifier.allocation.measures, copies * one)
+        waiting = max(waiting, copies * experts, tries * sum(group.num_columns for group in layer))
+    head: Any = model.get_output_embeddings()
+    backward = logits = 0
+    if modifier.sensitivity_samples is not None:
+        backward = 3 * activations + 4 * hidden * (tokens + hidden)
+        logits = 4 * _LOGIT_COPIES * work.seq_length * head.out_features
+    if modifier.offload:  # moments, solves and the head are on the host, and no layer is fetched ahead
+        pieces = 12 * _OFFLOADED * (widest + 1)
+        return weights // 2 + max(activations + pieces, backward)
+    running = activations + gathered + 12 * tokens * (widest + 1)  # float32 tokens, a tile and its product
+    return max(weights + max(running, solve + waiting, backward), _count_bytes(head) + activations + logits)
+
+
+def _count_moments(groups: Sequence[UnitGroup], hidden: int) -> int:
+    return sum(4 * count_sums(group.num_columns, hidden) for group in groups)
+
+
+def _count_bytes(module: nn.Module) -> int:
+    with disable_onloading():
+        return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _count_activations(model: PreTrainedModel, layer: nn.Module, layout: LayerLayout, work: Workload) -> int:
+    """Return the bytes of one layer's forward pass on a micro-batch."""
+    config: Any = model.config.get_text_config(decoder=True)
+    attention, hidden, length = layout.attention, config.hidden_size, work.seq_length
+    values = 0 if attention is None else 3 * sum_outputs(attention.producers, layer)
+    inside = sum(sum_outputs(ffn.producers, layer) + find_linear(layer, ffn.output).in_features for ffn in layout.ffns)
+    if layout.experts is not None:
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        inside += (getattr(config, "num_experts_per_tok", None) or 1) * (3 * width + 2 * hidden)
+    per_token = model.dtype.itemsize * (max(values, inside) + 7 * hidden + 2 * length) + 20 * hidden
+    heads = 0 if attention is None else measure_layer(layout, layer).num_heads
+    maps = 0 if can_fuse_attention(model) else 12 * heads * length
+    return work.batch_size * length * (per_token + maps)

@@ -1,24 +1,26 @@
-"""Checks that need a real accelerator: its results against the CPU's, its memory against the account, and its speed.
+"""What only a real accelerator shows: rates, seconds and peaks by stage, results against the CPU's, decoding, memory under a limit.
 
-    python -m eval.accelerator --output results/accelerator
+    python -m eval.accelerator
 
-One card of 80 GB or more (a CPU runs a reduced form), no network and no weights. Every step runs in a process of its own: one that
-fails, hangs or dies is told in the report, and the others go on. Finished steps are read back when the command is started again.
-The exit status is 1 where a step failed. Writes a JSON file per step and ``accelerator.md``.
+One command of at most eight minutes on one card of 80 GB or more: no network, no weights, and the package need only be on the
+path. Every line is printed as soon as it is known; a step that fails is told, and the others go on. The exit status is 1 where one
+failed. ``--tiny`` does the same with tiny models, in seconds, on a CPU, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,111 +29,133 @@ from typing import Any
 import torch
 from loguru import logger
 from safetensors.torch import load_file
-from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    StaticCache,
+)
 
-from eval.account import LiveBytes, count_memory
 from eval.coverage import Case
 from eval.paper_sizes import make_llama_config, make_opt_config, prune_random
-from eval.speed import format_rows, measure_models
 from struprune_plugin import StruPruneModifier, read_manifest
-from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.reporting.tables import Table
+from struprune_plugin.modifiers.needs import Workload, count_needs
 
-SPARSITY, TOLERANCE, WITHIN = 0.3, 1e-3, 0.1  # removed; of weights and logits; of the account's peak
-Figures = dict[str, Any]
+SPARSITY, TOLERANCE = 0.3, 1e-3  # removed; largest difference of weights and logits, relative to the largest number
+FASP: dict[str, Any] = {"importance": "wanda", "reconstruct": "local", "dampening_frac": 0.01}
+FASP |= {"allocation": "uniform", "sensitivity": "none"}
+CHEAP: dict[str, Any] = {"importance": "magnitude", "weight_update": "none"}
+CHEAP |= {"allocation": "uniform", "sensitivity": "none", "width_multiple": 8}
+CORRECT: dict[str, tuple[str, dict[str, Any]]] = {  # a type's tiny model, and fields of the recipe
+    "llama": ("llama", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "opt, ADMM": ("opt", {"weight_update": {"method": "admm", "steps": 2, "inner_steps": 2}, "attention_unit": "head"}),
+}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes, with random weights.
+    """A model's sizes, with random weights, and calibration text.
 
-    :param layers: that are made here, of all those of the model
+    :param config: with the layers that are made here
+    :param layers: of the whole model, to which seconds are scaled
     """
 
-    name: str
+    config: PreTrainedConfig
     layers: int
     samples: int = 128
     length: int = 2048
-    batch: int = 1
-
-    def make_config(self) -> PreTrainedConfig:
-        if self.name == "tiny":
-            sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
-            return LlamaConfig(**sizes, num_hidden_layers=self.layers, vocab_size=2048)
-        make = make_opt_config if self.name.startswith("OPT") else make_llama_config
-        return make(self.name, num_hidden_layers=self.layers)
+    batch: int = 8
 
     def make_random(self) -> PreTrainedModel:
         """Return a model of random bfloat16 weights, on the host; a card draws them fast."""
         torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.make_config(), dtype=torch.bfloat16)
+        with torch.device(find_device()):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(self.config), dtype=torch.bfloat16)
         return model.eval().to("cpu")
 
 
-@dataclass(frozen=True)
-class Step:
-    """A unit of work.
+def make_shapes(tiny: bool) -> dict[str, Shape]:
+    """Return the shapes that are pruned, by name."""
+    if tiny:
+        sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return {"tiny": Shape(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=2048), 2, 8, 32, 4)}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    mixture = Qwen3MoeConfig(hidden_size=2048, num_hidden_layers=1, vocab_size=151936, **heads, **experts)
+    return {
+        "LLaMA-2-7B": Shape(make_llama_config("LLaMA-2-7B", num_hidden_layers=4), 32),
+        "OPT-125M": Shape(make_opt_config("OPT-125M"), 12),
+        "Qwen3-30B-A3B": Shape(mixture, 48, samples=32),
+    }
 
-    :param seconds: that it may take
-    :param run: returns its figures; ``passed`` says whether they are as they should be, where that can be said
+
+def find_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure_seconds(act: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the least seconds of some calls, after one that warms up."""
+    found = []
+    for _ in range(repeats + 1):
+        wait()
+        start = time.perf_counter()
+        act()
+        wait()
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+# -- steps: each yields lines ---------------------------------------------------------------------------------------
+
+
+def measure_rates(size: int) -> Iterator[str]:
+    """Yield the rates of products, and of copies from pinned memory."""
+    device = find_device()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    yield f"{name}, torch {torch.__version__}"
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        left = torch.randn(size, size, device=device).to(dtype)
+        seconds = measure_seconds(partial(torch.mm, left, left))
+        yield f"product of {size} x {size} in {dtype}: {2 * size**3 / seconds / 1e12:.1f} TFLOP/s"
+    if device.type == "cuda":
+        held = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(held, device=device)
+        for what, act in (("to the card", partial(there.copy_, held)), ("to the host", partial(held.copy_, there))):
+            yield f"pinned copy {what}: {held.nbytes / measure_seconds(act) / 1e9:.1f} GB/s"
+
+
+def compare_with_cpu(model_type: str, fields: dict[str, Any]) -> Iterator[str]:
+    """Prune a tiny model here and, in a process that sees no card, on the CPU; yield how far they differ.
+
+    :raises ValueError: other units, or numbers that differ by more than the tolerance
     """
-
-    seconds: float
-    run: Callable[[], Figures]
-
-
-TINY = Shape("tiny", 2, samples=8, length=32, batch=4)
-CORRECT: dict[str, tuple[str, dict[str, Any]]] = {  # a type's tiny model, and fields of the recipe
-    "default, llama": ("llama", {}),
-    "default, opt": ("opt", {}),
-    "default, phi3": ("phi3", {}),
-    "default, gpt_neox": ("gpt_neox", {}),
-    "default, qwen3_moe": ("qwen3_moe", {}),
-    "ADMM, opt": ("opt", {"weight_update": {"method": "admm", "steps": 2, "inner_steps": 2}, "attention_unit": "head"}),
-}
-SPEED = (
-    Shape("OPT-125M", 12, batch=8),
-    Shape("LLaMA-2-7B", 4, batch=2),
-    Shape("LLaMA-2-70B", 4),
-)
-MEMORY = (Shape("LLaMA-2-7B", 4, samples=6), Shape("LLaMA-2-70B", 4, samples=15))  # as few as the widest solve needs
-OUTPUTS = Shape("LLaMA-2-7B", 4)
-MULTIPLES = (1, 8, 64, 128)
-
-
-def list_steps(reduced: bool) -> dict[str, Step]:
-    """Return all steps in the order of their worth."""
-    correct = dict(list(CORRECT.items())[:1]) if reduced else CORRECT
-    speed, memory, outputs = ((TINY,), (TINY,), TINY) if reduced else (SPEED, MEMORY, OUTPUTS)
-    steps = {f"correct: {name}": Step(120.0, partial(compare_with_cpu, *case)) for name, case in correct.items()}
-    steps |= {f"speed: {shape.name}": Step(420.0, partial(measure_speed, shape)) for shape in speed}
-    steps |= {f"memory: {shape.name}": Step(480.0, partial(measure_memory, shape)) for shape in memory}
-    return steps | {f"outputs: {outputs.name}": Step(240.0, partial(measure_outputs, outputs, reduced))}
-
-
-def compare_with_cpu(model_type: str, fields: dict[str, Any]) -> Figures:
-    """Prune a tiny model here and, in a process that sees no card, on the CPU; return how far they differ."""
     with tempfile.TemporaryDirectory() as scratch:
         folders = {side: Path(scratch) / side for side in ("cpu", "here")}
         words = [sys.executable, "-m", "eval.accelerator", "--prune", model_type, json.dumps(fields)]
         hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run([*words, "--output", str(folders["cpu"])], env=hidden, check=True)
+        subprocess.run([*words, str(folders["cpu"])], env=hidden, check=True)
         prune_tiny(model_type, fields, folders["here"])
         theirs, ours = (read_manifest(folder / "all").groups for folder in folders.values())
         pairs = [(set(a.keep), set(b.keep)) for a, b in zip(theirs, ours, strict=True)]
         weights = measure_difference(*(load_file(f / "all" / "model.safetensors") for f in folders.values()))
         logits = []
         for folder in folders.values():
-            model = AutoModelForCausalLM.from_pretrained(folder / "all", dtype=torch.float32)
-            model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+            model = AutoModelForCausalLM.from_pretrained(folder / "all", dtype=torch.float32).to(find_device()).eval()
             with torch.no_grad():
                 logits.append({"logits": model(torch.arange(4, 36, device=model.device)[None]).logits.cpu()})
     same = sum(len(a & b) for a, b in pairs) / sum(len(a | b) for a, b in pairs)
     reloaded = measure_difference(*logits)
-    passed = same == 1 and max(weights, reloaded) <= TOLERANCE
-    return {"same_units": same, "weights": weights, "reloaded": reloaded, "passed": passed}
+    yield f"{same:.1%} of the units are the same, weights differ by {weights:.1e}, reloaded logits by {reloaded:.1e}"
+    if same < 1 or max(weights, reloaded) > TOLERANCE:
+        raise ValueError("results must be those of the CPU")
 
 
 def prune_tiny(model_type: str, fields: dict[str, Any], work: Path) -> None:
@@ -148,155 +172,143 @@ def measure_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str,
     return max(float((a - b).abs().max()) / max(float(a.abs().max()), 1e-30) for a, b in pairs if a.numel())
 
 
-def measure_speed(shape: Shape) -> Figures:
-    """Prune a shape by the default; return seconds and peak bytes by stage."""
-    manifest = prune_random(
-        shape.make_random(), StruPruneModifier(sparsity=SPARSITY), shape.samples, shape.length, shape.batch
-    )
-    stages = {stage.name: (stage.seconds, stage.peak_bytes) for stage in manifest.stages}
-    return {"layers": shape.layers, "stages": stages, "layer_seconds": stages["whole pass"][0] / shape.layers}
+def measure_stages(shape: Shape, fields: dict[str, Any]) -> Iterator[str]:
+    """Prune a shape; yield seconds and peak bytes by stage."""
+    recipe, layers = StruPruneModifier(sparsity=SPARSITY, **fields), shape.config.num_hidden_layers
+    manifest = prune_random(shape.make_random(), recipe, shape.samples, shape.length, shape.batch)
+    for stage in manifest.stages:
+        peak = f", peak {stage.peak_bytes / 1e9:.2f} GB" if stage.peak_bytes else ""
+        yield f"{stage.name}: {stage.seconds:.2f} s, {stage.seconds / layers:.3f} a layer{peak}"
+    yield f"scaled to {shape.layers} layers: {manifest.stages[-1].seconds * shape.layers / layers:.1f} s"
 
 
-class CardBytes(LiveBytes):
-    """The account, of the card's tensors: what an operation makes is counted where it lies on the card."""
+@torch.no_grad()
+def measure_decoding(shape: Shape, length: int, engines: Sequence[str]) -> Iterator[str]:
+    """Yield the seconds of a new token after others in a static cache, pruned beside dense, by batch and engine."""
+    models = {"dense": shape.make_random().to(find_device())}
+    pruned = shape.make_random()
+    prune_random(pruned, StruPruneModifier(sparsity=SPARSITY, **CHEAP), 1, 32)
+    models["pruned"] = pruned.to(find_device())
+    for engine in engines:
+        for batch in (1, 16):
+            seconds = {}
+            for name, model in models.items():
+                run = make_decoder(model, batch, length, engine)
+                seconds[name] = measure_seconds(partial(repeat, run), 3) / 10
+            times = ", ".join(f"{name} {1e3 * value:.3f} ms" for name, value in seconds.items())
+            yield f"batch {batch}, {engine}: {times}, pruned {seconds['dense'] / seconds['pruned']:.2f} x as fast"
 
-    granule = 512  # as the card's allocator counts
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                self._add(leaf.untyped_storage())
-        return result
+def repeat(act: Callable[[], Any]) -> None:
+    for _ in range(10):
+        act()
 
 
-def measure_memory(shape: Shape) -> Figures:
-    """Prune by given sizes and damping; return the peak by the card's counters and by the account.
+def make_decoder(model: PreTrainedModel, batch: int, length: int, engine: str) -> Callable[[], Any]:
+    """Return a function that computes one new token of a batch after ``length`` others.
 
-    What is on the card does not depend on how many systems are solved, so allocation and damping are given.
+    :param engine: ``eager``, ``graph`` (a CUDA graph), or ``compiled`` (and a CUDA graph)
     """
+    cache = StaticCache(config=model.config, max_cache_len=length + 128)
+    prompt = torch.randint(4, model.config.vocab_size, (batch, length), device=model.device)
+    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    called = torch.compile(model, dynamic=False) if engine == "compiled" else model
+
+    def step() -> torch.Tensor:
+        logits: torch.Tensor = called(prompt[:, :1], past_key_values=cache, use_cache=True).logits
+        return logits
+
+    if engine == "eager":
+        return step
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def prune_under_limit(shape: Shape) -> Iterator[str]:
+    """Prune with ``offload`` while the allocator refuses more than the plan says; yield the plan and the peak."""
+    recipe = StruPruneModifier(sparsity=SPARSITY, offload=True, allocation="uniform", dampening_frac=0.01)
     model = shape.make_random()
-    layer = sum(p.numel() * p.element_size() for p in find_decoder_layers(model)[0][1].parameters())
-    modifier = StruPruneModifier(sparsity=SPARSITY, allocation="uniform", dampening_frac=0.01)
-    account: CardBytes | None
-    with CardBytes() if torch.cuda.is_available() else nullcontext() as account, count_memory():
-        manifest = prune_random(model, modifier, shape.samples, shape.length)
-    peak = max(stage.peak_bytes or 0 for stage in manifest.stages)
-    counted = peak if account is None else account.peak
-    return {
-        **{"layer_bytes": layer, "peak_bytes": peak, "account_bytes": counted, "measure": manifest.memory_measure},
-        "passed": abs(counted / peak - 1) <= WITHIN,
-    }
-
-
-def shrink(model: PreTrainedModel, multiple: int) -> PreTrainedModel:
-    """Prune in place to the sizes that uniform allocation gives, of whatever quality."""
-    cheap: dict[str, Any] = {"importance": "magnitude", "weight_update": "none", "sensitivity": "none"}
-    recipe = StruPruneModifier(sparsity=SPARSITY, allocation="uniform", width_multiple=multiple, **cheap)
-    prune_random(model, recipe, 1, 32)
-    return model
-
-
-def measure_outputs(shape: Shape, reduced: bool) -> Figures:
-    """Return the rows of ``eval.speed`` for the dense model and one per multiple that widths are rounded to, in bfloat16."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    models: dict[str, Any] = {"dense": shape.make_random().to(device)}
-    for multiple in MULTIPLES[:2] if reduced else MULTIPLES:
-        models[f"multiple {multiple}"] = shrink(shape.make_random(), multiple).to(device)
-    repeats, new = (1, 2) if reduced else (7, 32)
-    args = argparse.Namespace(dense="dense", length=shape.length, repeats=repeats, new_tokens=new, compile=False)
-    return {"rows": [row for batch in (1, 4 if reduced else 16) for row in measure_models(models, args, batch)]}
-
-
-def run_step(name: str, step: Step, file: Path, reduced: bool) -> Figures:
-    """Run a step in a process of its own; return its figures, or what became of it."""
-    words = [sys.executable, "-m", "eval.accelerator", "--step", name, "--output", str(file)]
-    quiet = {"TQDM_DISABLE": "1", "LLM_COMPRESSOR_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    quiet["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    start = time.monotonic()
+    planned = count_needs(model, recipe, Workload(shape.samples, shape.length, 1)).device
+    yield f"planned on the device: {planned / 1e9:.3f} GB"
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        limit = 1.1 * planned + (64 << 20)  # libraries' workspaces
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
-        done = subprocess.run(
-            [*words, *(["--reduced"] if reduced else [])],
-            env={**quiet, **os.environ},
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=step.seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"took longer than {step.seconds:.0f} s, and was ended"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
-    figures = {**json.loads(file.read_text()), "seconds": time.monotonic() - start}
-    file.write_text(json.dumps(figures, indent=1))
-    return figures
+        manifest = prune_random(model, recipe, shape.samples, shape.length)
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    yield f"peak {max(stage.peak_bytes or 0 for stage in manifest.stages) / 1e9:.3f} GB"
 
 
-def make_report(rows: Mapping[str, Figures], waiting: Sequence[str]) -> str:
-    """Return the Markdown text of all steps that are done."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    parts = [f"# On an accelerator\n\n{device}, torch {torch.__version__}"]
-    parts += [f"- {name}: {row['error']}" for name, row in rows.items() if "error" in row]
-    parts += [f"- {name}: not as it should be" for name, row in rows.items() if row.get("passed") is False]
-    parts += [f"- {name}: not done yet" for name in waiting]
-    good = {name: row for name, row in rows.items() if "error" not in row}
-    lines = [
-        [name, f"{row['same_units']:.1%}", f"{row['weights']:.1e}", f"{row['reloaded']:.1e}"]
-        for name, row in good.items()
-        if "same_units" in row
-    ]
-    tables = [str(Table(["case", "same units", "weights differ by", "reloaded logits by"], lines))] if lines else []
-    lines = [
-        [name, *(f"{row[f'{what}_bytes'] / 1e9:.4f}" for what in ("layer", "peak", "account"))]
-        for name, row in good.items()
-        if "layer_bytes" in row
-    ]
-    tables += [str(Table(["GB", "one layer", "peak", "account"], lines))] if lines else []
-    for name, row in good.items():
-        if "stages" in row:
-            lines = [[stage, f"{s:.2f}", f"{(peak or 0) / 1e9:.3f}"] for stage, (s, peak) in row["stages"].items()]
-            lines.append(["per layer", f"{row['layer_seconds']:.2f}", ""])
-            tables.append(str(Table([f"{name}, {row['layers']} layers", "seconds", "peak, GB"], lines)))
-        elif "rows" in row:
-            tables.append(format_rows(row["rows"]))
-    return "\n\n".join([*parts, *(f"```\n{table}\n```" for table in tables)]) + "\n"
+def list_steps(tiny: bool) -> dict[str, Callable[[], Iterator[str]]]:
+    """Return all steps in the order of their worth."""
+    shapes = make_shapes(tiny)
+    first = next(iter(shapes.values()))
+    steps: dict[str, Callable[[], Iterator[str]]] = {"rates": partial(measure_rates, 256 if tiny else 8192)}
+    for name, shape in shapes.items():
+        steps[f"{name}, default"] = partial(measure_stages, shape, {})
+        steps[f"{name}, FASP's recipe"] = partial(measure_stages, shape, FASP)
+    for name, case in list(CORRECT.items())[: 1 if tiny else None]:
+        steps[f"against the CPU, {name}"] = partial(compare_with_cpu, *case)
+    engines = ("eager", "graph", "compiled") if torch.cuda.is_available() else ("eager",)
+    steps["decoding"] = partial(measure_decoding, first, 16 if tiny else 512, engines)
+    small = Shape(make_opt_config("OPT-1.3B", num_hidden_layers=2), 24, samples=5, batch=1)
+    steps["offload under a limit"] = partial(prune_under_limit, first if tiny else small)
+    return steps
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, in seconds")
     parser.add_argument("--only", default="", metavar="TEXT", help="run only steps whose name contains this")
-    parser.add_argument("--deadline", type=float, default=530.0, help="seconds for all steps")
-    parser.add_argument("--reduced", action="store_true", help="use tiny shapes on a card, too")
-    parser.add_argument("--step", help=argparse.SUPPRESS)
-    parser.add_argument("--prune", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--seconds", type=int, default=470, help="for all steps")
+    parser.add_argument("--prune", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logger.remove()
     if args.prune:
-        prune_tiny(args.prune[0], json.loads(args.prune[1]), args.output)
+        prune_tiny(args.prune[0], json.loads(args.prune[1]), Path(args.prune[2]))
         return 0
-    reduced = args.reduced or not torch.cuda.is_available()
-    steps = list_steps(reduced)
-    if args.step:
-        args.output.write_text(json.dumps(steps[args.step].run()))
-        return 0
-    args.output.mkdir(parents=True, exist_ok=True)
-    ends_at, rows = time.monotonic() + args.deadline, {}
-    waiting = [name for name in steps if args.only in name]
-    for name in list(waiting):
-        file = args.output / f"{name.replace(': ', '-').replace(', ', '-')}{'-reduced' if reduced else ''}.json"
-        if file.exists():
-            rows[name] = json.loads(file.read_text())
-        elif (left := ends_at - time.monotonic()) > 10:
-            step = Step(min(steps[name].seconds, left), steps[name].run)
-            rows[name] = run_step(name, step, file, reduced)
-        else:
+    start, failed = time.monotonic(), False
+
+    def tell(name: str, text: str) -> None:
+        print(f"[{time.monotonic() - start:5.0f} s] {name}: {text}", flush=True)
+
+    def stop(*_args: Any) -> None:
+        raise TimeoutError(f"not finished within the {args.seconds} s of all steps")
+
+    sink = logger.add(lambda message: tell("log", message.strip()), filter=lambda r: "device:" in r["message"])
+    signal.signal(signal.SIGALRM, stop)
+    for name, step in list_steps(args.tiny).items():
+        if args.only not in name:
             continue
-        waiting.remove(name)
-        (args.output / "accelerator.md").write_text(make_report(rows, waiting), encoding="utf-8")
-    print(make_report(rows, waiting))
-    return int(any("error" in row or row.get("passed") is False for row in rows.values()))
+        signal.alarm(max(int(start + args.seconds - time.monotonic()), 1))
+        try:
+            for line in step():
+                tell(name, line)
+        except Exception as error:  # the other steps go on
+            failed = True
+            tell(name, f"FAILED: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        finally:
+            signal.alarm(0)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    logger.remove(sink)
+    return int(failed)
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.exit(main())

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from helpers.models import ROOT, make_dataset, make_opt, run_oneshot, save_opt
+from helpers.models import ROOT, make_dataset, make_opt, run_oneshot, save_opt, start_process
+from llmcompressor.core import reset_session
+from llmcompressor.logger import LoggerConfig, configure_logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
@@ -201,29 +203,27 @@ def test_a_bare_import_is_silent_and_registers_everything_for_the_hosts_oneshot(
     assert read_manifest(tmp_path / "out").budget.asked_sparsity == 0.3
 
 
-SPOKEN = """
-import sys
-from datasets import load_from_disk
-from struprune_plugin import oneshot
-
-oneshot(model=sys.argv[1], recipe="recipe.yaml", dataset=load_from_disk("data"), output_dir="out", num_calibration_samples=8)
-print("afterwards", flush=True)
-from llmcompressor.core import reset_session
-reset_session()  # llm-compressor's own words are back
-"""
-
-
 @pytest.mark.parametrize("level", [None, "INFO"])
-def test_a_run_from_python_says_each_thing_once(opt, tmp_path, level):
-    """A user who sets llm-compressor's own variable gets its whole log."""
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(GOOD))
-    make_dataset().save_to_disk(tmp_path / "data")
-    environment = {name: value for name, value in os.environ.items() if name != "LLM_COMPRESSOR_LOG_LEVEL"}
-    environment |= {"PYTHONPATH": str(ROOT)} | ({"LLM_COMPRESSOR_LOG_LEVEL": level} if level else {})
-    command = [sys.executable, "-c", SPOKEN, str(opt)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    during, _, after = done.stdout.partition("afterwards\n")
+def test_a_run_from_python_says_each_thing_once(opt, tmp_path, level, monkeypatch):
+    """In a copy of this process, on stdout. A user who sets llm-compressor's own variable gets its whole log."""
+    monkeypatch.delenv("LLM_COMPRESSOR_LOG_LEVEL", raising=False)
+    if level:
+        monkeypatch.setenv("LLM_COMPRESSOR_LOG_LEVEL", level)
+
+    def run():
+        os.chdir(tmp_path)
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        configure_logger(LoggerConfig())  # as llm-compressor's import does
+        oneshot(model=str(opt), recipe=GOOD, dataset=make_dataset(), output_dir="out", num_calibration_samples=8)
+        print("afterwards", flush=True)
+        reset_session()  # llm-compressor's own words are back
+        return 0
+
+    process = start_process(run, tmp_path / "log")
+    process.join(300)
+    told = (tmp_path / "log").read_text()
+    assert process.exitcode == 0, told
+    during, _, after = told.partition("afterwards\n")
     assert "lifecycle reset" in after
     assert "parameters of the decoder layers" not in during  # the table tells them
     assert during.count(" removed (") == 1

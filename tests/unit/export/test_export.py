@@ -14,11 +14,13 @@ from struprune_plugin.export import modeling_struprune
 from struprune_plugin.export.convert import adopt_config, adopt_paddings, wrap_save
 from struprune_plugin.model.units import find_groups
 
+SAVED = {"pre_norm": "value_channels", "post_norm": "head", "no_bias": "value_channels"}  # shape -> attention unit
 
-@pytest.fixture(scope="module", params=["head", "value_channels"])
-def saved(request, opt_folder, prune_once):
-    """(model in memory, its folder), pruned by 0.4 in every shape and unit, for every test to read and none to change."""
-    return prune_once(opt_folder, request.param, 0.4)
+
+@pytest.fixture(scope="module", params=SAVED)
+def saved(request, save_shape, prune_once):
+    """(model in memory, its folder), pruned by 0.4 in every shape, for every test to read and none to change."""
+    return prune_once(save_shape(request.param), SAVED[request.param], 0.4)
 
 
 @pytest.fixture

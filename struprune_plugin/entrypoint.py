@@ -20,11 +20,9 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
 from loguru import logger
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.evaluation.calibration import prepare_dataset
-from struprune_plugin.evaluation.text import load_tokenizer
+from struprune_plugin.evaluation.calibration import is_from_host, prepare_dataset
 from struprune_plugin.export.convert import carry_files, keep_generation_settings
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
@@ -32,16 +30,24 @@ from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.host_arguments import check_arguments, check_offload, load_model
+from struprune_plugin.modifiers.host_arguments import (
+    check_amount,
+    check_arguments,
+    check_offload,
+    count_most_tokens,
+    load_model,
+)
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.model_card import write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_output
 from struprune_plugin.runtime.distributed import join_processes
+from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
 from struprune_plugin.storage.checkpoint import (
     check_checkpoint,
     find_checkpoint,
     is_packed,
+    load_tokenizer,
     note_left_out,
     read_tensor_shapes,
 )
@@ -55,24 +61,7 @@ _DEVICE = "llmcompressor.utils.dev"  # warns for every module that there is no a
 _STAGE = "struprune_plugin.modifiers.pruning"  # logs the removed parameters, which the final table tells, too
 
 
-@contextmanager
-def _reset_torch() -> Iterator[None]:
-    """Run the block under torch's defaults (gradients, float32, tensors on the CPU, no autocast); restore the caller's."""
-    dtype = torch.get_default_dtype()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.callback(torch.set_default_dtype, dtype)
-        torch.set_default_dtype(torch.float32)
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@_reset_torch()
+@reset_torch()
 def oneshot(
     model: str | os.PathLike | PreTrainedModel,
     recipe: str | os.PathLike | Mapping[str, Any] | Modifier | list[Modifier] | Recipe,
@@ -141,11 +130,17 @@ def oneshot(
         if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
             where = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
             kwargs["tokenizer"] = load_tokenizer(model, *where)  # also for a wrapper, whose other files are copied
+        if isinstance(model, str):
+            data = kwargs.get("dataset")
+            is_cut = isinstance(data, (str, os.PathLike)) and not is_from_host(data)  # into windows of that length
+            longest = kwargs.get("max_seq_length") if is_cut else None
+            revision = kwargs.get("model_revision", "main")
+            check_amount(model, config, loaded, count_most_tokens(kwargs), longest or 1, revision)
         kwargs = prepare_dataset(model, kwargs)
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)
-        _copy_inference_tensors(model)
+        copy_inference_tensors(model)
         note_left_out(model, source, kwargs.get("model_revision", "main"))
         with _adapt_host(config, model, loaded.modifiers), keep_generation_settings():
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
@@ -159,18 +154,6 @@ def oneshot(
     if output_dir is not None and is_source_process():
         logger.info("\n" + "\n\n".join(summarize_output(Path(output_dir))))
     return compressed
-
-
-def _copy_inference_tensors(model: PreTrainedModel) -> None:
-    """Replace parameters and buffers that were made in ``torch.inference_mode``, through which no gradient flows, by copies."""
-    made: dict[int, Any] = {}  # tied ones stay tied
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and tensor.is_inference():
-                    copy = tensor.detach().clone()
-                    copy = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-                    held[name] = made.setdefault(id(tensor), (copy, tensor))[0]  # the old one lives, and its id with it
 
 
 @contextmanager

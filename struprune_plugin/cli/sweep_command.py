@@ -55,13 +55,18 @@ def sweep(
     from struprune_plugin.entrypoint import oneshot
     from struprune_plugin.evaluation.scoring import check_window
     from struprune_plugin.evaluation.text import DEMO_TEST
+    from struprune_plugin.modifiers.host_arguments import check_amount, count_most_tokens
     from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.storage.checkpoint import check_checkpoint
     from struprune_plugin.studies.scores import Scoring, format_scores, make_scorer
     from struprune_plugin.studies.sweep import PICTURE_NAME, draw_sweep, pick_point, run_points
 
-    check_window(check_checkpoint(model, trust_remote_code), window)
-    load_recipe(recipe, changes={**changes, "sparsity": sparsities[0]})
+    config, count = check_checkpoint(model, trust_remote_code), opt.count_samples(num_samples, changes)
+    check_window(config, window)
+    first = load_recipe(recipe, changes={**changes, "sparsity": sparsities[0]})
+    run: dict[str, Any] = {"precision": dtype, "seed": seed, "trust_remote_code_model": trust_remote_code}
+    run |= opt.describe_calibration(data, text_column, count, seq_length, batch_size)
+    check_amount(model, config, first, count_most_tokens(run), seq_length)
     asked = Scoring(
         text=str(text or DEMO_TEST),
         text_column=text_column if text else "text",
@@ -74,9 +79,6 @@ def sweep(
         trust_remote_code=trust_remote_code,
     )
     scorer = make_scorer(asked)
-    count = opt.count_samples(num_samples, changes)
-    run: dict[str, Any] = {"precision": dtype, "seed": seed, "trust_remote_code_model": trust_remote_code}
-    run |= opt.describe_calibration(data, text_column, count, seq_length, batch_size)
 
     def prune(sparsity: float, out: Path) -> None:
         own = {**changes, "sparsity": sparsity}

@@ -11,16 +11,18 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from struprune_plugin.evaluation.sampling import SELF, sample_dataset
+from struprune_plugin.evaluation.sampling import SELF, sample_windows
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import (
     HUB_DATASETS,
     MESSAGES,
-    load_tokenizer,
+    find_column,
     make_calibration_dataset,
+    pack_windows,
     render_chat,
 )
 from struprune_plugin.runtime.distributed import count_ranks, split_range
+from struprune_plugin.storage.checkpoint import load_tokenizer
 
 _DATASETS = (Dataset, IterableDataset, DatasetDict, IterableDatasetDict)
 
@@ -32,14 +34,14 @@ def check_dataset(dataset: object, splits: object) -> None:
             f"dataset: must be a file, self, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
             f"{type(dataset).__name__}. Make a Dataset of it: Dataset.from_dict({{'text': [...]}})."
         )
-    if splits is not None and not (isinstance(dataset, (DatasetDict, IterableDatasetDict)) or _is_from_host(dataset)):
+    if splits is not None and not (isinstance(dataset, (DatasetDict, IterableDatasetDict)) or is_from_host(dataset)):
         raise ValueError(
             f"splits: must be left out for a file, c4, wikitext2, a Dataset or a loader, which have no splits to choose from, got "
             f"{splits!r}. Pass the part that you mean as dataset."
         )
 
 
-def _is_from_host(dataset: object) -> bool:
+def is_from_host(dataset: object) -> bool:
     """Return whether data are a name or a folder that llm-compressor resolves."""
     ours = (SELF, *HUB_DATASETS)
     return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in ours or Path(dataset).is_file())
@@ -56,27 +58,31 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dic
     source = kwargs.get("dataset")
     if isinstance(source, _DATASETS):
         return _split_dataset(_take_rows(model, source, kwargs))
-    if not isinstance(source, (str, os.PathLike)) or _is_from_host(source):
+    if not isinstance(source, (str, os.PathLike)) or is_from_host(source):
         return _split_dataset(kwargs)
     if str(source) == SELF and kwargs.get("model_revision", "main") != "main":
         raise ValueError(
             "dataset: `self` must be left out with model_revision, whose model would not write the text. Pass a "
             "folder of that revision as model."
         )
-    tokenizer = _find_tokenizer(model, kwargs)
-    length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
-    samples = kwargs.get("num_calibration_samples") or 512
-    dataset = make_dataset(model, tokenizer, source, samples, length, kwargs.get("text_column") or "text")
+    tokenizer, length = _find_tokenizer(model, kwargs)
+    samples, column = kwargs.get("num_calibration_samples") or 512, kwargs.get("text_column") or "text"
+    dataset = make_dataset(model, tokenizer, source, samples, length, column, _trusts(kwargs))
     return _split_dataset({**kwargs, "dataset": dataset})
 
 
-def _find_tokenizer(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _trusts(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("trust_remote_code_model", False)
+
+
+def _find_tokenizer(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, int]:
+    """Return the tokenizer of a run, and the tokens of a sample."""
     tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        return tokenizer
-    where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
-    return load_tokenizer(where, trust_remote_code=kwargs.get("trust_remote_code_model", False))
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
+        tokenizer = load_tokenizer(where, trust_remote_code=_trusts(kwargs))
+    return tokenizer, kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
 
 
 def _take_rows(
@@ -105,22 +111,27 @@ def _take_rows(
     columns = dataset.column_names
     if "input_ids" in columns:
         return kwargs
-    chat = column if column in columns else MESSAGES
-    if chat in columns and isinstance(dataset[0][chat], list):
-        tokenizer = _find_tokenizer(model, kwargs)
-        length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
-
-        def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-            text = render_chat(tokenizer, row[chat])
-            return {"input_ids": (ids := tokenizer(text)["input_ids"][:length]), "attention_mask": [1] * len(ids)}
-
-        return kwargs | {"dataset": dataset.map(tokenize, remove_columns=columns, load_from_cache_file=False)}
-    if not {column, "text"} & {*columns}:
+    found = find_column(columns, column)
+    if found is None and "text" not in columns:
         raise ValueError(
             f"dataset: must have a column input_ids, {column} or {MESSAGES}, got {sorted(columns)}. Name the column of the text "
             "(text_column=…)."
         )
-    return kwargs
+    for value in dataset.select(range(min(samples, len(dataset))))[found] if found else ():
+        if not isinstance(value, str | list):
+            raise ValueError(
+                f"dataset: every row of {found} must hold a text or a conversation, got {value!r}. Leave such rows out, or name "
+                "another column (text_column=…)."
+            )
+    if found is None or not isinstance(dataset[0][found], list):
+        return kwargs
+    tokenizer, length = _find_tokenizer(model, kwargs)
+
+    def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+        ids = tokenizer(render_chat(tokenizer, row[found]))["input_ids"][:length]
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    return kwargs | {"dataset": dataset.map(tokenize, remove_columns=columns, load_from_cache_file=False)}
 
 
 def make_dataset(
@@ -130,15 +141,16 @@ def make_dataset(
     num_samples: int,
     seq_length: int,
     text_column: str = "text",
+    trust_remote_code: bool = False,
 ) -> Dataset:
-    """Return calibration samples of a source; for ``self``, text that the model itself samples.
+    """Return calibration samples of a source; for ``self``, text that the model itself samples, always the same.
 
     :raises ValueError: as :func:`~struprune_plugin.evaluation.text.make_calibration_dataset`
     """
     if str(source) != SELF:
         return make_calibration_dataset(source, tokenizer, num_samples, seq_length, text_column)
-    own = load_checkpoint(model, "auto")[0] if isinstance(model, str) else model
-    return sample_dataset(own, tokenizer, num_samples, seq_length)
+    own = load_checkpoint(model, "auto", trust_remote_code)[0] if isinstance(model, str) else model
+    return pack_windows(sample_windows(own, tokenizer, num_samples, seq_length))
 
 
 def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from itertools import zip_longest
 
 import torch
 from compressed_tensors.utils import patch_attr
-from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -56,14 +55,6 @@ def sample_windows(
             written += [*model.generate(begin, **options).cpu()]
     plain, turns = written[: num_windows - own], written[num_windows - own :]
     return torch.stack([window for pair in zip_longest(plain, turns) for window in pair if window is not None])
-
-
-def sample_dataset(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_samples: int, seq_length: int
-) -> Dataset:
-    """Return a data set of windows of a model's own text, always the same ones, for ``oneshot(dataset=…)``."""
-    windows = sample_windows(model, tokenizer, num_samples, seq_length)
-    return Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
 
 
 def _find_user_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:

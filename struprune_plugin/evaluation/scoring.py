@@ -14,9 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from struprune_plugin.evaluation.text import load_tokenizer
 from struprune_plugin.model.structure.tiny import find_auto_class
-from struprune_plugin.storage.checkpoint import load_whole, read_config
+from struprune_plugin.storage.checkpoint import load_tokenizer, load_whole, read_config
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

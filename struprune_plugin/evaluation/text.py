@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from datasets import Dataset, load_dataset
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from struprune_plugin.storage.files import shorten_error
+from struprune_plugin.storage.files import shorten_error, shorten_value
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.jsonl", DEMO / "test.jsonl"
@@ -30,25 +30,6 @@ HUB_DATASETS: dict[str, dict[str, Any]] = {  # short names that pruning papers u
     "c4": {"path": "allenai/c4", "data_files": _C4_FILES},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"},
 }
-
-
-def load_tokenizer(
-    where: str | os.PathLike, revision: str = "main", trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """Load a tokenizer.
-
-    :param where: a folder or a hub name
-    :param revision: branch, tag or commit on the hub
-    :param trust_remote_code: run the code that comes with it
-    :raises ValueError: there is no readable tokenizer
-    """
-    try:
-        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # broken files raise errors of many classes
-        raise ValueError(
-            f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)} Copy it again, "
-            "with its model."
-        ) from None
 
 
 def read_texts(
@@ -68,25 +49,24 @@ def read_texts(
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-            text = row[MESSAGES if tokenizer is not None and is_chat(row, text_column) else text_column]
-            chat = tokenizer is not None and isinstance(text, list) and isinstance(text[0], dict)
-            (json.dumps(text, ensure_ascii=False) if chat else text).encode(
-                "utf-8"
-            )  # fails for what is no text, and for half a character (a lone surrogate)
+            value = row[find_column(row, text_column) or text_column]
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for half a character (a lone surrogate)
+            if not isinstance(value, str) and not (isinstance(value, list) and tokenizer is not None):
+                raise TypeError(f"{type(value).__name__} in place of a text")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {number}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
                 f"{error!r:.200}. Correct the line, or name the column of the text (--text-column)."
             ) from None
-        texts.append(render_chat(tokenizer, text) if chat else text)  # type: ignore[arg-type]
+        texts.append(value if isinstance(value, str) else render_chat(tokenizer, value))  # type: ignore[arg-type]
     if not texts:
         raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another file.")
     return texts
 
 
-def is_chat(row: Mapping[str, Any], text_column: str) -> bool:
-    """Return whether a row of data holds a conversation in the column ``messages``, and no text."""
-    return MESSAGES in row and text_column not in row
+def find_column(columns: Container[str], text_column: str) -> str | None:
+    """Return the column that holds the text or the conversations of a data set; None if there is none."""
+    return next((name for name in (text_column, MESSAGES) if name in columns), None)
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
@@ -94,6 +74,11 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
 
     :raises ValueError: there is no template, or the messages do not fit it
     """
+    if not messages or not all(isinstance(message, dict) and message.get("role") for message in messages):
+        raise ValueError(
+            f"dataset: a conversation must be a list of messages with role and content, got {shorten_value(messages)}. Give them "
+            "these names, or choose another column."
+        )
     if not tokenizer.chat_template:
         raise ValueError(
             "dataset: data of `messages` must come with a tokenizer that has a chat template, got none. Give texts, or set "
@@ -133,14 +118,14 @@ def stream_texts(
             f"data: {name!r} must be a JSON-lines file or a hub data set that can be loaded, got: {shorten_error(error)} Give a "
             "local file."
         ) from None
-    if tokenizer is not None and is_chat(dict.fromkeys(columns), text_column):
-        return (render_chat(tokenizer, row[MESSAGES]) for row in rows)
-    if text_column not in columns:
+    column = find_column(columns, text_column)
+    if column is None:
         raise ValueError(
             f"data: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name the column of "
             "the text (--text-column)."
         )
-    return (row[text_column] for row in rows)
+    values = (row[column] for row in rows)
+    return (render_chat(tokenizer, value) if tokenizer and isinstance(value, list) else value for value in values)
 
 
 def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens: int | None = None) -> Tensor:
@@ -171,5 +156,9 @@ def make_calibration_dataset(
             f"data: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
             f"Lower the number of samples to at most {len(tokens) // seq_length} or give more text."
         )
-    windows = tokens.view(num_samples, seq_length)
+    return pack_windows(tokens.view(num_samples, seq_length))
+
+
+def pack_windows(windows: Tensor) -> Dataset:
+    """Return a data set of token windows, shape [windows, length], for ``oneshot(dataset=…)``."""
     return Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})

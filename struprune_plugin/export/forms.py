@@ -25,6 +25,7 @@ from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_whole, read_config
 
 Form = Literal["uniform-padded", "gguf"]
@@ -50,6 +51,7 @@ def load_pruned(folder: Path, trust_remote_code: bool = False) -> PreTrainedMode
     return model
 
 
+@reset_torch()
 def convert_folder(source: Path, form: Form, output: Path, trust_remote_code: bool = False) -> None:
     """Write a pruned folder in another form, with the same function and other shapes.
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.layers import LayerSizes
+from struprune_plugin.storage.checkpoint import load_tokenizer
 
 FILE_NAME = "model.gguf"
 ARCHITECTURE = "deci"  # LLaMA's computation with per-layer sizes; keys and values have the same width
@@ -153,9 +154,12 @@ def _write_tokenizer(writer: Any, config: Any, source: Path) -> None:
     writer.add_token_list([text for text, _ in filled])
     writer.add_token_types([kind for _, kind in filled])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    tokenizer = load_tokenizer(source)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several templates
+        template = [{"name": name, "template": text} for name, text in template.items()]  # type: ignore[assignment]
+    if template:
+        writer.add_chat_template(template)
     begin = tokenizer.bos_token_id
     writer.add_add_bos_token(begin is not None and tokenizer("a").input_ids[0] == begin)
     for number, add in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.runtime.distributed import gather
+from struprune_plugin.storage.files import shorten_value
 
 _FEW = 0.5  # share of distinct sequences below which a warning is logged
 _FINAL = {  # modifiers that need the final weights -> their name in messages
@@ -167,13 +168,21 @@ def check_layers(model: PreTrainedModel) -> None:
 def read_rows(batches: Iterable | None) -> list[tuple[Tensor, Tensor]]:
     """Return the token ids of every calibration sequence, padding included, and the mask of those that count, shape [S] each.
 
-    :raises ValueError: there are no data
+    :raises ValueError: there are no data, or a batch has no such ids
     """
     if batches is None:
         raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
     rows: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        ids, mask = batch["input_ids"].cpu().to(torch.int64), batch.get("attention_mask")
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        is_integer = isinstance(ids, Tensor) and not ids.is_floating_point()
+        if not (isinstance(ids, Tensor) and is_integer and ids.dim() == 2 and ids.numel() and int(ids.min()) >= 0):
+            found = batch if ids is None else ids.tolist() if isinstance(ids, Tensor) else ids
+            raise ValueError(
+                "dataset: every batch must hold input_ids, a tensor of whole numbers from 0 on with sequences as rows, none "
+                f"of them empty, got {shorten_value(found)}. Correct the data."
+            )
+        ids, mask = ids.cpu().to(torch.int64), batch.get("attention_mask")
         rows += zip(ids, torch.ones_like(ids).bool() if mask is None else mask.cpu().bool(), strict=True)
     return rows
 
@@ -208,12 +217,9 @@ def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_neede
     num_distinct, distinct_tokens = len(set(sequences)), sum(length for _, length in set(sequences))
     if distinct_tokens < num_needed:
         told = f"{num_tokens} in {num_sequences} sequences"
-        if several := num_distinct < num_sequences:
+        if num_distinct < num_sequences:
             told += f" ({num_distinct} distinct sequences with {distinct_tokens} tokens)"
-        raise ValueError(
-            f"{where}: the solve must have at least {num_needed} calibration tokens (one per input and one for the bias), "
-            f"got {told}. Use more or longer calibration samples{', and different ones' if several else ''}."
-        )
+        raise ValueError(tell_few_tokens(where, num_needed, told))
     if num_words < min(math.sqrt(num_tokens), 256) or num_distinct < _FEW * num_sequences:
         logger.warning(
             f"dataset: calibration text should vary, got {num_words:,} distinct tokens among {num_tokens:,} "
@@ -223,7 +229,15 @@ def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_neede
     return num_sequences, num_tokens
 
 
-def check_sequences(model: PreTrainedModel, longest: int, largest_token: int) -> None:
+def tell_few_tokens(where: str, needed: int, found: str) -> str:
+    """Return the message for calibration data that are too few for the solve of a module."""
+    return (
+        f"{where}: the solve must have at least {needed} calibration tokens (one per input and one for the bias), got {found}. "
+        f"Use more or longer calibration samples{', and different ones' if 'distinct' in found else ''}."
+    )
+
+
+def check_sequences(model: PreTrainedModel, longest: int, largest_token: int = 0) -> None:
     """Raise if sequences exceed the model's positions, or if token indices exceed its embeddings.
 
     :param longest: tokens of the longest sequence

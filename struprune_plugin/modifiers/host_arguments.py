@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from compressed_tensors.offload import load_offloaded_model
+from datasets import Dataset
 from llmcompressor.pytorch.model_load.helpers import parse_dtype
 from llmcompressor.recipe import Recipe
 from loguru import logger
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
@@ -19,9 +21,11 @@ from transformers.core_model_loading import PrefixChange
 from struprune_plugin.evaluation.calibration import check_dataset
 from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.structure.locate import is_pruned
-from struprune_plugin.model.structure.tiny import find_auto_class
-from struprune_plugin.modifiers.checks import check_layers
-from struprune_plugin.storage.checkpoint import is_packed, load_whole
+from struprune_plugin.model.structure.tiny import find_auto_class, find_class
+from struprune_plugin.modifiers.checks import check_layers, check_sequences, tell_few_tokens
+from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.setup import find_widest_solve
+from struprune_plugin.storage.checkpoint import find_custom_class, is_packed, load_whole
 from struprune_plugin.storage.files import check_place, shorten_error
 
 _PRECISIONS = {  # values that llm-compressor knows; it treats any other as auto
@@ -58,6 +62,12 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
             f"precision: must be auto, float32, bfloat16 or float16, got {kwargs['precision']!r}, which llm-compressor would read "
             "as auto. Pass one of these."
         )
+    for name in ("num_calibration_samples", "max_seq_length", "batch_size"):
+        value = kwargs.get(name)
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise ValueError(
+                f"{name}: must be a whole number of at least 1, got {value!r}. Correct it, or leave it out."
+            )
     check_dataset(kwargs.get("dataset"), kwargs.get("splits"))
     pipeline, count = kwargs.get("pipeline") or "independent", len(recipe.modifiers)
     if pipeline != "independent" and not (pipeline == "sequential" and count == 1):
@@ -67,8 +77,50 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
         )
 
 
+def check_amount(
+    model: str,
+    config: PretrainedConfig,
+    recipe: Recipe,
+    num_tokens: int | None,
+    longest: int = 1,
+    revision: str = "main",
+) -> None:
+    """Raise if calibration text cannot be enough for a model's widest solve, or is too long for it, from its configuration alone.
+
+    :param config: configuration of the checkpoint
+    :param num_tokens: upper bound on the tokens of the text, as :func:`count_most_tokens` returns it
+    :param longest: tokens of the longest sequence
+    :raises ValueError: in these cases
+    """
+    try:
+        shapes = build_dense(*find_class(config, find_custom_class(model, config, revision)))
+    except Exception:  # of a class, for a configuration that makes no sense: loading tells it
+        return
+    check_sequences(shapes, longest)
+    first = next((each for each in recipe.modifiers if isinstance(each, StructuredModifier)), None)
+    if first is not None and num_tokens is not None:
+        where, needed = find_widest_solve(first, first.find_groups(shapes))
+        if num_tokens < needed:
+            raise ValueError(tell_few_tokens(where, needed, f"at most {num_tokens}"))
+
+
+def count_most_tokens(kwargs: dict[str, Any]) -> int | None:
+    """Return an upper bound on the tokens of ``oneshot``'s calibration data; None if it is not known before they are read."""
+    dataset, length = kwargs.get("dataset"), kwargs.get("max_seq_length")
+    samples = kwargs.get("num_calibration_samples") or 512
+    if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
+        return sum(map(len, dataset["input_ids"])) if len(dataset) <= samples else None
+    if length is None or dataset is None or isinstance(dataset, DataLoader):
+        return None
+    if isinstance(dataset, Dataset):
+        samples = min(samples, len(dataset))
+    if isinstance(dataset, (str, os.PathLike)) and Path(dataset).is_file():
+        return min(samples * length, Path(dataset).stat().st_size)  # a token has a byte at least
+    return samples * length
+
+
 def _check_loaded(model: PreTrainedModel) -> None:
-    """Raise if a loaded model cannot generate, or if its weights are not there or do not have the configuration's shapes.
+    """Raise if a loaded model cannot generate, or if its weights are not there or are not the configuration's.
 
     :raises ValueError: in these cases
     """
@@ -88,21 +140,34 @@ def _check_loaded(model: PreTrainedModel) -> None:
     if empty and not is_placed:
         raise ValueError(f"model: must hold weights, got {empty[0]} on the meta device. Pass the model's folder.")
     try:
-        if model.generation_config is not None:
-            model.generation_config.validate()
+        if model.generation_config is None:
+            raise ValueError("None.")
+        model.generation_config.validate()
     except ValueError as error:
         raise ValueError(
-            f"model: generation_config must be one that transformers can save, got: {shorten_error(error)} Correct it."
+            f"model: generation_config must be one that transformers can save, got {shorten_error(error)} Correct it."
         ) from None
+    dtypes = sorted({str(m.weight.dtype)[6:] for m in model.modules() if isinstance(m, nn.Linear)})
+    if len(dtypes) > 1 and not (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
+        raise ValueError(
+            f"model: linears must have one dtype, got {' and '.join(dtypes)}. Convert it (model.to(dtype))."
+        )
     if is_pruned(type(model)):
         return
     check_layers(model)
     wanted = {name: list(p.shape) for name, p in build_dense(type(model), model.config).named_parameters()}
-    for name, parameter in model.named_parameters():
-        if name in wanted and list(parameter.shape) != wanted[name]:
+    found = {name: list(p.shape) for name, p in model.named_parameters()}
+    for name in sorted(name for name in wanted.keys() ^ found.keys() if ".experts." not in name):  # they may be split
+        problem = "also has" if name in found else "lacks"
+        raise ValueError(
+            f"model: it must have the parameters that {type(model).__name__} makes of its configuration, which are saved and "
+            f"loaded, but {problem} {name}. Correct the model, or the configuration (tie_word_embeddings for a head)."
+        )
+    for name, shape in found.items():
+        if shape != wanted.get(name, shape):
             raise ValueError(
-                f"model: {name} must have the shape {wanted[name]} that the configuration says, got {list(parameter.shape)}. "
-                "Correct the configuration, e.g. by resize_token_embeddings for other tokens."
+                f"model: {name} must have the shape {wanted[name]} that the configuration says, got {shape}. Correct the "
+                "configuration, e.g. by resize_token_embeddings for other tokens."
             )
 
 

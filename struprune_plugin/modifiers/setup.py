@@ -174,16 +174,27 @@ def prepare_run(
             f"max_sparsity: must be at least {budget.share:.4f}, the mean over the modules to prune at "
             f"sparsity={budget.sparsity:g}, got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
         )
-    widest = max((*groups, *whole), key=lambda group: group.num_columns)
-    solves = modifier.importance.eliminates or modifier.weight_update.solves
-    sequences, tokens = check_calibration(model, loader, widest.num_columns + 1 if solves else 1, widest.name)
-    calibration = CalibrationRecord(sequences, tokens, digest_tokens(batch["input_ids"] for batch in loader))
+    where, needed = find_widest_solve(modifier, [*groups, *whole])
+    sequences, tokens = check_calibration(model, loader, needed, where)
+    ids = [batch["input_ids"] for batch in loader]
+    if not ids:
+        raise ValueError(
+            "dataset: a loader must give its batches in every pass, got none in the second. Pass a list of them, or a Dataset."
+        )
+    calibration = CalibrationRecord(sequences, tokens, digest_tokens(ids))
     early = _plan_early(modifier, model, sizes, budget, uniform)
     if early is not None:
         check_widths(groups, early.kept, roundings)  # if uniform counts do not fit, no others do
     is_plan = not sizes or not modifier.allocation.measures
     count = count_parameters(model)
     return RunSetup(groups, whole, roundings, sizes, budget, mixture, calibration, count, early if is_plan else None)
+
+
+def find_widest_solve(modifier: StructuredModifier, groups: Sequence[UnitGroup]) -> tuple[str, int]:
+    """Return the name of the widest module, and the tokens that its solve needs: one per input and one for the bias."""
+    widest = max(groups, key=lambda group: group.num_columns)
+    solves = modifier.importance.eliminates or modifier.weight_update.solves
+    return widest.name, widest.num_columns + 1 if solves else 1
 
 
 def _plan_early(

@@ -42,7 +42,7 @@ def load_recipe(
         StruPrune modifiers that have it; ``allocation.temperature`` sets one field of a method
     :raises ValueError: the file is missing or is not a YAML mapping; a stage, a group or a modifier is not of the form
         ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields;
-        several pruning stages
+        several pruning stages; another type
     """
     if recipe is None:
         raise ValueError(
@@ -55,6 +55,12 @@ def load_recipe(
     elif changes:
         raise ValueError(f"changes: must be left out for modifiers, got {', '.join(changes)}. Set the fields in them.")
     else:
+        for part in recipe if isinstance(recipe, list) else [recipe]:
+            if not isinstance(part, Modifier | Recipe):
+                raise ValueError(
+                    f"recipe: must be a file, a name, a YAML text, a mapping or modifiers, got {shorten_value(part)}. "
+                    "Pass one of these."
+                )
         loaded = Recipe.create_instance(recipe)
     if not loaded.modifiers:
         raise ValueError("recipe: must have at least one modifier, got none. Add a stage with a modifier.")

@@ -5,15 +5,20 @@ transformers fills missing tensors with random numbers and continues; :func:`loa
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.shrinking import walk_parts
@@ -22,7 +27,7 @@ from struprune_plugin.storage.files import shorten_error
 _DERIVED = re.compile(
     r"inv_freq$|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|num_batches_tracked$"
 )  # recomputed
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP = re.compile(r"(^|[._])(mtp|nextn)")
 _MTP_COUNTS = (
     "num_nextn_predict_layers",
@@ -82,6 +87,36 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
         ) from None
 
 
+def load_tokenizer(
+    where: str | os.PathLike, revision: str = "main", trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; if it has no chat template of its own, with that of its processor's ``chat_template.json``.
+
+    :param where: a folder or a hub name
+    :param revision: branch, tag or commit on the hub
+    :param trust_remote_code: run the code that comes with it
+    :raises ValueError: there is no readable tokenizer
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # broken files raise errors of many classes
+        raise ValueError(
+            f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)} Copy it again, "
+            "with its model."
+        ) from None
+    tokenizer.chat_template = tokenizer.chat_template or _read_processor_template(where, revision)
+    return tokenizer
+
+
+def _read_processor_template(where: str | os.PathLike, revision: str) -> str | None:
+    """Return the chat template that processors read from their older file; None if there is none."""
+    try:
+        file = cached_file(where, "chat_template.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+        return json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"] if file else None
+    except (OSError, ValueError, LookupError, TypeError):  # not reachable, or not as processors write it
+        return None
+
+
 def load_whole(kind: Any, model: str, **options: Any) -> PreTrainedModel:
     """Load a checkpoint by ``kind.from_pretrained``.
 
@@ -117,27 +152,23 @@ def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -
     The numbers of experts are replaced by ``*``. If layers that predict several tokens ahead (MTP) are among them, their count
     in the configuration becomes 0, because the saved output will not hold them either.
 
-    :param model: a loaded model; if :func:`load_whole` loaded it, all such tensors are found, else those that the class ignores,
-        and layers beyond the last
+    :param model: a loaded model
     :param source: folder or hub name of its checkpoint
     """
     folder = find_checkpoint(source, revision) if source else None
-    stored, own = read_tensor_shapes(folder) if folder else {}, {name for name, _ in model.named_parameters()}
+    unexpected = model._unexpected if hasattr(model, "_unexpected") else _list_unexpected(model, folder)
     ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
-    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-
-    def is_ahead(name: str) -> bool:
-        layer = _LAYER.match(name)
-        return bool(_MTP.search(name) or (layer and count and int(layer[1]) >= count))
-
-    found = {name for name in stored if is_ahead(name) or any(one.search(name) for one in ignored)}
-    found |= {*getattr(model, "_unexpected", ())}
-    left = sorted(name for name in found - own if not _DERIVED.search(name))
+    stored = read_tensor_shapes(folder) if folder else {}
+    silent = {name for name in stored if _MTP.search(name) or any(one.search(name) for one in ignored)}
+    own = {name for name, _ in model.named_parameters()}
+    left = sorted(name for name in {*unexpected, *silent} - own if not _DERIVED.search(name))
     model.left_out = sorted({re.sub(r"(?<=experts\.)\d+", "*", name) for name in left})  # type: ignore[assignment]
     if not left:
         return
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or math.inf
+    is_ahead = any(_MTP.search(name) or any(int(index) >= count for index in _LAYER.findall(name)) for name in left)
     told = ""
-    for part in walk_parts(model.config) if any(map(is_ahead, left)) else ():
+    for part in walk_parts(model.config) if is_ahead else ():
         for key in _MTP_COUNTS:
             if isinstance(getattr(part, key, None), int) and getattr(part, key):
                 setattr(part, key, 0)
@@ -146,6 +177,19 @@ def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -
         f"{source}: {type(model).__name__} does not load {len(left)} of its tensors, so that the output has none of them: "
         f"{', '.join(model.left_out[:3])}{' …' if len(model.left_out) > 3 else ''}{told}"  # type: ignore[index, arg-type]
     )
+
+
+def _list_unexpected(model: PreTrainedModel, folder: Path | None) -> list[str]:
+    """Return the tensors of a checkpoint that the class of a model from elsewhere does not load, without reading them."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)  # its report lists all of them
+    try:
+        info = type(model).from_pretrained(folder, device_map="meta", output_loading_info=True)[1] if folder else {}
+    except Exception:  # a class that cannot be loaded so, or a folder that has changed since
+        return []
+    finally:
+        transformers_logging.set_verbosity(level)
+    return sorted(info.get("unexpected_keys", ()))
 
 
 def find_checkpoint(model: str, revision: str = "main") -> Path | None:
@@ -168,7 +212,7 @@ def find_weights(model: str) -> Path | None:
 def read_tensor_shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shapes of the tensors in a folder's safetensors files by name, without those of files that cannot be read."""
     shapes = {}
-    for file in folder.glob("model*.safetensors"):
+    for file in (*folder.glob("model*.safetensors"), *folder.glob("*mtp*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:
                 shapes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118  # no mapping

@@ -1,23 +1,40 @@
 """Inputs that others feed to such tools: each gives the right output, or is refused in one line before work."""
 
 import json
+import re
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import llmcompressor
 import pytest
 import torch
 from accelerate import cpu_offload
 from datasets import Dataset, DatasetDict
 from helpers.families import make_model
+from helpers.mixtures import make_mixture
 from helpers.models import make_dataset, run_oneshot, save_model
 from loguru import logger
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import IterableDataset as TorchIterableDataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
+)
 
+from eval.coverage import make_config
+from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.calibration import prepare_dataset
-from struprune_plugin.evaluation.text import DEMO_CALIBRATION, make_calibration_dataset, read_texts
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, make_calibration_dataset, read_texts
+from struprune_plugin.model.structure.shrinking import shrink_config
+from struprune_plugin.model.structure.tiny import build_instance
+from struprune_plugin.storage import checkpoint
 from struprune_plugin.storage.manifest import read_manifest
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -55,8 +72,8 @@ def prune_and_convert(folder, tmp_path):
     """Prune by the command line, convert, and return both folders."""
     out, stock = tmp_path / "out", tmp_path / "stock"
     options = ["--recipe", "struprune", "--num-samples", "16", "--seq-length", "32", "--set", "allocation=uniform"]
-    assert cli.main(["prune", str(folder), *options, "--output", str(out), "--quiet"]) == 0
-    assert cli.main(["convert", str(out), "--to", "uniform-padded", "--output", str(stock), "--quiet"]) == 0
+    assert cli.main(["prune", str(folder), *options, "--output", str(out)]) == 0
+    assert cli.main(["convert", str(out), "--to", "uniform-padded", "--output", str(stock)]) == 0
     return out, stock
 
 
@@ -72,8 +89,46 @@ def test_generation_settings_that_transformers_would_not_save_are_kept(llama, tm
     model = load(llama)
     model.generation_config.max_new_tokens = -1
     with pytest.raises(
-        ValueError, match=r"generation_config must be one that transformers can save, got: .*max_new_tokens"
+        ValueError, match=r"generation_config must be one that transformers can save, got .*max_new_tokens"
     ):
+        run(model)
+
+
+def lose_settings(model):
+    model.generation_config = None
+
+
+def narrow_a_layer(model):
+    model.model.layers[0].to(torch.bfloat16)
+
+
+def add_a_head(model):
+    model.value_head = nn.Linear(32, 1)
+
+
+def tie_the_head(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def share_a_layer(model):
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+CHANGED = {
+    lose_settings: "generation_config must be one that transformers can save, got None",
+    narrow_a_layer: "linears must have one dtype, got bfloat16 and float32",
+    add_a_head: "LlamaForCausalLM makes of its configuration, .* but also has value_head.bias",
+    tie_the_head: "but lacks lm_head.weight. .*tie_word_embeddings",
+    share_a_layer: "but lacks model.layers.1.mlp.down_proj.weight",
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_model_that_was_changed_in_memory_is_refused(change, llama):
+    """Its save would fail, or a reload would draw what is not saved."""
+    model = load(llama)
+    change(model)
+    with pytest.raises(ValueError, match=CHANGED[change]):
         run(model)
 
 
@@ -88,26 +143,62 @@ def test_a_loaded_model_is_compared_with_its_configuration(llama):
         run(model)
 
 
+@contextmanager
+def record_warnings():
+    said = []
+    handle = logger.add(said.append, level="WARNING", format="{message}")
+    try:
+        yield said
+    finally:
+        logger.remove(handle)
+
+
 @pytest.mark.parametrize("name", AHEAD)
 def test_tensors_that_the_class_does_not_load_are_told(name, llama, tmp_path):
     tensors = load_file(llama / "model.safetensors") | {name: torch.ones(3, 3)}
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    config, key, said = json.loads((llama / "config.json").read_text()), AHEAD[name], []
+    config, key = json.loads((llama / "config.json").read_text()), AHEAD[name]
     (llama / "config.json").write_text(json.dumps(config | ({key: 1} if key else {})))
-    handle = logger.add(said.append, level="WARNING", format="{message}")
-    try:
-        run(llama, output_dir=str(tmp_path / "out"))
-    finally:
-        logger.remove(handle)
-    assert [line for line in said if name in line and "does not load 1 of its tensors" in line]
-    assert read_manifest(tmp_path / "out").model.left_out == [name]
-    assert name in (tmp_path / "out" / "README.md").read_text()
-    if key:
-        assert json.loads((tmp_path / "out" / "config.json").read_text())[key] == 0
-        if name.startswith(("mtp", "model.layers")):
-            run(load(llama), output_dir=str(tmp_path / "loaded"))
-            assert read_manifest(tmp_path / "loaded").model.left_out == [name]
-            assert json.loads((tmp_path / "loaded" / "config.json").read_text())[key] == 0
+    for given, out in ((llama, tmp_path / "out"), (load(llama), tmp_path / "loaded")):
+        with record_warnings() as said:
+            run(given, output_dir=str(out))
+        assert [line for line in said if name in line and "does not load 1 of its tensors" in line]
+        assert read_manifest(out).model.left_out == [name]
+        assert name in (out / "README.md").read_text()
+        if key:
+            assert json.loads((out / "config.json").read_text())[key] == 0
+
+
+def save_with_layers_ahead(model_type, folder):
+    """A tiny mixture as its makers ship it, with a layer that predicts a token ahead; the layer's tensors."""
+    model = make_mixture(model_type, vocab_size=2048)
+    save_model(model, folder)
+    tensors, last = load_file(folder / "model.safetensors"), model.config.num_hidden_layers
+    like, name = f"model.layers.{last - 1}.", "mtp.layers.0." if model_type == "qwen3_next" else f"model.layers.{last}."
+    more = {own.replace(like, name): weight.clone() for own, weight in tensors.items() if own.startswith(like)}
+    more |= {f"{name}{own}.weight": torch.ones(64) for own in ("eh_proj", "enorm", "hnorm")}
+    save_file(tensors | more, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return more
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_mixtures_lose_their_layers_ahead_and_say_so(model_type, tmp_path, capsys):
+    dense = tmp_path / "dense"
+    more = save_with_layers_ahead(model_type, dense)
+    out, stock = prune_and_convert(dense, tmp_path)
+    assert "num_nextn_predict_layers is set to 0" in capsys.readouterr().err
+    for folder in (out, stock):
+        left = read_manifest(folder).model.left_out
+        assert left
+        assert all(any(name.startswith(one.split("experts")[0]) for one in left) for name in more)
+        assert left[0] in (folder / "README.md").read_text()
+        assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 0
+        assert not load_file(folder / "model.safetensors").keys() & more.keys()
+        with record_warnings() as said:
+            checkpoint.note_left_out(checkpoint.load_whole(AutoModelForCausalLM, str(folder)), str(folder))
+        assert not said
 
 
 def test_files_of_tokenizers_and_processors_are_carried_over(llama, tmp_path):
@@ -117,6 +208,38 @@ def test_files_of_tokenizers_and_processors_are_carried_over(llama, tmp_path):
         assert {name: (folder / name).read_text() for name in FILES} == FILES
         assert AutoTokenizer.from_pretrained(folder)("some text") == AutoTokenizer.from_pretrained(llama)("some text")
     run(llama, output_dir=str(tmp_path / "out"), overwrite=True)
+
+
+def save_gemma3(folder, name, template):
+    """A tiny Gemma 3 with images, its processor's files as its makers ship them, and its chat template in a file of that name."""
+    config = shrink_config(make_config("gemma3", 2))
+    config.text_config.vocab_size = 2100
+    build_instance(Gemma3ForConditionalGeneration, config).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<boi>", "<eoi>"]})
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    told = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "processor_class": "Gemma3Processor"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | told))
+    images = {"image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    whole = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(whole))
+    (folder / name).write_text(json.dumps({"chat_template": template}) if name.endswith(".json") else template)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "chat_template.jinja"])
+def test_a_wrapper_s_processor_loads_from_what_is_written(name, tmp_path):
+    dense = save_gemma3(tmp_path / "dense", name, TEMPLATE)
+    wanted = AutoProcessor.from_pretrained(dense)
+    assert wanted.chat_template == TEMPLATE
+    for folder in prune_and_convert(dense, tmp_path):
+        processor = AutoProcessor.from_pretrained(folder)
+        assert processor.chat_template == TEMPLATE
+        assert processor.to_dict() == wanted.to_dict()
+        for kept in (name, "preprocessor_config.json", "processor_config.json"):
+            assert (folder / kept).read_bytes() == (dense / kept).read_bytes()
 
 
 def make_chats(count=30):
@@ -151,7 +274,7 @@ def test_a_file_of_conversations_is_calibration_data(llama, tmp_path, capsys):
     options += ["--data", str(file), "--output", str(tmp_path / "out"), "--quiet"]
     assert cli.main(["prune", str(llama), *options]) == 2
     assert "must come with a tokenizer that has a chat template" in capsys.readouterr().err
-    tokenizer.save_pretrained(llama)
+    (llama / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))  # as processors keep it
     assert cli.main(["prune", str(llama), *options]) == 0
 
 
@@ -164,6 +287,103 @@ def test_data_of_other_columns_or_none_are_refused_by_name(llama):
     with pytest.raises(ValueError, match=r"splits: must be one of \['test'\], got 'train'"):
         run(llama, dataset=DatasetDict({"test": Dataset.from_dict({"text": texts})}))
     run(llama, dataset=Dataset.from_dict({"prompt": texts}), text_column="prompt", max_seq_length=32)
+
+
+def test_too_little_text_is_refused_before_the_model_is_loaded(llama, tmp_path, capsys, monkeypatch):
+    few = r"must have at least 45 calibration tokens \(one per input and one for the bias\), got at most {}"
+    ids = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 2})
+    monkeypatch.setattr(checkpoint, "load_whole", None)
+    for module in ("modifiers.host_arguments", "evaluation.scoring"):
+        monkeypatch.setattr(f"struprune_plugin.{module}.load_whole", None)
+    for data, samples, found in (
+        (str(DEMO_CALIBRATION), 1, 32),
+        (ids, 8, 6),
+        ("self", 1, 32),
+        ("open_platypus", 1, 32),
+    ):
+        with pytest.raises(ValueError, match=few.format(found)):
+            run(llama, dataset=data, num_calibration_samples=samples, max_seq_length=32)
+    file, options = tmp_path / "few.jsonl", ["--seq-length", "32", "--quiet"]
+    file.write_text('{"text": "nine bytes"}')
+    for command in (["prune", str(llama), "--recipe", "struprune"], ["sweep", str(llama), "--window", "32"]):
+        for more, told in (
+            (["--num-samples", "1"], few.format(32)),
+            (["--num-samples", "1", "--data", "self"], few.format(32)),
+            (["--num-samples", "8", "--data", str(file)], few.format(22)),
+            (
+                ["--seq-length", "65"],
+                "sequences must be at most 64 tokens long, the model's number of positions, got 65",
+            ),
+        ):
+            assert cli.main([*command, "--output", str(tmp_path / "out"), *options, *more]) == 2
+            assert re.search(told, capsys.readouterr().err)
+
+
+ROW = [5, 6, 7, 8] * 8
+BATCHES = "every batch must hold input_ids, a tensor of whole numbers from 0 on with sequences as rows"
+BROKEN = {
+    "an empty row": (lambda: Dataset.from_dict({"input_ids": [[], *[ROW] * 7]}), BATCHES),
+    "a negative id": (lambda: Dataset.from_dict({"input_ids": [[-1, *ROW], *[ROW] * 7]}), BATCHES),
+    "fractions": (lambda: Dataset.from_dict({"input_ids": [[0.5] * 32] * 8}), BATCHES),
+    "tuples": (lambda: DataLoader(TensorDataset(torch.ones(8, 32).long()), batch_size=4), BATCHES),
+    "lists": (lambda: DataLoader([{"input_ids": ROW}] * 8, batch_size=None), BATCHES),
+    "texts": (lambda: DataLoader(["text"] * 8, batch_size=4), BATCHES),
+    "sequences alone": (lambda: DataLoader([{"input_ids": torch.tensor(ROW)}] * 8, batch_size=None), BATCHES),
+    "one pass": (lambda: make_loader_of_one_pass(), "a loader must give its batches in every pass"),
+    "no text": (
+        lambda: Dataset.from_dict({"text": [None, "words"] * 4}),
+        "every row of text must hold a text .*, got None",
+    ),
+    "numbers": (lambda: Dataset.from_dict({"text": [1, 2]}), "every row of text must hold a text .*, got 1"),
+}
+
+
+def make_loader_of_one_pass():
+    batches = ({"input_ids": row["input_ids"][None]} for row in make_dataset().with_format("torch"))
+    stream = type("Stream", (TorchIterableDataset,), {"__iter__": lambda self: batches})
+    return DataLoader(stream(), batch_size=None)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_data_that_cannot_calibrate_are_refused_by_name(kind, llama):
+    data, told = BROKEN[kind]
+    with pytest.raises(ValueError, match=f"dataset: {told}"):
+        run(llama, dataset=data(), max_seq_length=32)
+
+
+CHATS = {
+    "other names": [{"from": "human", "value": "words"}],
+    "no messages": [],
+    "texts": ["words"],
+}
+
+
+@pytest.mark.parametrize("kind", CHATS)
+def test_conversations_of_another_form_are_refused(kind, llama, tmp_path):
+    tokenizer, file = make_tokenizer(llama), tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": CHATS[kind]}) + "\n")
+    for data in (Dataset.from_list([{"messages": CHATS[kind]}] * 8), str(file)):
+        with pytest.raises(ValueError, match="a conversation must be a list of messages with role and content, got"):
+            run(llama, dataset=data, tokenizer=tokenizer, max_seq_length=16)
+
+
+@pytest.mark.parametrize("name", ["num_calibration_samples", "max_seq_length", "batch_size"])
+@pytest.mark.parametrize("value", [0, -1, "8"])
+def test_sizes_that_are_no_sizes_are_refused(name, value, llama):
+    with pytest.raises(ValueError, match=rf"{name}: must be a whole number of at least 1, got {value!r}"):
+        run(llama, **{name: value})
+
+
+@pytest.mark.parametrize("recipe", [3, StruPruneModifier, [{"a_stage": {}}]])
+def test_recipes_of_another_type_are_refused(recipe, llama):
+    with pytest.raises(ValueError, match="recipe: must be a file, a name, a YAML text, a mapping or modifiers, got"):
+        run_oneshot(str(llama), recipe)
+
+
+def test_layers_ahead_in_a_file_of_their_own_are_told(llama, tmp_path):
+    save_file({"mtp.fc.weight": torch.ones(3, 3)}, llama / "mtp.safetensors", {"format": "pt"})
+    run(llama, output_dir=str(tmp_path / "out"))
+    assert read_manifest(tmp_path / "out").model.left_out == ["mtp.fc.weight"]
 
 
 def test_a_streamed_data_set_is_taken(llama):
@@ -184,26 +404,86 @@ def test_weights_that_are_elsewhere_are_refused(llama):
         run(model)
 
 
-def test_torch_s_state_around_a_run_changes_nothing(llama):
-    data, wanted = make_dataset(), run(llama).state_dict()
-
-    def check(model):
-        assert all(torch.equal(weight, wanted[name]) for name, weight in model.state_dict().items())
-
-    with torch.inference_mode():
-        check(run(llama, dataset=data))
-        check(run(load(llama), dataset=data))
-        assert torch.is_inference_mode_enabled()
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        check(run(llama, dataset=data))
-    with torch.device("meta"):
-        check(run(llama, dataset=data))
-    torch.set_default_dtype(torch.float64)
+@contextmanager
+def set_dtype(dtype):
+    torch.set_default_dtype(dtype)
     try:
-        check(run(llama, dataset=data))
-        assert torch.get_default_dtype() == torch.float64
+        yield
+        assert torch.get_default_dtype() == dtype
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def set_precision():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextmanager
+def autocast():
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        yield
+
+
+STATES = {
+    "inference": torch.inference_mode,
+    "autocast": autocast,
+    "meta": lambda: torch.device("meta"),
+    "float64": lambda: set_dtype(torch.float64),
+    "bfloat16": lambda: set_dtype(torch.bfloat16),
+    "products": set_precision,
+}
+
+
+def run_entries(folder, place, state, capsys):
+    """Every entry under a state of torch; what each gives. The model's own configuration makes all probes run again."""
+    options = ["--recipe", "struprune", "--num-samples", "16", "--seq-length", "32", "--set", "allocation=uniform"]
+    host = {
+        "dataset": make_dataset(),
+        "batch_size": 4,
+        "num_calibration_samples": 8,
+        "shuffle_calibration_samples": False,
+    }
+    loaded, shown = load(folder), ["--max-tokens", "512", "--window", "32", "--json"]
+    with state():
+        assert cli.main(["plan", str(folder), "--json", *options]) == 0
+        assert cli.main(["prune", str(folder), *options, "--output", str(place / "out"), "--quiet"]) == 0
+        assert (
+            cli.main(["convert", str(place / "out"), "--to", "uniform-padded", "--output", str(place / "stock")]) == 0
+        )
+        assert cli.main(["eval", str(place / "out"), *shown]) == 0
+        ours = run(loaded, dataset=host["dataset"])
+    with nullcontext() if state is STATES["meta"] else state():  # llm-compressor itself does not run there
+        recipe = StruPruneModifier(sparsity=0.3, allocation="uniform")
+        hosts = llmcompressor.oneshot(model=str(folder), recipe=recipe, output_dir=str(place / "host"), **host)
+    printed = capsys.readouterr().out
+    told = [line for line in printed.splitlines() if '"perplexity"' in line or '"parameters"' in line]
+    weights = [load_file(place / name / "model.safetensors") for name in ("out", "stock", "host")]
+    return told, [*weights, ours.state_dict(), hosts.state_dict()]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What every entry gives under torch's defaults, once asked for."""
+    return {}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_torch_s_state_around_any_entry_changes_nothing(state, plain, tmp_path, capsys):
+    for name, around in (("plain", nullcontext), (state, STATES[state])):
+        if name not in plain:
+            model = make_model("llama", max_position_embeddings=64 + len(plain))  # no probe of another state counts
+            plain[name] = run_entries(save_model(model, tmp_path / name / "dense"), tmp_path / name, around, capsys)
+    (told, weights), (wanted_told, wanted) = plain[state], plain["plain"]
+    assert told == wanted_told
+    for found, kept in zip(weights, wanted, strict=True):
+        assert found.keys() == kept.keys()
+        assert all(torch.equal(found[name], kept[name]) for name in kept)
 
 
 @pytest.mark.parametrize("adapt", [get_peft_model, lambda model, config: model.add_adapter(config) or model])

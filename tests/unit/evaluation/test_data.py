@@ -58,7 +58,7 @@ def test_read_texts_keeps_unusual_line_breaks_inside_a_text(tmp_path):
         ("", "must hold at least one text"),
         ("not json\n", "line 1: must be a JSON object in UTF-8 with a text in the column 'text'"),
         ('{"text": "fine"}\n{"other": 1}\n', "line 2: .* KeyError"),
-        ('{"text": 5}\n', "line 1: must be a JSON object .* AttributeError"),
+        ('{"text": 5}\n', "line 1: must be a JSON object .* TypeError"),
         ('["list"]\n', "line 1: must be a JSON object"),
     ],
 )

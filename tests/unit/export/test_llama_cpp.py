@@ -47,14 +47,22 @@ def test_gguf_holds_every_layers_sizes_and_weights(pruned, unit, tmp_path):
     assert 'Llama("model.gguf")' in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_gguf_carries_the_chat_template(pruned, tmp_path):
+@pytest.mark.parametrize("kind", ["own", "several", "processor"])
+def test_gguf_carries_the_chat_template(pruned, kind, tmp_path):
     folder, out = shutil.copytree(pruned["head"], tmp_path / "pruned"), tmp_path / "out"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{{ messages }}"
-    tokenizer.save_pretrained(folder)
+    if kind == "processor":
+        (folder / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        several = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+        tokenizer.chat_template = several if kind == "several" else "{{ messages }}"
+        tokenizer.save_pretrained(folder)
     out.mkdir()
     convert_folder(folder, "gguf", out)
-    assert gguf.GGUFReader(out / "model.gguf").get_field("tokenizer.chat_template").contents() == "{{ messages }}"
+    reader = gguf.GGUFReader(out / "model.gguf")
+    assert reader.get_field("tokenizer.chat_template").contents() == "{{ messages }}"
+    if kind == "several":
+        assert reader.get_field("tokenizer.chat_template.tool_use").contents() == "{{ tools }}"
 
 
 def test_pair_channels_brings_a_heads_halves_together():

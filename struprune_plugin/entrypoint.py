@@ -130,13 +130,17 @@ def oneshot(
         if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
             where = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
             kwargs["tokenizer"] = load_tokenizer(model, *where)  # also for a wrapper, whose other files are copied
-        if isinstance(model, str):
-            data = kwargs.get("dataset")
-            is_cut = isinstance(data, (str, os.PathLike)) and not is_from_host(data)  # into windows of that length
-            longest = kwargs.get("max_seq_length") if is_cut else None
-            revision = kwargs.get("model_revision", "main")
+        data, revision = kwargs.get("dataset"), kwargs.get("model_revision", "main")
+        is_file = isinstance(data, (str, os.PathLike)) and Path(data).is_file()
+        is_cut = isinstance(data, (str, os.PathLike)) and not is_from_host(data)  # into windows of that length
+        longest = kwargs.get("max_seq_length") if is_cut else None
+        if (
+            isinstance(model, str) and not is_file
+        ):  # a file is read first: what is wrong with it comes before its length
             check_amount(model, config, loaded, count_most_tokens(kwargs), longest or 1, revision)
         kwargs = prepare_dataset(model, kwargs)
+        if isinstance(model, str) and is_file:
+            check_amount(model, config, loaded, count_most_tokens(kwargs), longest or 1, revision)
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)

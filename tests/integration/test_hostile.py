@@ -45,7 +45,7 @@ TEXTS = {
 RECIPES = {
     "deep": ("a_stage: " + "{a: " * 3000 + "1" + "}" * 3000, "is not valid YAML"),
     "itself": ("a_stage: &a\n  b_modifiers: *a\n", "'b_modifiers' is not a modifier"),
-    "misspelt": ("b_stage:\n  b_modifiers:\n    GPTQModifer: {}\n", "Did you mean GPTQModifier"),
+    "misspelt": ("b_stage:\n  b_modifiers:\n    GPTQModifer: {}\n", "is not a modifier of StruPrune or llm-compressor"),
     "host": ("b_stage:\n  b_modifiers:\n    QuantizationModifier: {scheme: W99}\n", "QuantizationModifier: scheme"),
     "smooth": (
         "a_stage:\n  a_modifiers:\n    StruPruneModifier: {sparsity: 0.2}\nb_stage:\n  b_modifiers:\n    SmoothQuantModifier: {}\n"

@@ -309,7 +309,7 @@ def test_too_little_text_is_refused_before_the_model_is_loaded(llama, tmp_path, 
         for more, told in (
             (["--num-samples", "1"], few.format(32)),
             (["--num-samples", "1", "--data", "self"], few.format(32)),
-            (["--num-samples", "8", "--data", str(file)], few.format(22)),
+            (["--num-samples", "8", "--data", str(file)], few.format(22) + "|must hold 8 windows of 32 tokens, got 6"),
             (
                 ["--seq-length", "65"],
                 "sequences must be at most 64 tokens long, the model's number of positions, got 65",

@@ -92,16 +92,19 @@ def check_amount(
     :param longest: tokens of the longest sequence
     :raises ValueError: in these cases
     """
+    first = next((each for each in recipe.modifiers if isinstance(each, StructuredModifier)), None)
+    needs = None
     try:
         shapes = build_dense(*find_class(config, find_custom_class(model, config, revision)))
-    except Exception:  # of a class, for a configuration that makes no sense: loading tells it
+        if first is not None and num_tokens is not None:
+            needs = find_widest_solve(first, first.find_groups(shapes))
+    except (
+        Exception
+    ):  # of a class that runs without weights only in part, or a wrong configuration: the loaded model is checked again
         return
     check_sequences(shapes, longest)
-    first = next((each for each in recipe.modifiers if isinstance(each, StructuredModifier)), None)
-    if first is not None and num_tokens is not None:
-        where, needed = find_widest_solve(first, first.find_groups(shapes))
-        if num_tokens < needed:
-            raise ValueError(tell_few_tokens(where, needed, f"at most {num_tokens}"))
+    if needs is not None and num_tokens is not None and num_tokens < needs[1]:
+        raise ValueError(tell_few_tokens(*needs, f"at most {num_tokens}"))
 
 
 def count_most_tokens(kwargs: dict[str, Any]) -> int | None:

@@ -54,12 +54,6 @@ def save_shape(tmp_path_factory) -> Callable[[str], Path]:
     return functools.cache(lambda shape: save_opt(tmp_path_factory.mktemp(shape), **SHAPES[shape]))
 
 
-@pytest.fixture(scope="session", params=SHAPES)
-def opt_folder(request, save_shape) -> Path:
-    """A saved tiny OPT with a tokenizer, in every shape."""
-    return save_shape(request.param)
-
-
 @pytest.fixture(scope="session")
 def save_family(tmp_path_factory) -> Callable[[str], Path]:
     """A function that saves, once, a tiny model of a type, to be read only."""

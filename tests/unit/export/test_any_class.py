@@ -40,7 +40,7 @@ TYPES = {  # those that no run of tests/integration/test_any_decoder.py prunes
     "falcon_h1": FEW,  # buffers that are in no file
     "emu3_text_model": FEW,  # known to the auto class by the whole model's type
 }
-OTHERS = {"gpt2": {"n_layer": 2}, "qwen3_5_text": FEW, "nemotron_h": {}, "olmo2": FEW}
+OTHERS = {"gpt2": {"n_layer": 2}, "qwen3_5_text": FEW, "olmo2": FEW}
 WRAPPERS = {"gemma3": Gemma3ForConditionalGeneration, "mistral3": Mistral3ForConditionalGeneration}
 KINDS = {**WRAPPERS, "emu3_text_model": Emu3ForCausalLM}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -135,7 +135,7 @@ def test_configuration_is_the_dense_one_with_a_layout(tmp_path):
     assert type(AutoModel.from_pretrained(tmp_path)).__name__ == "StruPruneGPT2Model"
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "nemotron_h", "mistral3", "bloom"])
+@pytest.mark.parametrize("model_type", ["gpt2", "mistral3", "bloom"])
 def test_uniform_layers_become_a_stock_model_by_measure(model_type, tmp_path):
     """One width in all layers; values grow back with zeros."""
     model = make_tiny(model_type)

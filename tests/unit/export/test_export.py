@@ -40,8 +40,8 @@ def test_save_reload_difference_is_zero(saved, prompts, tmp_path):
     assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
 
 
-def test_embeddings_are_compared_on_the_host_before_they_are_saved(opt_folder, tmp_path, monkeypatch):
-    model, seen = AutoModelForCausalLM.from_pretrained(opt_folder), []
+def test_embeddings_are_compared_on_the_host_before_they_are_saved(opt, tmp_path, monkeypatch):
+    model, seen = AutoModelForCausalLM.from_pretrained(opt), []
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     for module in embeddings:
         offload_module(module, "meta", "cpu")  # a device on which nothing can be compared

@@ -98,7 +98,7 @@ def make_wide(folder, **changes):
     return save_opt(folder, **sizes | changes)
 
 
-@pytest.mark.parametrize("fields", [FAST, {}, {"allocation": "error_curve"}])
+@pytest.mark.parametrize("fields", [FAST, {"allocation": "error_curve"}])
 def test_offload_holds_less_and_changes_no_choice(tmp_path, fields):
     model = make_wide(tmp_path / "model")
     whole, reference = measure(tmp_path / "whole", model, **fields)

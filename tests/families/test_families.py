@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.cuts import cut_units
 from helpers.families import MODEL_TYPES, make_model
-from helpers.models import ROOT, SHAPES, WIDE_MODELS, make_dataset, run_oneshot
+from helpers.models import ROOT, make_dataset, run_oneshot, save_wide_llama
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticCache
 
@@ -27,11 +27,24 @@ from struprune_plugin.model.units import find_groups
 PROMPTS = torch.randint(4, 2048, (2, 12), generator=torch.Generator().manual_seed(7))
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 DIFFERENT = ["llama", "phi3", "gpt_neox", "qwen3_moe"]  # plain, fused one after the other, fused by heads, experts
+HEADS = ["opt", "gemma2", *DIFFERENT]  # whole heads go from the others as from LLaMA
+PAIRS = [*((name, "value_channels") for name in MODEL_TYPES), *((name, "head") for name in HEADS)]
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
-def dense(request, save_family):
-    return save_family(request.param)
+def of_types(names, units=("value_channels",)):
+    """Ask only for these types."""
+    return pytest.mark.parametrize("pair", [(n, unit) for n in names for unit in units], indirect=True, ids="-".join)
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+def pair(request):
+    """(type, attention unit)"""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def dense(pair, save_family):
+    return save_family(pair[0])
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +53,10 @@ def whole(dense):
     return load(dense)
 
 
-@pytest.fixture(scope="module", params=["head", "value_channels"])
-def saved(request, dense, prune_once):
+@pytest.fixture(scope="module")
+def saved(dense, pair, prune_once):
     """(dense folder, model pruned in memory, its folder), for every test to read and none to change."""
-    return dense, *prune_once(dense, request.param)
+    return dense, *prune_once(dense, pair[1])
 
 
 @pytest.fixture(scope="module")
@@ -130,24 +143,24 @@ def test_gradients_flow_to_every_kept_weight(saved):
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in sliced)
 
 
-@pytest.mark.parametrize("dense", DIFFERENT, indirect=True)
-def test_pruned_model_is_pruned_again_and_padded(saved, tmp_path):
-    out, unit = tmp_path / "out", read_manifest(saved[2]).settings["attention_unit"]
-    model = run_oneshot(str(saved[2]), sparsity=0.2, attention_unit=unit, output_dir=str(out))
+@of_types(DIFFERENT, ["head", "value_channels"])
+def test_pruned_model_is_pruned_again_and_padded(pair, saved, tmp_path):
+    out = tmp_path / "out"
+    model = run_oneshot(str(saved[2]), sparsity=0.2, attention_unit=pair[1], output_dir=str(out))
     assert count_prunable_parameters(model) < count_prunable_parameters(saved[1])
     torch.testing.assert_close(load(out)(PROMPTS).logits, model(PROMPTS).logits, rtol=0, atol=2e-5)
     convert_folder(out, "uniform-padded", tmp_path / "padded")
     torch.testing.assert_close(load(tmp_path / "padded")(PROMPTS).logits, model(PROMPTS).logits, **CLOSE)
 
 
-@pytest.mark.parametrize("dense", DIFFERENT, indirect=True)
+@of_types(DIFFERENT)
 def test_zero_sparsity_is_the_identity(dense, whole, tmp_path):
     pruned = run_oneshot(str(dense), sparsity=0.0, output_dir=str(tmp_path / "out"))
     assert torch.equal(load(tmp_path / "out")(PROMPTS).logits, whole(PROMPTS).logits)
     assert count_prunable_parameters(pruned) == count_prunable_parameters(whole)
 
 
-@pytest.mark.parametrize("dense", DIFFERENT, indirect=True)
+@of_types(DIFFERENT)
 def test_allocators_run(dense, whole, tmp_path):
     """Softmax, Algorithm 3's weight norms, ADMM where it is defined."""
     model_type = whole.config.model_type
@@ -173,7 +186,7 @@ def test_slicing_and_masking_agree_for_any_units(model_type, unit):
     torch.testing.assert_close(sliced(PROMPTS).logits, masked(PROMPTS).logits, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("dense", ["opt", *DIFFERENT], indirect=True)
+@of_types(["opt", *DIFFERENT])
 @pytest.mark.parametrize("unit", ["head", "none"])
 def test_uniform_output_is_a_stock_model(dense, whole, unit, tmp_path):
     model_type = whole.config.model_type
@@ -295,10 +308,9 @@ sys.argv = ["lm_eval", *job["command"]]  # the README's line
 cli_evaluate()
 assert "struprune_plugin" not in sys.modules
 """
-PRUNED = [f"{model_type}-vo" for model_type in MODEL_TYPES] + [
-    f"{s}-{unit}" for s in SHAPES for unit in ("head", "value_channels")
-]
-QUANTISED = [f"quantised-{name}" for name in WIDE_MODELS]
+SHAPED = {"pre_norm": "head", "post_norm": "value_channels", "no_bias": "head"}  # of OPT
+PRUNED = [f"{model_type}-vo" for model_type in MODEL_TYPES] + [f"opt-{shape}" for shape in SHAPED]
+QUANTISED = ["quantised-llama"]
 SCORED = ["llama-vo", *QUANTISED]
 
 
@@ -306,15 +318,12 @@ SCORED = ["llama-vo", *QUANTISED]
 def folders(save_family, save_shape, prune_once, tmp_path_factory):
     """name -> an output folder: every type, every shape of OPT, and what a shipped recipe prunes and quantises."""
     found = {f"{name}-vo": prune_once(save_family(name), "value_channels")[1] for name in MODEL_TYPES}
-    found |= {
-        f"{s}-{unit}": prune_once(save_shape(s), unit, 0.4)[1] for s in SHAPES for unit in ("head", "value_channels")
-    }
+    found |= {f"opt-{shape}": prune_once(save_shape(shape), unit, 0.4)[1] for shape, unit in SHAPED.items()}
     recipe = str(ROOT / "recipes" / "struprune_w4a16_gptq.yaml")
     options = {"dataset": make_dataset(16), "num_calibration_samples": 16}
-    for name, save in WIDE_MODELS.items():
-        found[f"quantised-{name}"] = tmp_path_factory.mktemp(name) / "out"
-        dense = save(tmp_path_factory.mktemp(f"wide_{name}"))
-        run_oneshot(str(dense), recipe, output_dir=str(found[f"quantised-{name}"]), **options)
+    place = tmp_path_factory.mktemp("quantised")
+    found["quantised-llama"] = place / "out"
+    run_oneshot(str(save_wide_llama(place / "dense")), recipe, output_dir=str(place / "out"), **options)
     return found
 
 

@@ -190,7 +190,7 @@ def fit_layers(model: Any, layout: Layout) -> None:
     if layout.get("conv1d"):
         replace_conv1d(model)
         for module in model.modules():
-            if any(hasattr(child, "nf") for child in module.children()):
+            if any(hasattr(child, "nf") for child in module.children()) and not module._non_persistent_buffers_set:
                 module._is_hf_initialized = True  # its class would initialise weights that a quantiser has packed
     path = layout["layers"]
     if not hasattr(model, path.split(".")[0]):

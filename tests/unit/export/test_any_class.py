@@ -411,3 +411,14 @@ def test_code_that_no_checkpoint_brought_is_refused():
     model.__class__ = LooseForCausalLM
     with pytest.raises(ValueError, match="LooseForCausalLM: the class must come with its checkpoint"):
         convert.adopt_config(model)
+
+
+def test_a_mask_that_a_class_with_transposed_linears_makes_is_made_again(tmp_path):
+    model = build_tiny(CONFIG_MAPPING["openai-gpt"](n_layer=2))
+    any_class.replace_conv1d(model)
+    cut_units(model, "none")
+    convert.adopt_config(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again.transformer.h[0].attn.bias, model.transformer.h[0].attn.bias)
+    assert torch.equal(again(read_ids(model)).logits, model.eval()(read_ids(model)).logits)

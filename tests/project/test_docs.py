@@ -43,8 +43,9 @@ def show(value):
     return value.name if hasattr(value, "name") else " ".join(value)[:60]
 
 
-def test_every_recipe_is_in_the_table():
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+def test_every_recipe_is_in_a_table():
+    pages = [page.read_text(encoding="utf-8") for page in (README, ROOT / "docs" / "recipes.md")]
+    rows = [line for page in pages for line in page.splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert RECIPES.keys() <= named
 

@@ -134,7 +134,7 @@ def test_a_stock_class_that_no_quantiser_reads_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"gives gpt2 its stock class, whose transposed weights .* Set `output: per_layer`"
     ):
-        run_oneshot(str(tmp_path / "dense"), recipe, make_tokens(model.config)[0], output_dir=str(tmp_path / "out"))
+        run_oneshot(str(tmp_path / "dense"), recipe, make_tokens(model.config, 16)[0], output_dir=str(tmp_path / "out"))
 
 
 def test_what_cannot_be_exchanged_is_refused_by_name():

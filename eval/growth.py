@@ -21,7 +21,7 @@ from loguru import logger
 from eval.ledger import Ledger
 from eval.measure import count_own_seconds
 from eval.methods import DEFAULT, FASP, OURS
-from eval.quality import find_delta
+from eval.quality import draw_panels, find_delta
 from eval.rows import add_workload_arguments, read_workload, run_row, score_dense
 from struprune_plugin.reporting.tables import Table
 
@@ -46,25 +46,14 @@ def format_growth(dense: Mapping[str, Any], found: Mapping[int, Rows]) -> str:
 
 def plot_growth(dense: Mapping[str, Any], found: Mapping[int, Rows], title: str, file: Path) -> None:
     """Draw perplexity against tokens read, one panel per text, the dense model as a dotted line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    texts = dense["perplexity"]
-    figure, panels = pyplot.subplots(1, len(texts), figsize=(4 * len(texts), 3.6), layout="constrained", squeeze=False)
-    for axes, (text, least) in zip(panels[0], texts.items(), strict=True):
-        for name, style in zip(_METHODS, ("s--", "o-"), strict=True):
-            axes.plot(list(found), [rows[name]["perplexity"][text] for rows in found.values()], style, label=name)
-        axes.axhline(least, color="gray", linestyle=":", label="dense")
-        axes.set(xscale="log", title=text, xlabel="calibration tokens")
-        axes.set_xticks(list(found), [f"{tokens / 1000:.0f}k" for tokens in found])
-        axes.minorticks_off()
-    panels[0][0].set_ylabel("perplexity")
-    panels[0][0].legend()
-    figure.suptitle(title)
-    figure.savefig(file)
-    pyplot.close(figure)
+    with draw_panels(dense["perplexity"], title, file) as panels:
+        for text, axes in panels.items():
+            for name, style in zip(_METHODS, ("s--", "o-"), strict=True):
+                axes.plot(list(found), [rows[name]["perplexity"][text] for rows in found.values()], style, label=name)
+            axes.axhline(dense["perplexity"][text], color="gray", linestyle=":", label="dense")
+            axes.set(xscale="log", xlabel="calibration tokens")
+            axes.set_xticks(list(found), [f"{tokens / 1000:.0f}k" for tokens in found])
+            axes.minorticks_off()
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,32 +81,42 @@ def _compare(row: Mapping[str, Any], dense: Mapping[str, Any], ours: Sequence[Ma
     return "" if any(map(math.isnan, ratios)) else f"{min(ratios):.2f}"
 
 
-def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) -> None:
-    """Draw perplexity against the parameters left, one line per method, one panel per text."""
+@contextmanager
+def draw_panels(texts: Collection[str], title: str, file: Path) -> Iterator[dict[str, Any]]:
+    """Yield one panel (matplotlib axes) by text, drawn to a file after the block; nothing is drawn where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
         print(f"no {file.name}: matplotlib is not here (pip install -e '.[plots]')")
+        yield {}
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = {key: row for key, row in rows.items() if "refused" not in row}
-    dense = rows["dense"]
-    methods = list(dict.fromkeys(key.split(" | ")[-1] for key in rows if key != "dense"))
-    figure, panels = pyplot.subplots(
-        1, len(dense["perplexity"]), figsize=(12, 4.5), layout="constrained", squeeze=False
-    )
-    for axes, text in zip(panels[0], dense["perplexity"], strict=True):
-        for method in methods:
-            mine = [row for key, row in rows.items() if key.endswith(f" | {method}")]
-            points = sorted((1 - row["removed"], row["perplexity"][text]) for row in [dense, *mine])
-            axes.plot(*zip(*points, strict=True), "--" if method in PEERS else "-", marker=".", label=method)
-        axes.set(xlabel="decoder parameters left", ylabel=f"perplexity, {text}", yscale="log")
+    size = (4 * len(texts), 4.0)
+    figure, panels = pyplot.subplots(1, len(texts), figsize=size, layout="constrained", squeeze=False)
+    yield dict(zip(texts, panels[0], strict=True))
+    panels[0][0].set_ylabel("perplexity")
     panels[0][0].legend(fontsize="small")
+    for text, axes in zip(texts, panels[0], strict=True):
+        axes.set_title(text)
     figure.suptitle(title)
     figure.savefig(file)
     pyplot.close(figure)
+
+
+def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) -> None:
+    """Draw perplexity against the parameters left, one line per method, one panel per text."""
+    rows = {key: row for key, row in rows.items() if "refused" not in row}
+    dense = rows["dense"]
+    methods = list(dict.fromkeys(key.split(" | ")[-1] for key in rows if key != "dense"))
+    with draw_panels(dense["perplexity"], title, file) as panels:
+        for text, axes in panels.items():
+            for method in methods:
+                mine = [row for key, row in rows.items() if key.endswith(f" | {method}")]
+                points = sorted((1 - row["removed"], row["perplexity"][text]) for row in [dense, *mine])
+                axes.plot(*zip(*points, strict=True), "--" if method in PEERS else "-", marker=".", label=method)
+            axes.set(xlabel="decoder parameters left", yscale="log")
 
 
 def main() -> None:

@@ -134,18 +134,17 @@ def oneshot(
         is_file = isinstance(data, (str, os.PathLike)) and Path(data).is_file()
         is_cut = isinstance(data, (str, os.PathLike)) and not is_from_host(data)  # into windows of that length
         longest = kwargs.get("max_seq_length") if is_cut else None
-        if (
-            isinstance(model, str) and not is_file
-        ):  # a file is read first: what is wrong with it comes before its length
+        if is_file:  # read first: what is wrong with it is told before how long it is
+            kwargs = prepare_dataset(model, kwargs)
+        if isinstance(model, str):
             check_amount(model, config, loaded, count_most_tokens(kwargs), longest or 1, revision)
-        kwargs = prepare_dataset(model, kwargs)
-        if isinstance(model, str) and is_file:
-            check_amount(model, config, loaded, count_most_tokens(kwargs), longest or 1, revision)
+        if not is_file:
+            kwargs = prepare_dataset(model, kwargs)
         if isinstance(model, str):
             folder_off = None if offload_folder is None else Path(offload_folder)
             model = load_model(model, config, kwargs, folder_off, offload_memory)
         copy_inference_tensors(model)
-        note_left_out(model, source, kwargs.get("model_revision", "main"))
+        note_left_out(model, source, revision)
         with _adapt_host(config, model, loaded.modifiers), keep_generation_settings():
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():

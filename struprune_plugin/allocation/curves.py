@@ -91,33 +91,31 @@ class CurveMeasurer:
     def _measure(
         self, model: PreTrainedModel, modules: Sequence[ModuleView], moments: Sequence[SecondMoments]
     ) -> list[GroupStatistics]:
-        rankings = [self._weigh(module, own) for module, own in zip(modules, moments, strict=True)]
-        ranked = rank_units(rankings, self._config, modules[0].group.num_units)
-        return [self._describe(model, *pair) for pair in zip(rankings, ranked, strict=True)]
+        posed = [self._weigh(module, own) for module, own in zip(modules, moments, strict=True)]
+        ranked = rank_units([ranking for ranking, _ in posed], self._config, modules[0].group.num_units)
+        return [self._describe(model, *pair, units) for pair, units in zip(posed, ranked, strict=True)]
 
-    def _weigh(self, module: ModuleView, moments: SecondMoments) -> Ranking:
-        """Return what a group's units are ranked by."""
+    def _weigh(self, module: ModuleView, moments: SecondMoments) -> tuple[Ranking, SecondMoments]:
+        """Return (what a group's units are ranked by, the damped moments by which errors are measured)."""
         config, sensitivity, dense = self._config, self._sensitivity, module.read_dense()
         damped = damp_moments(moments, dense, config.dampening_frac, module.has_bias)
         weighed = weigh_moments(module, damped, dense, sensitivity)
         ranked = weighed if config.importance.eliminates else damped
-        return Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac)
+        return Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac), weighed
 
-    def _describe(self, model: PreTrainedModel, ranking: Ranking, ranked: RankedUnits) -> GroupStatistics:
+    def _describe(
+        self, model: PreTrainedModel, ranking: Ranking, weighed: SecondMoments, ranked: RankedUnits
+    ) -> GroupStatistics:
         """Return a group's importance, error curve, and the scores, order and basis of its units."""
         config, module, group = self._config, ranking.module, ranking.group
         if config.weight_update.solves and config.importance.eliminates:
             curve = sum_increases(ranked.scores[ranked.order])
+        elif config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
+            curve = measure_restored_curve(weighed, ranked.order, group.columns_per_unit, group.name)
         else:
-            dense = module.read_dense()
-            damped = damp_moments(ranking.moments, dense, config.dampening_frac, module.has_bias)
-            weighed = weigh_moments(module, damped, dense, self._sensitivity)
-            if config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
-                curve = measure_restored_curve(weighed, ranked.order, group.columns_per_unit, group.name)
-            else:
-                root = self._sensitivity.fisher_sqrt.get(group.output_name)
-                moved = dense if root is None else self._context.to_solver(root) @ dense
-                curve = measure_deletion_curve(weighed, moved, ranked.order, group.columns_per_unit)
+            dense, root = module.read_dense(), self._sensitivity.fisher_sqrt.get(group.output_name)
+            moved = dense if root is None else self._context.to_solver(root) @ dense
+            curve = measure_deletion_curve(weighed, moved, ranked.order, group.columns_per_unit)
         subject = Subject(model, module.layer, group, ranked.scores)
         parts = (curve, ranked.scores, ranked.order, ranked.basis)
         weight, host = self._rule.weigh(subject), self._context.to_host

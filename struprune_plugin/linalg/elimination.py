@@ -134,6 +134,7 @@ class _Remaining:
         return torch.linalg.solve_ex(within, parts @ parts.mT).result.diagonal(dim1=2, dim2=3).sum(2)
 
     def _round(self, costs: Tensor) -> Tensor:
+        """Return costs without what is rounding, so that equal ones tie."""
         return (costs.nan_to_num(torch.inf) / self._grain).round() * self._grain
 
     def _factorize(self, units: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import factorize_in_place, invert_in_place
 
-_PREFERENCE = 1e-6  # share of a direction's cost by which the first channel is cheaper than the last: ties do not hang on rounding
+_PREFERENCE = 1e-6  # the last channel counts as dearer than the first by this share, so that rounding decides no tie
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,8 @@ def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: 
     basis = _order_span(parts @ parts.mT, spread)
     inverse, weight = (rotate_columns(part, basis, copies) for part in (inverse, weight))
     inverse = rotate_columns(inverse.T, basis, copies)
-    columns = (
-        torch.arange(len(inverse) - 1, device=inverse.device).view(num_blocks, width, copies).mT
-    )  # [blocks, copies, width]
-    rounds = columns.permute(2, 0, 1).flatten()
+    columns = torch.arange(len(inverse) - 1, device=inverse.device).view(num_blocks, width, copies)
+    rounds = columns.transpose(0, 1).flatten()  # one direction of every block a round, its copies side by side
     factor = factorize_in_place(inverse[rounds[:, None], rounds], where)
     paid = torch.linalg.solve_triangular(factor, weight[:, rounds].T, upper=False).square().sum(1)
     return Rotation(basis, paid.view(width, num_blocks, copies).sum(2).T)

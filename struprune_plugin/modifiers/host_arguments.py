@@ -100,7 +100,7 @@ def check_amount(
             needs = find_widest_solve(first, first.find_groups(shapes))
     except (
         Exception
-    ):  # of a class that runs without weights only in part, or a wrong configuration: the loaded model is checked again
+    ):  # a class that cannot be taken apart without weights, a wrong configuration: checked again when loaded
         return
     check_sequences(shapes, longest)
     if needs is not None and num_tokens is not None and num_tokens < needs[1]:

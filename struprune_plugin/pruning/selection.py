@@ -19,9 +19,7 @@ from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import Ranking, Sensitivity
 from struprune_plugin.storage.records import GroupRecord, SolveRecord
 
-_TOGETHER = (
-    1 << 26
-)  # float64 entries of the systems of experts that are eliminated together, with as many of their copies
+_TOGETHER = 1 << 24  # entries of the systems of experts that are eliminated together: 128 MB in float64
 
 
 @dataclass(frozen=True)

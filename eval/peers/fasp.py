@@ -13,10 +13,10 @@ from eval.peers.calibration import ROOM, record_calls
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit, record
-from struprune_plugin.layerwise.statistics import accumulate_visit, check_finite, make_group_sums
+from struprune_plugin.layerwise.statistics import GroupSums
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
-from struprune_plugin.linalg.second_moments import SecondMoments, select_inputs
+from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
@@ -65,17 +65,13 @@ def _gather_moments(
     layer: nn.Module, group: UnitGroup, calls: Sequence[LayerCall], hidden: Sequence[Tensor]
 ) -> SecondMoments:
     """Run the layer as it now is; return the moments of the group's consumer against its own outputs, in unit order."""
-    sums = make_group_sums(layer, group, calls[0].device, ROOM)
+    sums = GroupSums(layer, group, calls[0].device, ROOM)
     with record(layer, [group]) as seen:
         for call, states in zip(calls, hidden, strict=True):
             call.repeat(layer, ROOM, states)
             stream = seen.read(group)
-            assert stream.output is not None
-            visit = Visit(stream.source, stream.inputs, stream.output, call)
-            accumulate_visit(sums, visit, visit.split(), ROOM)
-    check_finite(sums, group)
-    moments = sums.gather()
-    return select_inputs(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))
+            sums.add(Visit(stream.source, stream.inputs, stream.output, call))
+    return sums.finish().all
 
 
 def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int, damping: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -105,11 +104,9 @@ class Trial:
         for step in stream_layers(self._model, batches, self._context, "trials"):
             own, num_fit = select_groups(self._groups, step.name), self._num_fit
             cut = [group for group in own if self._list_counts(group)]
-            for _ in step.observe(self._statistics, cut, slice(num_fit)):
-                pass
+            step.observe(self._statistics, cut, slice(num_fit))
             weights = {group.name: self._solve(step.layer, group) for group in cut}
-            for _ in step.observe(self._statistics, [], slice(num_fit, None)):
-                pass
+            step.observe(self._statistics, [], slice(num_fit, None))
             self._dense = [flow.states.hidden for flow in step.flows[num_fit:]]
             for path in self._paths:
                 self._advance(path, step.layer, own, weights)
@@ -138,14 +135,14 @@ class Trial:
         """Return a consumer's weights, in module order, and bias, where systems are solved, for every number of kept units."""
         known = (self._fit.moments or {}).get(group.name)
         gathered = known or self._statistics.collect_moments(layer, group, "trials")
-        with self._context.stage("trials"), self._context.solving():
+        with self._context.solving():
             solve = partial(self._solve_moments, layer, group, gathered)
             return compute_on_rank0(solve, self._context.solve_device)
 
     def _solve_moments(self, layer: nn.Module, group: UnitGroup, gathered: GroupMoments) -> Weights:
         """Return the result of :meth:`_solve`, from moments on any device."""
         linear, counts = find_linear(layer, group.consumer), self._list_counts(group)
-        dense = ModuleView(layer, group, self._statistics).read_dense()
+        dense = ModuleView(layer, group, self._statistics).read_weights()
         moments = move_moments(gathered.all, self._context.to_solver)
         damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
         solves = self._config.weight_update.solves and gathered.determines
@@ -192,16 +189,14 @@ class Trial:
             return
         calls = self._statistics.calls[self._num_fit :]
         inputs = path.states or [call.states for call in calls]
-        with ExitStack() as stack:
-            stack.enter_context(self._context.stage("trials"))
-            stack.enter_context(replace_weights(layer, new))
+        with replace_weights(layer, new):
             outputs = [
                 call.run(layer, self._context, states).map(self._context.park)
                 for call, states in zip(calls, inputs, strict=True)
             ]
-            for states in path.states:
-                self._context.release(states.hidden)
-            path.states = outputs
+        for states in path.states:
+            self._context.release(states.hidden)
+        path.states = outputs
 
     def _compare(self, batch: dict[str, Tensor], row: int, kept: Tensor, finals: Sequence[Tensor]) -> Tensor:
         """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.

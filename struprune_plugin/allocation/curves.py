@@ -20,12 +20,11 @@ from struprune_plugin.linalg.error_curves import (
     measure_restored_curve,
     sum_increases,
 )
-from struprune_plugin.linalg.second_moments import SecondMoments, count_sums, move_moments
-from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.linalg.second_moments import count_sums, move_moments
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
-from struprune_plugin.pruning.importance import Ranking, Sensitivity
-from struprune_plugin.pruning.selection import RankedUnits, list_together, rank_units, weigh_moments
+from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
+from struprune_plugin.pruning.selection import RankedUnits, list_together, pose_problems, rank_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks
 
@@ -64,8 +63,7 @@ class CurveMeasurer:
         measured = dict[str, GroupStatistics]()
         for step in stream_layers(model, batches, self._context, "error curves"):
             own = select_groups(groups, step.name)
-            for _ in step.observe(self._statistics, own):
-                pass
+            step.observe(self._statistics, own)
             for together in list_together(own):
                 modules = [ModuleView(step.layer, group, self._statistics) for group in together]
                 found = self._measure_groups(model, modules)
@@ -73,50 +71,39 @@ class CurveMeasurer:
             self._statistics.finish_layer()
         return measured
 
-    def _gather(self, module: ModuleView) -> SecondMoments:
+    def _gather(self, module: ModuleView) -> GroupMoments:
         """Return the moments of a group, and store them where they are kept."""
-        with self._context.stage("statistics"):
-            gathered = module.collect_moments("statistics")
-            if self.moments is not None:
-                stored = move_moments(gathered.all, partial(self._context.park, what="moments"))
-                self.moments[module.group.name] = replace(gathered, all=stored)
-        return gathered.all
+        gathered = module.collect_moments("statistics")
+        if self.moments is not None:
+            stored = move_moments(gathered.all, partial(self._context.park, what="moments"))
+            self.moments[module.group.name] = replace(gathered, all=stored)
+        return gathered
 
     def _measure_groups(self, model: PreTrainedModel, modules: Sequence[ModuleView]) -> list[GroupStatistics]:
         """Return the statistics of a group, or of experts of one shape, computed on rank 0."""
         moments = [self._gather(module) for module in modules]
-        with self._context.stage("curves"), self._context.solving():
+        with self._context.solving():
             return compute_on_rank0(lambda: self._measure(model, modules, moments), torch.device("cpu"))
 
     def _measure(
-        self, model: PreTrainedModel, modules: Sequence[ModuleView], moments: Sequence[SecondMoments]
+        self, model: PreTrainedModel, modules: Sequence[ModuleView], moments: Sequence[GroupMoments]
     ) -> list[GroupStatistics]:
-        posed = [self._weigh(module, own) for module, own in zip(modules, moments, strict=True)]
-        ranked = rank_units([ranking for ranking, _ in posed], self._config, modules[0].group.num_units)
-        return [self._describe(model, *pair, units) for pair, units in zip(posed, ranked, strict=True)]
+        problems = pose_problems(modules, moments, self._config, self._sensitivity)
+        ranked = rank_units(problems, self._config, modules[0].group.num_units)
+        return [self._describe(model, *pair) for pair in zip(problems, ranked, strict=True)]
 
-    def _weigh(self, module: ModuleView, moments: SecondMoments) -> tuple[Ranking, SecondMoments]:
-        """Return (what a group's units are ranked by, the damped moments by which errors are measured)."""
-        config, sensitivity, dense = self._config, self._sensitivity, module.read_dense()
-        damped = damp_moments(moments, dense, config.dampening_frac, module.has_bias)
-        weighed = weigh_moments(module, damped, dense, sensitivity)
-        ranked = weighed if config.importance.eliminates else damped
-        return Ranking(module, moments, ranked, sensitivity, config.sparsity, config.dampening_frac), weighed
-
-    def _describe(
-        self, model: PreTrainedModel, ranking: Ranking, weighed: SecondMoments, ranked: RankedUnits
-    ) -> GroupStatistics:
+    def _describe(self, model: PreTrainedModel, problem: GroupProblem, ranked: RankedUnits) -> GroupStatistics:
         """Return a group's importance, error curve, and the scores, order and basis of its units."""
-        config, module, group = self._config, ranking.module, ranking.group
+        config, group, weighed = self._config, problem.group, problem.weighed
         if config.weight_update.solves and config.importance.eliminates:
             curve = sum_increases(ranked.scores[ranked.order])
         elif config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
             curve = measure_restored_curve(weighed, ranked.order, group.columns_per_unit, group.name)
         else:
-            dense, root = module.read_dense(), self._sensitivity.fisher_sqrt.get(group.output_name)
-            moved = dense if root is None else self._context.to_solver(root) @ dense
+            root = self._sensitivity.fisher_sqrt.get(group.output_name)
+            moved = problem.dense if root is None else self._context.to_solver(root) @ problem.dense
             curve = measure_deletion_curve(weighed, moved, ranked.order, group.columns_per_unit)
-        subject = Subject(model, module.layer, group, ranked.scores)
+        subject = Subject(model, problem.module.layer, group, ranked.scores)
         parts = (curve, ranked.scores, ranked.order, ranked.basis)
         weight, host = self._rule.weigh(subject), self._context.to_host
         return GroupStatistics(weight, *(None if part is None else host(part) for part in parts))  # type: ignore[arg-type]

@@ -26,7 +26,8 @@ from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_
 from struprune_plugin.linalg.solve import sqrt_psd
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers, freeze_weights
 from struprune_plugin.model.units.group import UnitGroup, select_groups
-from struprune_plugin.pruning.importance import Importance, Sensitivity
+from struprune_plugin.pruning.importance import Importance
+from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_before, count_ranks, gather, sum_over_ranks
 

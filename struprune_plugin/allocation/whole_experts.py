@@ -12,9 +12,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import record
-from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts
@@ -66,17 +64,16 @@ def score_experts(
     The score is the mean of router weight times output norm over an expert's tokens. Source: REAP (Lasby et al. 2025), Eq. 9.
     """
     firsts, scores = [groups[0] for groups in mixture.lists.values()], dict[str, list[float]]()
-    statistics = LayerStatistics(TARGETS["local"], context)
     for step in stream_layers(model, batches, context, "experts"):
         own = select_groups(firsts, step.name)
         lists: list[Any] = [step.layer.get_submodule(group.experts) for group in own]
         sums = [torch.zeros(2, members.num_experts, dtype=torch.float64) for members in lists]
         with record(step.layer, own) as seen:
-            for call, _ in step.observe(statistics, []):
+            for flow in step.flows:
+                call = flow.advance(step.index, step.layer, context)
                 for group, members, total in zip(own, lists, sums, strict=True):
                     total += _sum_up(members, seen.arguments[group.experts], call)
         scores |= {group.output_name: (s[0] / s[1].clamp(min=1)).tolist() for group, s in zip(own, sums, strict=True)}
-        statistics.finish_layer()
     return scores
 
 

@@ -154,7 +154,7 @@ def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
     for step in stream_layers(model, batches, context, ""):
         flows = list(step.flows)
         for flow in flows:
-            flow.leave(flow.enter(step.index).run(step.layer, context), context)
+            flow.advance(step.index, step.layer, context)
     for flow, batch in zip(flows, batches, strict=True):
         rows = range(len(batch["input_ids"]))
         found = torch.stack([compute_logits(model, batch, row, flow.states.hidden, context) for row in rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,40 +49,36 @@ class DenseReference:
     def __init__(self, target: Target, context: DeviceContext, revisits: bool = False):
         self.target = target
         self._context, self._revisits = context, revisits
-        self._states: list[
-            States
-        ] = []  # inputs of the current layer or, once it has run on a batch, its outputs, by batch
-        self._num_run = 0  # batches on which the current layer has run
-        self._wanted: dict[
-            tuple[str, int], Tensor
-        ] = {}  # dense outputs, by group and batch; the residual is not yet subtracted
-        self._asked: dict[tuple[str, int], Tensor] = {}  # what solves ask for, by group and batch
         self._repairs_all = False  # whether the layer has lost experts
+        # by batch: inputs of the current layer or, once it has run on the batch, its outputs
+        self._states: dict[int, States] = {}
+        # dense outputs by group and batch; the residual is not yet subtracted
+        self._wanted: dict[tuple[str, int], Tensor] = {}
+        # what solves ask for, by group and batch
+        self._asked: dict[tuple[str, int], Tensor] = {}
 
-    def run(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> None:
-        """Run the still dense layer on the next batch of dense hidden states, and store targets and output.
+    def run(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall, index: int) -> None:
+        """Run the still dense layer on a batch's dense hidden states, and store targets and output.
 
         :param groups: groups of the layer
         :param call: call of the layer on the pruned path, whose hidden states are the dense ones in the first layer
+        :param index: index of the batch
         """
         if not self.target.is_dense:
             return
-        index, plain = self._num_run, [group for group in groups if not group.experts]
-        before = self._states[index] if index < len(self._states) else None
-        mixture = next((group for group in groups if group.join.block), None)
-        with record(layer, [*plain, mixture] if mixture is not None else plain) as seen:
-            output = call.run(layer, self._context, before).map(self._context.park)
+        plain, before = [group for group in groups if not group.experts], self._states.get(index)
+        mixture = next((group for group in groups if self.repairs(group)), None)
+        with record(layer, plain if mixture is None else [*plain, mixture]) as seen:
+            self._states[index] = call.run(layer, self._context, before).map(self._context.park)
         if before is not None:
             self._context.release(before.hidden)
-        self._states[index : index + 1] = [output]
-        self._num_run += 1
         for group in plain:
             if not self.repairs(group):  # for which the stream after the sum is stored
                 stream = seen.read(group)
                 wanted = stream.output.float()
                 wanted = wanted + _read_residual(group, stream) if self._is_residual(group) else wanted
                 self._wanted[group.name, index] = self._context.park(wanted)
-        if mixture is not None and self.repairs(mixture):
+        if mixture is not None:
             self._wanted[_name_sum(mixture), index] = self._context.park(seen.add_sum(mixture))
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
@@ -93,23 +89,20 @@ class DenseReference:
         :param index: index of the batch
         :return: shape [tokens, d], float32, on the device
         """
-        key, device = (group.name, index), stream.inputs.device
-        if key in self._asked:
-            return self._context.to_device(self._asked[key], device)
-        now = wanted = stream.output.float()
-        if self.target.is_dense:
-            held = self._wanted.pop(key)
-            wanted = self._context.to_device(held, device)
+
+        def find_wanted() -> Tensor:
+            if not self.target.is_dense:
+                return stream.output.float()
+            held = self._wanted.pop((group.name, index))
+            wanted = self._context.to_device(held, stream.output.device)
             self._context.release(held)
-            wanted = wanted - _read_residual(group, stream) if self._is_residual(group) else wanted
-        asked = torch.lerp(now, wanted, self.target.share)
-        if self._revisits:
-            self._asked[key] = self._context.park(asked)
-        return asked
+            return wanted - _read_residual(group, stream) if self._is_residual(group) else wanted
+
+        return self._ask(group, index, stream.output, find_wanted, self.target.share)
 
     def repairs(self, group: UnitGroup) -> bool:
         """Return whether a group belongs to experts, or is beside them, and repairs the layer's inherited error."""
-        return bool(group.join.block) and self.target.is_dense and self._is_residual(group)
+        return bool(group.join.block) and self._is_residual(group)
 
     def find_repair(self, group: UnitGroup, seen: Seen, index: int) -> Repair | None:
         """Return the error that experts have to add to their sum, so that the stream after it equals the dense one.
@@ -121,14 +114,24 @@ class DenseReference:
         """
         if not self.repairs(group):
             return None
-        key, now = (group.name, index), seen.add_sum(group)
+        now, share = seen.add_sum(group), 1.0 if self._repairs_all else self.target.share
+
+        def find_wanted() -> Tensor:
+            return self._context.to_device(self._wanted[_name_sum(group), index], now.device)
+
+        return Repair.of(self._ask(group, index, now, find_wanted, share), now)
+
+    def _ask(
+        self, group: UnitGroup, index: int, now: Tensor, find_wanted: Callable[[], Tensor], share: float
+    ) -> Tensor:
+        """Return what solves ask of a group on a batch: a share of the way from what it gives now to what is wanted."""
+        key = group.name, index
         if key in self._asked:
-            return Repair.of(self._context.to_device(self._asked[key], now.device), now)
-        wanted = self._context.to_device(self._wanted[_name_sum(group), index], now.device)
-        asked = torch.lerp(now, wanted, 1.0 if self._repairs_all else self.target.share)
+            return self._context.to_device(self._asked[key], now.device)
+        asked = torch.lerp(now.float(), find_wanted(), share)
         if self._revisits:
             self._asked[key] = self._context.park(asked)
-        return Repair.of(asked, now)
+        return asked
 
     def repair_all(self, groups: Sequence[UnitGroup]) -> None:
         """Let experts make up for all of the layer's error: what removed experts leave is not inherited from layers before.
@@ -141,14 +144,14 @@ class DenseReference:
 
     def finish_layer(self) -> None:
         """Drop the layer's targets; its outputs become the next layer's inputs."""
-        self._repairs_all, self._num_run = False, 0
+        self._repairs_all = False
         for held in self._wanted.values():
             self._context.release(held)
         self._wanted.clear()
         self._asked.clear()
 
     def _is_residual(self, group: UnitGroup) -> bool:
-        """Return whether a group's target is the residual stream; where a norm lies between, it is the dense output."""
+        """Return whether a group's target is the dense residual stream; where a norm lies between, it is the dense output."""
         return self.target.is_residual and group.join.is_direct
 
 

@@ -52,6 +52,12 @@ class BatchFlow:
         call.hidden, call.others = self.states.hidden, self.states.others
         return call
 
+    def advance(self, index: int, layer: nn.Module, context: DeviceContext) -> LayerCall:
+        """Run a layer on the current states, which its outputs replace; return the call."""
+        call = self.enter(index)
+        self.leave(call.run(layer, context), context)
+        return call
+
     def forget(self, index: int, context: DeviceContext) -> None:
         """Release the tensors of a layer's call."""
         call = self.calls[index]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.ends import BatchFlow, enter_batches
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layers, list_attention_configs
@@ -44,17 +43,12 @@ class LayerStep:
         """Position in the pass, for progress bars."""
         return f"({self.index + 1}/{len(self.flows[0].calls)}): "
 
-    def observe(
-        self, statistics: LayerStatistics, groups: Sequence[UnitGroup], batches: slice = slice(None)
-    ) -> Iterator[tuple[LayerCall, States | None]]:
-        """Run the layer on batches while statistics are gathered; yield each call and its output states, if they are known."""
-        with self.context.stage("statistics"):
-            for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
-                call = flow.enter(self.index)
-                output = statistics.run_layer(self.layer, groups, call)
-                if output is not None and not self.propagates:
-                    flow.leave(output, self.context)
-                yield call, output
+    def observe(self, statistics: LayerStatistics, groups: Sequence[UnitGroup], batches: slice = slice(None)) -> None:
+        """Run the layer on batches while statistics are gathered."""
+        for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
+            output = statistics.run_layer(self.layer, groups, flow.enter(self.index))
+            if output is not None and not self.propagates:
+                flow.leave(output, self.context)
 
 
 @torch.no_grad()
@@ -76,7 +70,7 @@ def stream_layers(
             with context.hold(layer, following):
                 yield LayerStep(index, name, layer, flows, context, propagates)
                 for flow in flows if propagates else ():
-                    flow.leave(flow.enter(index).run(layer, context), context)
+                    flow.advance(index, layer, context)
                 for flow in flows:
                     flow.forget(index, context)
     finally:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -45,75 +45,75 @@ class GroupMoments:
         return self.num_rows is None or self.num_rows >= len(self.all.gram) - 1
 
 
-@dataclass
-class _Running:
-    """Sums of one group while batches are visited.
+class GroupSums:
+    """Sums of one group's consumer while batches are visited; every fourth sequence is summed apart, if it is held out.
 
-    :param sums: of the sequences that are not held out
-    :param held: of the held-out ones; None where none are held out
-    :param num_sequences: sequences seen, with those of the processes before this one
-    :param num_rows: tokens that an expert saw
-    """
-
-    sums: MomentSums
-    held: MomentSums | None
-    num_sequences: int
-    num_rows: int = 0
-
-
-class MomentGatherer:
-    """Accumulator of the moments of groups.
-
-    :param hold_out: gather every fourth sequence separately
+    :param device: device of the consumer's inputs
+    :param hold_out: sum every fourth sequence apart
     :param num_before: number of sequences of the processes before this one, so that sequences are numbered over all processes
     """
 
-    def __init__(self, context: DeviceContext, hold_out: bool = False, num_before: int = 0):
-        self._context, self._hold_out, self._num_before = context, hold_out, num_before
-        self._running: dict[str, _Running] = {}  # by group
+    def __init__(
+        self,
+        layer: nn.Module,
+        group: UnitGroup,
+        device: torch.device,
+        context: DeviceContext,
+        hold_out: bool = False,
+        num_before: int = 0,
+    ):
+        self._group, self._context, self._num_sequences, self._num_rows = group, context, num_before, 0
+        self._own = self._make(layer, device)
+        self._held = self._make(layer, device) if hold_out else None
 
-    def has(self, group: UnitGroup) -> bool:
-        """Return whether a group's moments have been gathered."""
-        return group.name in self._running
+    def _make(self, layer: nn.Module, device: torch.device) -> MomentSums:
+        """Return empty float32 sums on a device or, with ``offload``, on the host."""
+        consumer, context = find_linear(layer, self._group.consumer), self._context
+        sizes = consumer.in_features, consumer.out_features
+        if not context.offload:
+            return MomentSums(sizes, device, torch.float32)
+        with context.solving():
+            host = context.solve_device
+            return MomentSums(sizes, host, torch.float32, _OFFLOADED_TOKENS, _OFFLOADED_ROWS, context.to_solver)
 
-    def add(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:
-        """Add every sequence of a visit once: to the sums, or every fourth to separate sums; :meth:`finish` adds the two."""
-        if group.name not in self._running:
-            some = [
-                make_group_sums(layer, group, visit.inputs.device, self._context) for _ in range(1 + self._hold_out)
-            ]
-            self._running[group.name] = _Running(some[0], some[1] if self._hold_out else None, self._num_before)
-        running, own, apart = self._running[group.name], list[slice | Tensor](), list[slice | Tensor]()
+    def add(self, visit: Visit) -> None:
+        """Add every sequence of a visit once: to the sums, or every fourth to separate ones; :meth:`finish` adds the two."""
+        own, apart = list[slice | Tensor](), list[slice | Tensor]()
         for part in visit.split():
-            running.num_sequences += 1
-            (apart if self._hold_out and running.num_sequences % _HOLD_EVERY == 0 else own).append(part)
-        running.num_rows += sum(visit.counts or ())
-        accumulate_visit(running.sums, visit, own, self._context)
-        if running.held is not None:
-            accumulate_visit(running.held, visit, apart, self._context)
+            self._num_sequences += 1
+            (apart if self._held is not None and self._num_sequences % _HOLD_EVERY == 0 else own).append(part)
+        self._num_rows += sum(visit.counts or ())
+        add_visit(self._own, visit, own, self._context)
+        if self._held is not None:
+            add_visit(self._held, visit, apart, self._context)
 
-    def finish(self, group: UnitGroup) -> GroupMoments:
-        """Return a group's moments over the batches of all processes, once."""
-        running = self._running.pop(group.name)
-        moments, rows = self._close(running.sums, group), sum(gather(running.num_rows)) if group.experts else None
-        if running.held is None:
+    def finish(self) -> GroupMoments:
+        """Return the moments over the batches of all processes, once.
+
+        :raises ValueError: NaN or Inf among the activations; the message names the linear
+        """
+        moments, rows = self._close(self._own), sum(gather(self._num_rows)) if self._group.experts else None
+        if self._held is None:
             return GroupMoments(moments, None, rows)
-        held = self._close(running.held, group)
+        held = self._close(self._held)
         add_moments(moments, held)
         return GroupMoments(moments, held if float(held.gram[-1, -1]) else None, rows)
 
-    def _close(self, sums: MomentSums, group: UnitGroup) -> SecondMoments:
-        """Return sums, reduced over processes, as moments on the device where systems are solved."""
-        check_finite(sums, group)
+    def _close(self, sums: MomentSums) -> SecondMoments:
+        """Return sums, reduced over processes, as moments in unit order on the device where systems are solved."""
+        if not sums.is_finite():  # not checked earlier, because the check waits for the device
+            raise ValueError(
+                f"{self._group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
+                "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
+            )
         for part in sums.list_parts():
             sum_over_ranks(part)
         with self._context.solving():
-            return _reorder(sums.gather(self._context.to_solver), group)
-
-    def forget(self, groups: Iterable[UnitGroup]) -> None:
-        """Drop the sums of some groups."""
-        for group in groups:
-            self._running.pop(group.name, None)
+            moments = sums.gather(self._context.to_solver)
+            if self._group.repeats == 1:
+                return moments
+            columns = torch.arange(self._group.num_columns, device=moments.gram.device)
+            return select_inputs(moments, self._group.to_unit_order(columns))
 
 
 class LayerStatistics:
@@ -141,9 +141,9 @@ class LayerStatistics:
         self.calls: list[LayerCall] = []
         self._groups: Sequence[UnitGroup] = ()  # of the layer
         self.context = context
-        self._all_groups = all_groups
-        self._moments = MomentGatherer(context, hold_out, num_before)
-        self._propagates = propagates
+        self._all_groups, self._propagates = all_groups, propagates
+        self._hold_out, self._num_before = hold_out, num_before
+        self._sums: dict[str, GroupSums] = {}  # of groups whose moments are being gathered
 
     def run_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> States | None:
         """Run a layer on one batch, on the dense path, too, and add its first group to the moments.
@@ -151,7 +151,7 @@ class LayerStatistics:
         :return: output states; None where a later run gives them
         """
         self._groups = groups
-        self.dense.run(layer, groups, call)
+        self.dense.run(layer, groups, call, len(self.calls))
         self.calls.append(call)
         counted = groups if self._all_groups else self._list_together(groups[0]) if groups else groups
         if self._propagates and not groups:
@@ -170,12 +170,18 @@ class LayerStatistics:
         experts = [group for group in groups if group.experts]
         for group in groups:
             if not group.experts:
-                self._moments.add(layer, group, self._make_visit(group, seen, index))
+                self._add(layer, group, self._make_visit(group, seen, index))
         if experts:
             repair = self.dense.find_repair(experts[0], seen, index)
             for group, visit in visit_experts(layer, experts, seen, call, repair):
-                self._moments.add(layer, group, visit)
+                self._add(layer, group, visit)
         return output
+
+    def _add(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:
+        if group.name not in self._sums:
+            device = visit.inputs.device
+            self._sums[group.name] = GroupSums(layer, group, device, self.context, self._hold_out, self._num_before)
+        self._sums[group.name].add(visit)
 
     def _list_together(self, group: UnitGroup) -> list[UnitGroup]:
         """Return the groups whose moments are gathered together with a group's: for an expert, those of all experts of its list."""
@@ -183,16 +189,18 @@ class LayerStatistics:
 
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
         """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""
-        self._moments.forget(group for group in self._groups if group.experts)
+        for group in self._groups:
+            if group.experts:
+                self._sums.pop(group.name, None)
         self.dense.repair_all(self._groups)
         self._groups = groups
 
     def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
         """Return the moments of the next group: already gathered for a layer's first group, gathered by a pass for the others."""
-        if not self._moments.has(group):
+        if group.name not in self._sums:
             for index in trange(len(self.calls), desc=progress, leave=False):
                 self._count(layer, self._list_together(group), index, stop=True)
-        found = self._moments.finish(group)
+        found = self._sums.pop(group.name).finish()
         return _imagine(found, layer, group) if found.num_rows == 0 else found
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
@@ -217,7 +225,7 @@ class LayerStatistics:
         """Drop the layer's statistics; its dense outputs become the next layer's dense inputs."""
         self.dense.finish_layer()
         self.calls.clear()
-        self._moments.forget(self._groups)
+        self._sums.clear()
 
 
 @dataclass(frozen=True)
@@ -242,7 +250,7 @@ class ModuleView:
         """True if the consumer has a bias."""
         return find_linear(self.layer, self.group.consumer).bias is not None
 
-    def read_dense(self) -> Tensor:
+    def read_weights(self) -> Tensor:
         """Return :func:`~struprune_plugin.model.surgery.read_consumer` of the group, on the device where systems are solved."""
         return read_consumer(self.layer, self.group, self.context.to_solver)
 
@@ -254,32 +262,13 @@ class ModuleView:
         """Run the present layer on every batch and yield the visits."""
         return self.statistics.visit_batches(self.layer, self.group, f"{self.group.name} inputs")
 
-    def resize(self, num_units: int) -> ModuleView:
-        """Return the view of the same module after slicing to ``num_units`` units."""
-        return replace(self, group=self.group.resize(num_units))
-
 
 def can_stop(groups: Sequence[UnitGroup]) -> bool:
     """Return whether all that is seen of groups is known once the first of them has run."""
     return len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
 
 
-def make_group_sums(layer: nn.Module, group: UnitGroup, device: torch.device, context: DeviceContext) -> MomentSums:
-    """Return empty float32 sums for a group's consumer, on a device or, with ``offload``, on the host.
-
-    :param device: device of the consumer's inputs
-    """
-    consumer = find_linear(layer, group.consumer)
-    sizes = consumer.in_features, consumer.out_features
-    if not context.offload:
-        return MomentSums(sizes, device, torch.float32)
-    with context.solving():
-        return MomentSums(
-            sizes, context.solve_device, torch.float32, _OFFLOADED_TOKENS, _OFFLOADED_ROWS, context.to_solver
-        )
-
-
-def accumulate_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], context: DeviceContext) -> None:
+def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], context: DeviceContext) -> None:
     """Add some sequences of one micro-batch to sums: on a CPU one by one, so that the sums do not depend on the batches.
 
     :param parts: rows of each sequence
@@ -299,22 +288,3 @@ def _imagine(found: GroupMoments, layer: nn.Module, group: UnitGroup) -> GroupMo
     moments.cross.copy_(_FAINT * dense)
     moments.target_energy.fill_(_FAINT * float(dense.square().sum()))
     return found
-
-
-def check_finite(sums: MomentSums, group: UnitGroup) -> None:
-    """Raise where complete sums are not finite; not checked earlier, because the check waits for the device.
-
-    :raises ValueError: NaN or Inf among the activations; the message names the linear
-    """
-    if not sums.is_finite():
-        raise ValueError(
-            f"{group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
-            "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
-        )
-
-
-def _reorder(moments: SecondMoments, group: UnitGroup) -> SecondMoments:
-    """Return moments gathered in the module's order with their inputs in unit order."""
-    if group.repeats == 1:
-        return moments
-    return select_inputs(moments, group.to_unit_order(torch.arange(group.num_columns, device=moments.gram.device)))

@@ -28,7 +28,7 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.modifiers.widths import check_widths
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.importance import Sensitivity
+from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.pruning.resume import keep_allocation, take_allocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks, gather
@@ -84,8 +84,7 @@ class Planner:
         """Return the allocation: measure error curves, propose plans, judge them on held-out text, take the best."""
         rule, setup = self.recipe.allocation, self.setup
         fit, probes, judges = self._divide_batches()
-        context = self.context.nest()
-        measured = self._measure_curves(fit, sensitivity, context, keeps=bool(judges))
+        measured = self._measure_curves(fit, sensitivity, keeps=bool(judges))
         curves, budget = tie_statistics(setup.sizes, measured.measured), setup.budget
         own = rule.decide(setup.sizes, curves, budget)
         if not judges:
@@ -93,11 +92,10 @@ class Planner:
 
         def try_plans(plans: Sequence[UnitAllocation], held: Batches) -> list[float]:
             """Return the divergence of every plan on held-out batches, in nats."""
-            trial = Trial(self.model, setup.groups, plans, self.recipe.make_config(), measured, context)
+            trial = Trial(self.model, setup.groups, plans, self.recipe.make_config(), measured, self.context)
             with calibrating(self.model):
                 trial.run(held if measured.moments else [*fit, *held])
-            with context.stage("trials"):
-                return trial.measure(held)
+            return trial.measure(held)
 
         decided = {rule.rule: own}
         if blocks := list_blocks(setup.sizes, {group.name: group.layer_index for group in setup.groups}):
@@ -123,12 +121,12 @@ class Planner:
         probes, judges = split_batches(held, sum(len(batch["input_ids"]) for batch in held) // 2)
         return take_batches(fit, self.setup.groups, rule.sequences), probes, judges
 
-    def _measure_curves(self, fit: Batches, sensitivity: Sensitivity, context: DeviceContext, keeps: bool) -> Fit:
+    def _measure_curves(self, fit: Batches, sensitivity: Sensitivity, keeps: bool) -> Fit:
         """Return the statistics of every group but those of whole experts and, for trials, their moments if they fit in memory."""
         hidden_size = self.model.config.get_text_config(decoder=True).hidden_size
         groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.experts]
-        keeps = keeps and all(gather("moments" in context.kept or can_keep_moments(groups, hidden_size)))
-        measurer = CurveMeasurer(self.recipe.allocation, self.recipe.make_config(), sensitivity, context, keeps)
+        keeps = keeps and all(gather("moments" in self.context.kept or can_keep_moments(groups, hidden_size)))
+        measurer = CurveMeasurer(self.recipe.allocation, self.recipe.make_config(), sensitivity, self.context, keeps)
         with calibrating(self.model):
             measured = measurer.measure(self.model, fit, groups)
         return Fit(measured, len(fit), measurer.moments)

@@ -35,7 +35,7 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.mixtures import describe_experts, find_mixture, find_whole
 from struprune_plugin.modifiers.widths import Rounding, check_widths, describe_roundings, find_roundings
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.importance import Sensitivity
+from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.pruning.resume import describe_run, digest_tokens
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process

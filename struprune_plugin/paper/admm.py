@@ -48,8 +48,9 @@ from struprune_plugin.paper.admm_ffn import (
     solve_ridge,
     update_ffn_variables,
 )
-from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Ranking
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance
 from struprune_plugin.pruning.importance.wanda import score_wanda
+from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, Refined, WeightUpdate
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
@@ -298,18 +299,18 @@ class ClosedForm(ADMMSettings, Importance):
     max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
     as_printed: bool = False
 
-    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
-        group = ranking.group
-        first = score_wanda(ranking.moments, dense[:, :-1], columns)
+    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+        group = problem.group
+        first = score_wanda(problem.moments, dense[:, :-1], columns)
         if self.as_printed:
             logger.warning(
                 f"as_printed: {group.name} has no order at Algorithm 1's first step, where every score is 1 (R4); "
                 "units go by index. Set as_printed: false to rank them."
             )
             return torch.ones_like(first)
-        share = min(ranking.sparsity, self.max_sparsity)
+        share = min(problem.sparsity, self.max_sparsity)
         num_keep = max(round(group.num_units * (1 - share) / group.num_blocks), 1) * group.num_blocks
-        return make_run(ranking.module, self, ranking.dampening_frac).score(first, num_keep)
+        return make_run(problem.module, self, problem.dampening_frac).score(first, num_keep)
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
         _check_ffn(model, "importance: closed_form", prune_ffn)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from struprune_plugin.linalg.second_moments import SecondMoments
-from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Ranking
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance
+from struprune_plugin.pruning.problem import GroupProblem
 
 _CONCRETE_LOW, _CONCRETE_HIGH, _CONCRETE_TEMPERATURE = -0.1, 1.1, 2 / 3  # Louizos et al. 2018, section 4
 _BUDGET_PENALTY = 10.0
@@ -23,8 +24,8 @@ class L0Gates(Importance):
     aims: ClassVar[bool] = True
     method: Literal["l0"] = "l0"
 
-    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
-        return score_l0(ranking.damped, dense, columns, retention=1 - ranking.sparsity)
+    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+        return score_l0(problem.damped, dense, columns, retention=1 - problem.sparsity)
 
 
 def score_l0(damped: SecondMoments, weight: Tensor, unit_columns: Tensor, retention: float) -> Tensor:

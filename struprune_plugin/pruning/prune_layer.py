@@ -24,16 +24,10 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import copy_layer, restore_layer, rotate_group, rotate_producer, slice_group
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
-from struprune_plugin.pruning.importance import Ranking, Sensitivity
-from struprune_plugin.pruning.reconstruction import LeastSquaresProblem, refine_group, solve_group
+from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
+from struprune_plugin.pruning.reconstruction import refine_group, solve_group
 from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
-from struprune_plugin.pruning.selection import (
-    RankedUnits,
-    describe_group,
-    list_together,
-    select_units,
-    weigh_moments,
-)
+from struprune_plugin.pruning.selection import RankedUnits, describe_group, list_together, pose_problems, select_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.records import GroupRecord
@@ -46,14 +40,14 @@ class Decision:
     :param keep: sorted kept units, shape [kept], int64
     :param weight: the consumer's weights on them, in unit order, bias last, shape [d, kept columns + 1], float64
     :param basis: rotation of the heads' units before selection, shape [blocks, width, width]; None without one
-    :param rows: the producer's kept rows after the rotation, bias last; None without one
+    :param producers: by name, the kept rows of a linear that the rotation changes, bias last
     :param record: record for the manifest
     """
 
     keep: Tensor
     weight: Tensor
     basis: Tensor | None
-    rows: Tensor | None
+    producers: dict[str, Tensor]
     record: GroupRecord
 
 
@@ -84,31 +78,28 @@ class Pruner:
         :param log: log of the finished layers; those of an earlier process are restored from it
         """
         config, structure = self.config, find_structure(model)
-        before = count_before(sum(len(batch["input_ids"]) for batch in batches))
         statistics = LayerStatistics(
             config.reconstruct,
             self.context,
             hold_out=config.chooses_dampening,
-            num_before=before,
+            num_before=count_before(sum(len(batch["input_ids"]) for batch in batches)),
             propagates=True,
             revisits=config.revisits,
         )
         records, changed = list[GroupRecord](), False
         for step in stream_layers(model, batches, self.context, "pruning", propagates=True):
-            own, done = select_groups(groups, step.name), None if log is None else log.take(step.index)
-            for _ in step.observe(statistics, [] if done else own):  # a finished layer needs only the dense path
-                pass
-            if done is None:
-                outcome = self.prune_layer(step.layer, own, statistics, changed, step.progress)
-                if log is not None:
-                    with self.context.stage("checkpoint"):
-                        copy = copy_layer(step.layer, structure[step.index]) if outcome.changed else None
-                        log.keep(step.index, outcome, copy)
-            else:
-                outcome = done.outcome
-                if done.copy is not None:
-                    self.drop_experts(step.layer, own)
-                    restore_layer(step.layer, structure[step.index], done.copy)
+            own, layout = select_groups(groups, step.name), structure[step.index]
+            done = None if log is None else log.take(step.index)
+            with self.context.stage("statistics"):
+                step.observe(statistics, [] if done else own)  # a finished layer needs only the dense path
+            outcome = done or self.prune_layer(step.layer, own, statistics, changed, step.progress)
+            if done is not None and done.copy is not None:
+                self.drop_experts(step.layer, own)
+                restore_layer(step.layer, layout, done.copy)
+            elif done is None and log is not None:
+                with self.context.stage("checkpoint"):
+                    copy = copy_layer(step.layer, layout) if outcome.changed else None
+                    log.keep(step.index, replace(outcome, copy=copy))
             records += outcome.groups
             changed = outcome.changed
             statistics.finish_layer()
@@ -174,50 +165,31 @@ class Pruner:
             return compute_on_rank0(lambda: self._decide(modules, moments, updates), self.context.solve_device)
 
     def _decide(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool) -> list[Decision]:
-        frac = self.config.dampening_frac
-        problems = [LeastSquaresProblem.pose(*pair, frac) for pair in zip(modules, moments, strict=True)]
-        rankings = [self._weigh(*pair) for pair in zip(modules, problems, strict=True)]
+        problems = pose_problems(modules, moments, self.config, self.sensitivity)
         (num_keep,) = {self.plan.kept[module.group.name] for module in modules}
-        selected = select_units(rankings, num_keep, self.config)
+        selected = select_units(problems, num_keep, self.config)
         return [
-            self._solve(module, problem, keep, ranked, updates)
-            for module, problem, (keep, ranked) in zip(modules, problems, selected, strict=True)
+            self._solve(problem, keep, ranked, updates)
+            for problem, (keep, ranked) in zip(problems, selected, strict=True)
         ]
 
-    def _weigh(self, module: ModuleView, problem: LeastSquaresProblem) -> Ranking:
-        """Return what a group's units are ranked by."""
-        config, weighed = self.config, problem.damped
-        if config.importance.eliminates:
-            weighed = weigh_moments(module, weighed, problem.dense, self.sensitivity)
-        moments = problem.gathered.all
-        return Ranking(module, moments, weighed, self.sensitivity, config.sparsity, config.dampening_frac)
-
-    def _solve(
-        self,
-        module: ModuleView,
-        problem: LeastSquaresProblem,
-        keep: Tensor,
-        ranked: RankedUnits | None,
-        updates: bool,
-    ) -> Decision:
+    def _solve(self, problem: GroupProblem, keep: Tensor, ranked: RankedUnits | None, updates: bool) -> Decision:
         """Return the new weights of a group on its kept units."""
-        group, basis, rows = module.group, None if ranked is None else ranked.basis, None
+        group, layer, producers = problem.group, problem.module.layer, dict[str, Tensor]()
+        basis, scores = (None, None) if ranked is None else (ranked.basis, ranked.scores)
         if basis is not None:
-            problem = problem.rotate(basis)
-            kept = group.find_kept_rows(next(iter(group.producers)), keep.cpu())
-            producer = rotate_producer(module.layer, group, basis, self.context.to_solver)
-            rows = producer[kept.to(producer.device)]
+            problem, name = problem.rotate(basis), next(iter(group.producers))
+            rotated = rotate_producer(layer, group, basis, self.context.to_solver)
+            producers[name] = rotated[group.find_kept_rows(name, keep.cpu()).to(rotated.device)]
         weight, solve = solve_group(problem, keep, self.config, updates)
-        scores = None if ranked is None else ranked.scores
-        return Decision(keep, weight, basis, rows, describe_group(group, keep, scores, solve))
+        return Decision(keep, weight, basis, producers, describe_group(group, keep, scores, solve))
 
     def _slice(self, module: ModuleView, decision: Decision) -> GroupRecord:
         """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
         layer, group, record = module.layer, module.group, decision.record
         if not self.config.weight_update.can_refine(group):
             with self.context.stage("surgery"):
-                producers = {} if decision.rows is None else {next(iter(group.producers)): decision.rows}
-                slice_group(layer, group, decision.keep, decision.weight, producers)
+                slice_group(layer, group, decision.keep, decision.weight, decision.producers)
             return record
         if decision.basis is not None:
             rotate_group(layer, group, decision.basis)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.surgery import LayerCopy
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.importance import Sensitivity
+from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.runtime.payload import dump, load
 from struprune_plugin.storage.records import GroupRecord
@@ -30,22 +30,12 @@ class LayerOutcome:
 
     :param groups: one record per group, in order
     :param changed: whether anything was removed from this layer or from one before it
+    :param copy: for a log, copy of the changed layer
     """
 
     groups: list[GroupRecord]
     changed: bool
-
-
-@dataclass(frozen=True)
-class DoneLayer:
-    """Layer that an earlier process has pruned.
-
-    :param outcome: its records
-    :param copy: copy of the pruned layer; None if nothing was removed up to this layer
-    """
-
-    outcome: LayerOutcome
-    copy: LayerCopy | None
+    copy: LayerCopy | None = None
 
 
 class LayerLog:
@@ -58,19 +48,18 @@ class LayerLog:
         self._store = store
         self._is_whole = True  # whether every layer read so far was present
 
-    def take(self, index: int) -> DoneLayer | None:
+    def take(self, index: int) -> LayerOutcome | None:
         """Return a finished layer; None from the first missing layer on."""
         held = self._store.read(_name(index)) if self._is_whole else None
         self._is_whole = held is not None
-        return None if held is None else load(DoneLayer, *held)
+        return None if held is None else load(LayerOutcome, *held)
 
-    def keep(self, index: int, outcome: LayerOutcome, copy: LayerCopy | None) -> None:
+    def keep(self, index: int, outcome: LayerOutcome) -> None:
         """Write a finished layer to the store.
 
-        :param copy: as in :class:`DoneLayer`
         :raises OSError: the disk refuses
         """
-        self._store.write(_name(index), *dump(DoneLayer(outcome, copy)))
+        self._store.write(_name(index), *dump(outcome))
 
 
 def _name(index: int) -> str:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from struprune_plugin.layerwise.statistics import ModuleView
+from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
 from struprune_plugin.linalg.elimination import keep_last
 from struprune_plugin.linalg.rotation import find_directions, order_directions
-from struprune_plugin.linalg.second_moments import SecondMoments
-from struprune_plugin.linalg.solve import weigh_outputs
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
-from struprune_plugin.pruning.importance import Ranking, Sensitivity
+from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
 from struprune_plugin.storage.records import GroupRecord, SolveRecord
 
 _TOGETHER = 1 << 24  # entries of the systems of experts that are eliminated together: 128 MB in float64
@@ -36,10 +34,12 @@ class RankedUnits:
     basis: Tensor | None = None
 
 
-def weigh_moments(module: ModuleView, damped: SecondMoments, dense: Tensor, sensitivity: Sensitivity) -> SecondMoments:
-    """Return the moments with errors weighted by the sensitivity, or unchanged if none was measured."""
-    root = sensitivity.fisher_sqrt.get(module.group.output_name)
-    return damped if root is None else weigh_outputs(damped, module.context.to_solver(root), dense)
+def pose_problems(
+    modules: Sequence[ModuleView], moments: Sequence[GroupMoments], config: PruningConfig, sensitivity: Sensitivity
+) -> list[GroupProblem]:
+    """Return the problem of every module in its present state."""
+    numbers = config.dampening_frac, sensitivity, config.sparsity
+    return [GroupProblem.pose(*pair, *numbers) for pair in zip(modules, moments, strict=True)]
 
 
 def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, int] | None = None) -> list[list[UnitGroup]]:
@@ -59,30 +59,30 @@ def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, int] | None = 
     return runs
 
 
-def rank_units(rankings: Sequence[Ranking], config: PruningConfig, num_remove: int) -> list[RankedUnits]:
+def rank_units(problems: Sequence[GroupProblem], config: PruningConfig, num_remove: int) -> list[RankedUnits]:
     """Return the order of removal of the units of every group.
 
-    :param rankings: of one group, or of experts of one shape
+    :param problems: of one group, or of experts of one shape
     :param num_remove: minimum number of units in the orders
     """
-    group = rankings[0].group
+    group = problems[0].group
     if not config.rotates(group):
-        return [RankedUnits(*found) for found in config.importance.rank(rankings, num_remove)]
+        return [RankedUnits(*found) for found in config.importance.rank(problems, num_remove)]
     rotations = [
-        find_directions(ranking.damped, group.num_blocks, group.columns_per_unit, ranking.group.name)
-        for ranking in rankings
+        find_directions(problem.weighed, group.num_blocks, group.columns_per_unit, problem.group.name)
+        for problem in problems
     ]
     return [RankedUnits(*order_directions(rotation), rotation.basis) for rotation in rotations]
 
 
 def select_units(
-    rankings: Sequence[Ranking], num_keep: int, config: PruningConfig
+    problems: Sequence[GroupProblem], num_keep: int, config: PruningConfig
 ) -> list[tuple[Tensor, RankedUnits | None]]:
     """Return the sorted kept units of every group, shape [kept], int64, and their ranking; None where all are kept."""
-    num_units = rankings[0].group.num_units
+    num_units = problems[0].group.num_units
     if num_keep == num_units:
-        return [(torch.arange(num_keep, device=ranking.damped.gram.device), None) for ranking in rankings]
-    ranked = rank_units(rankings, config, num_units - num_keep)
+        return [(torch.arange(num_keep, device=problem.dense.device), None) for problem in problems]
+    ranked = rank_units(problems, config, num_units - num_keep)
     return [(keep_last(units.order, num_units, num_keep), units) for units in ranked]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -76,12 +75,6 @@ class DeviceContext:
     def open(cls, offload: bool = False) -> Iterator[DeviceContext]:
         """Yield the context of a run, which ends with the block; eval.account replaces this method to count bytes on a CPU."""
         yield cls(offload)
-
-    def nest(self) -> DeviceContext:
-        """Return the context of a nested pass: the same device, separate stages."""
-        inner = copy.copy(self)
-        inner.stages = {}
-        return inner
 
     @property
     def measure(self) -> str:

@@ -17,7 +17,8 @@ from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.model.layers import can_fuse_attention, find_linear, freeze_weights
 from struprune_plugin.model.surgery import sum_rows
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.pruning.importance.criterion import Importance, Ranking, sum_columns
+from struprune_plugin.pruning.importance.criterion import Importance, sum_columns
+from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.runtime.device_context import find_free_bytes
 from struprune_plugin.runtime.distributed import gather, sum_over_ranks
 
@@ -51,8 +52,8 @@ class GradientImportance(Importance):
     takes_offload: ClassVar[bool] = False
     at_consumer_inputs: ClassVar[bool] = False
 
-    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
-        return ranking.module.context.to_solver(ranking.sensitivity.saliency[ranking.group.name])
+    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+        return problem.module.context.to_solver(problem.sensitivity.saliency[problem.group.name])
 
     def measure(
         self, model: PreTrainedModel, loader: Iterable[dict[str, Tensor]], groups: Sequence[UnitGroup]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import read_weight, sum_rows
-from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Ranking, sum_columns
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, sum_columns
+from struprune_plugin.pruning.problem import GroupProblem
 
 
 @IMPORTANCES.register
@@ -19,11 +20,11 @@ class Magnitude(Importance):
 
     method: Literal["magnitude"] = "magnitude"
 
-    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
-        group, layer = ranking.group, ranking.module.layer
+    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+        group, layer = problem.group, problem.module.layer
         rows = []
         for name in group.producers:
-            weight, _ = read_weight(find_linear(layer, name), ranking.module.context.to_solver)
+            weight, _ = read_weight(find_linear(layer, name), problem.module.context.to_solver)
             rows.append(sum_rows(group, name, weight.abs().sum(1, dtype=torch.float64)))
         return score_magnitude(dense[:, :-1], columns, rows)
 

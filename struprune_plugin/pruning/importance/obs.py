@@ -9,7 +9,8 @@ import torch
 
 from struprune_plugin.linalg.elimination import eliminate_units
 from struprune_plugin.linalg.second_moments import stack_moments
-from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Order, Ranking
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Order
+from struprune_plugin.pruning.problem import GroupProblem
 
 
 @IMPORTANCES.register
@@ -19,12 +20,12 @@ class OBS(Importance):
     eliminates: ClassVar[bool] = True
     method: Literal["obs"] = "obs"
 
-    def rank(self, rankings: Sequence[Ranking], num_remove: int) -> list[Order]:
+    def rank(self, problems: Sequence[GroupProblem], num_remove: int) -> list[Order]:
         """Return the order of elimination and every unit's score, by group; kept units have the score infinity."""
-        group = rankings[0].group
-        where = group.name if len(rankings) == 1 else f"{group.name} to {rankings[-1].group.name}"
-        damped = stack_moments([ranking.damped for ranking in rankings])
+        group = problems[0].group
+        where = group.name if len(problems) == 1 else f"{group.name} to {problems[-1].group.name}"
+        damped = stack_moments([problem.weighed for problem in problems])
         elimination = eliminate_units(damped, group.columns_per_unit, where, group.num_blocks, num_remove)
-        scores = elimination.increase.new_full((len(rankings), group.num_units), torch.inf)
+        scores = elimination.increase.new_full((len(problems), group.num_units), torch.inf)
         scores.scatter_(1, elimination.order, elimination.increase)
         return list(zip(elimination.order, scores, strict=True))

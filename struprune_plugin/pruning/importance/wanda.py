@@ -10,7 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 from struprune_plugin.linalg.second_moments import SecondMoments
-from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Ranking, sum_columns
+from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, sum_columns
+from struprune_plugin.pruning.problem import GroupProblem
 
 
 @IMPORTANCES.register
@@ -19,8 +20,8 @@ class Wanda(Importance):
 
     method: Literal["wanda"] = "wanda"
 
-    def score(self, ranking: Ranking, dense: Tensor, columns: Tensor) -> Tensor:
-        return score_wanda(ranking.moments, dense[:, :-1], columns)
+    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+        return score_wanda(problem.moments, dense[:, :-1], columns)
 
 
 def score_wanda(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) -> Tensor:

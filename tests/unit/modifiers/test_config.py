@@ -86,7 +86,7 @@ class FirstUnits(Importance):
 
     method: Literal["first_units"] = "first_units"
 
-    def score(self, ranking, dense, columns):
+    def score(self, problem, dense, columns):
         return torch.arange(len(columns), dtype=torch.float64, device=dense.device)
 
 

@@ -18,7 +18,7 @@ from struprune_plugin.model.layers import find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.importance import Sensitivity
+from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.pruning.prune_layer import Decision, Pruner
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.payload import dump, load
@@ -135,5 +135,8 @@ def test_decisions_survive_the_wire():
     again = load(Decision, *dump(decision))
     assert again.record == decision.record
     assert decision.basis is not None
-    for name in ("keep", "weight", "basis", "rows"):
+    assert again.producers.keys() == decision.producers.keys() != set()
+    for name in ("keep", "weight", "basis"):
         assert torch.equal(getattr(again, name), getattr(decision, name))
+    for name, rows in decision.producers.items():
+        assert torch.equal(again.producers[name], rows)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit
-from struprune_plugin.layerwise.statistics import MomentGatherer
+from struprune_plugin.layerwise.statistics import GroupSums
 from struprune_plugin.linalg.elimination import eliminate_units
 from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, move_moments
@@ -114,9 +114,9 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
     inputs, target = torch.randn(8, group.num_columns), torch.randn(8, 16)
     with play_device():
         call = LayerCall(torch.zeros(2, 4, 16), {}, None, DEVICE)
-        gatherer = MomentGatherer(DeviceContext(offload), hold_out=True, num_before=3)
-        gatherer.add(layer, group, Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))
-        found = gatherer.finish(group)
+        sums = GroupSums(layer, group, DEVICE, DeviceContext(offload), hold_out=True, num_before=3)
+        sums.add(Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))
+        found = sums.finish()
     side = torch.device("cpu") if offload else DEVICE
     assert found.all.gram.device == found.held.gram.device == found.all.target_energy.device == side
     expected = make_moments(group.num_columns, 16, "cpu", torch.float32)

@@ -1,0 +1,88 @@
+"""What the units of one group are ranked by, and what its weights are solved from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
+from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
+from struprune_plugin.linalg.second_moments import SecondMoments
+from struprune_plugin.linalg.solve import damp_moments, weigh_outputs
+from struprune_plugin.model.units.group import UnitGroup
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Measurements of the dense model, on the host; empty where not requested.
+
+    :param fisher_sqrt: R with ``R^T R`` the Fisher information of a module's output, by :attr:`UnitGroup.output_name`, shape
+        [d, d], float64
+    :param saliency: score of every unit from gradients, by group name, for importances that need one, shape [units], float64
+    """
+
+    fisher_sqrt: Mapping[str, Tensor] = field(default_factory=dict)
+    saliency: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def summarize_fisher(self) -> dict[str, float]:
+        """Return the mean diagonal of the Fisher information of every module's output."""
+        return {name: float(root.square().sum() / root.shape[-1]) for name, root in self.fisher_sqrt.items()}
+
+
+@dataclass(frozen=True)
+class GroupProblem:
+    """Least-squares problem of one group's consumer: inputs in unit order, the bias last.
+
+    :param module: the group in its layer, which is not changed
+    :param gathered: moments of the consumer's inputs and targets
+    :param dense: the consumer's present weights, shape [d, n + 1], float64
+    :param damped: moments of all sequences, damped towards these weights
+    :param weighed: the same, with errors weighted by the sensitivity of the module's output, where it was measured
+    :param sensitivity: measurements of the dense model
+    :param sparsity: sparsity asked of the whole model
+    :param dampening_frac: dampening of every solve but the closing one
+    """
+
+    module: ModuleView
+    gathered: GroupMoments
+    dense: Tensor
+    damped: SecondMoments
+    weighed: SecondMoments
+    sensitivity: Sensitivity
+    sparsity: float
+    dampening_frac: float
+
+    @classmethod
+    def pose(
+        cls,
+        module: ModuleView,
+        gathered: GroupMoments,
+        dampening_frac: float,
+        sensitivity: Sensitivity | None = None,
+        sparsity: float = 0.0,
+    ) -> GroupProblem:
+        """Return the problem of a module in its present state."""
+        dense, sensitivity = module.read_weights(), sensitivity or Sensitivity()
+        damped = damp_moments(gathered.all, dense, dampening_frac, module.has_bias)
+        root = sensitivity.fisher_sqrt.get(module.group.output_name)
+        weighed = damped if root is None else weigh_outputs(damped, module.context.to_solver(root), dense)
+        return cls(module, gathered, dense, damped, weighed, sensitivity, sparsity, dampening_frac)
+
+    @property
+    def group(self) -> UnitGroup:
+        return self.module.group
+
+    @property
+    def moments(self) -> SecondMoments:
+        """Moments of all sequences, not damped."""
+        return self.gathered.all
+
+    def rotate(self, basis: Tensor) -> GroupProblem:
+        """Return the problem of rotated inputs."""
+        copies, held = self.group.columns_per_unit, self.gathered.held
+        rotated = None if held is None else rotate_moments(held, basis, copies)
+        gathered = replace(self.gathered, all=rotate_moments(self.moments, basis, copies), held=rotated)
+        damped, dense = rotate_moments(self.damped, basis, copies), rotate_columns(self.dense, basis, copies)
+        return replace(self, gathered=gathered, damped=damped, dense=dense)

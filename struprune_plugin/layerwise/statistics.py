@@ -109,7 +109,7 @@ class GroupSums:
         for part in sums.list_parts():
             sum_over_ranks(part)
         with self._context.solving():
-            moments = sums.gather(self._context.to_solver)
+            moments = sums.assemble(self._context.to_solver)
             if self._group.repeats == 1:
                 return moments
             columns = torch.arange(self._group.num_columns, device=moments.gram.device)

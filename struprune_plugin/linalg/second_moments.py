@@ -165,7 +165,7 @@ class MomentSums:
         sums = [self._input_sum, self._target_sum, self._count, self._target_energy, self._absolute_sum]
         return [*self._upper, self._cross, *sums]
 
-    def gather(self, fetch: Callable[[Tensor], Tensor] | None = None) -> SecondMoments:
+    def assemble(self, fetch: Callable[[Tensor], Tensor] | None = None) -> SecondMoments:
         """Return the moments, and release the sums block by block.
 
         :param fetch: function that moves a sum to the device of the moments

@@ -99,8 +99,8 @@ class LayerSizes:
 
     :param num_heads: number of query heads
     :param num_key_value_heads: number of key and value heads
-    :param head_dim: width of a head's queries and keys
-    :param value_head_dim: width of a head's values
+    :param head_dim: width of a head's values in the dense model
+    :param value_head_dim: their present width
     :param width: FFN channels; 0 where there is no FFN to prune
     """
 

@@ -1,4 +1,4 @@
-"""Conversion of dataclasses to JSON and tensors, for the disk and for other processes."""
+"""Conversion of dataclasses to JSON and tensors, for the disk."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_gone(cls, values: Any) -> Any:
-        refuse_gone(values if isinstance(values, dict) else ())
+        refuse_gone([name for name in values if name not in cls.model_fields] if isinstance(values, dict) else ())
         return values
 
 
@@ -138,10 +138,11 @@ class Registry(dict[str, type[C]]):
                 f"must be a name or a mapping with {self.key!r}, got {shorten_value(value)}. {self._list()}"
             )
         name = given[self.key]
-        refuse_gone([name, *given])
         if name not in self:
+            refuse_gone([name])
             raise ValueError(f"must be a known {self.key}, got {name!r}. {suggest(name, self) or self._list()}")
         method = self[name]
+        refuse_gone([field for field in given if field not in method.model_fields])
         for field in given.keys() - method.model_fields.keys():
             others = [other for other, cls in self.items() if field in cls.model_fields]
             known = suggest(str(field), method.model_fields) or f"Its fields are {', '.join(method.model_fields)}."

@@ -26,7 +26,7 @@ def sum_sequences(inputs: torch.Tensor, targets: torch.Tensor, **options) -> Sec
     sums = MomentSums((inputs.shape[-1], targets.shape[-1]), "cpu", torch.float32, **options)
     for sequence, wanted in zip(inputs, targets, strict=True):
         sums.add(sequence, wanted)
-    return sums.gather()
+    return sums.assemble()
 
 
 def make_moments(

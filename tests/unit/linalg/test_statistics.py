@@ -43,7 +43,7 @@ def test_moment_sums_gather_to_the_moments_of_all_tokens(pieces):
         sums.add(x, y)
     held = count_sums(600, 3)
     assert held == sum(part.numel() for part in sums.list_parts())
-    found, wanted = sums.gather(), gather(inputs, targets, 40)
+    found, wanted = sums.assemble(), gather(inputs, targets, 40)
     for name in PARTS:
         torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-12, atol=1e-12)
     assert held < 0.75 * sum(getattr(wanted, name).numel() for name in PARTS)
@@ -72,7 +72,7 @@ def test_sums_of_bfloat16_inputs_on_a_card_are_float32_sums(monkeypatch):
     monkeypatch.setattr(statistics, "_multiplies_narrow", lambda *_: True)
     monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
     found.add(inputs, targets)
-    expected, found = expected.gather(), found.gather()
+    expected, found = expected.assemble(), found.assemble()
     for name in PARTS:
         wanted = getattr(expected, name)
         torch.testing.assert_close(getattr(found, name), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
@@ -90,7 +90,7 @@ def test_no_product_rounds_its_inputs(dtype, monkeypatch):
     sums.add(inputs, targets)
     wanted.add(inputs.double(), targets.double())
     assert matmul.fp32_precision == before
-    found, expected = sums.gather(), wanted.gather()
+    found, expected = sums.assemble(), wanted.assemble()
     for name in PARTS:
         want = getattr(expected, name)
         limit = 1e-5 * float(want.abs().max())

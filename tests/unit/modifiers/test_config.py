@@ -90,6 +90,23 @@ class FirstUnits(Importance):
         return torch.arange(len(columns), dtype=torch.float64, device=dense.device)
 
 
+class Taylor(FirstUnits):
+    """A name, and a field, that recipes of an earlier version had."""
+
+    method: Literal["taylor"] = "taylor"
+    data: int = 1
+
+
+def test_a_third_party_may_use_a_name_that_is_gone(request):
+    with pytest.raises(ValueError, match="`taylor` is gone"):
+        StruPruneModifier(sparsity=0.3, importance="taylor")
+    request.addfinalizer(lambda: IMPORTANCES.pop("taylor"))
+    IMPORTANCES.register(Taylor)
+    assert StruPruneModifier(sparsity=0.3, importance={"method": "taylor", "data": 2}).importance == Taylor(data=2)
+    with pytest.raises(ValueError, match="`loss` is gone"):
+        StruPruneModifier(sparsity=0.3, importance={"method": "taylor", "loss": 2})
+
+
 class LastLayers(AllocationRule):
     """A rule as a third party would write it: the later a layer, the more it loses."""
 

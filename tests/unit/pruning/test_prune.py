@@ -122,7 +122,7 @@ def test_in_the_first_layer_the_residual_target_is_the_modules_own_output(model_
 
 
 @torch.no_grad()
-def test_decisions_survive_the_wire():
+def test_decisions_survive_the_disk():
     model = make_opt()
     layer, calls = record_calls(model)
     groups = [group for group in find_groups(model, "value_channels") if group.layer_index == 0]

@@ -59,7 +59,7 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
     start = time.perf_counter()
     calls = record_calls(model, windows)
     hidden = [call.hidden for call in calls]
-    observer = LayerStatistics(TARGETS["block"], ROOM, all_groups=True)
+    observer = LayerStatistics(TARGETS["block"], ROOM)
     changed, num_swaps = False, 0
     for name, layer in find_decoder_layers(model):
         members = [group for group in groups if group.layer_name == name]

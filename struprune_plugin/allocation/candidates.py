@@ -92,7 +92,7 @@ class Trial:
         self._model, self._groups, self._context = model, groups, context
         self._config, self._fit, self._num_fit = config, fit, 0 if fit.moments else fit.num_batches
         self._paths = [_Path(plan.kept) for plan in plans]
-        self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
+        self._statistics = LayerStatistics(TARGETS["local"], context)
         self._dense: list[Tensor] = []  # outputs of the last layer, by trial batch
 
     @torch.no_grad()

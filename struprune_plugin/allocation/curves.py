@@ -50,7 +50,7 @@ class CurveMeasurer:
         keeps_moments: bool = False,
     ):
         self._rule, self._config, self._sensitivity, self._context = rule, config, sensitivity, context
-        self._statistics = LayerStatistics(TARGETS["local"], context, all_groups=True)
+        self._statistics = LayerStatistics(TARGETS["local"], context)
         self.moments: dict[str, GroupMoments] | None = {} if keeps_moments else None
 
     def measure(

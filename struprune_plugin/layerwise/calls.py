@@ -13,7 +13,6 @@ from torch import Tensor
 from struprune_plugin.runtime.device_context import DeviceContext
 
 Place = int | str  # place of an argument: its index among the positional ones after the hidden states, or its name
-Seen = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,6 @@ class LayerCall:
     def batch_shape(self) -> tuple[int, int]:
         """Number of sequences, and of tokens per sequence, padding included."""
         return self.shape or (self.hidden.shape[0], self.hidden.shape[1])
-
-    @property
-    def length(self) -> int:
-        """Tokens per sequence, padding included."""
-        return self.batch_shape[1]
 
     @property
     def states(self) -> States:
@@ -176,7 +170,7 @@ def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[P
     return name, kwargs[name], {key: value for key, value in kwargs.items() if key != name}
 
 
-def store(value: Any, known: Any, context: DeviceContext, seen: Seen | None = None) -> Any:
+def store(value: Any, known: Any, context: DeviceContext, seen: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
     """Return a tensor, or a tuple, list or mapping of tensors, parked; an equal stored tensor is reused.
 
     :param known: stored value that may hold equal tensors

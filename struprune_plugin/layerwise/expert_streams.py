@@ -100,10 +100,12 @@ def visit_experts(
     chosen = _read_routing(experts.num_experts, args[1], args[2], call) if len(args) > 2 else None
     for group in groups:
         stream = seen.read(group)
-        yield group, _make_visit(stream, chosen, group.expert_index, repair, call)
+        yield group, _make_expert_visit(stream, chosen, group.expert_index, repair, call)
 
 
-def _make_visit(stream: Stream, routing: _Routing | None, index: int, repair: Repair | None, call: LayerCall) -> Visit:
+def _make_expert_visit(
+    stream: Stream, routing: _Routing | None, index: int, repair: Repair | None, call: LayerCall
+) -> Visit:
     """Return one expert's visit, with its tokens sorted, without padding and those of weight 0."""
     source, inputs, output = stream.source, stream.inputs, stream.output
     if routing is None:  # the expert saw every token multiplied by its weight, so those of weight 0 are zero

@@ -119,11 +119,11 @@ class GroupSums:
 class LayerStatistics:
     """Statistics of one decoder layer after the other: calls, moments of groups, and the dense path.
 
-    While a layer runs on the pruned path's inputs, the statistics of its first group are gathered, and the dense layer
-    runs on the dense hidden states. Once that group is pruned, the layer runs again for the next.
+    In a pass that changes layers, the statistics of a layer's first group are gathered while it runs on the pruned path's inputs,
+    and the dense layer runs on the dense hidden states. Once that group is pruned, the layer runs again for the next, and a last
+    time for its outputs. In a pass that changes nothing, one run gathers the statistics of all groups.
 
-    :param all_groups: gather the statistics of all groups at the same time, for a pass that changes nothing
-    :param propagates: whether a finished layer runs again, so that the outputs of earlier runs are not read
+    :param changes: whether layers are changed
     :param revisits: as in :class:`~struprune_plugin.layerwise.dense_reference.DenseReference`
     """
 
@@ -131,17 +131,16 @@ class LayerStatistics:
         self,
         target: Target,
         context: DeviceContext,
-        all_groups: bool = False,
+        changes: bool = False,
         hold_out: bool = False,
         num_before: int = 0,
-        propagates: bool = False,
         revisits: bool = False,
     ):
         self.dense = DenseReference(target, context, revisits)
         self.calls: list[LayerCall] = []
         self._groups: Sequence[UnitGroup] = ()  # of the layer
         self.context = context
-        self._all_groups, self._propagates = all_groups, propagates
+        self._changes = changes
         self._hold_out, self._num_before = hold_out, num_before
         self._sums: dict[str, GroupSums] = {}  # of groups whose moments are being gathered
 
@@ -153,12 +152,12 @@ class LayerStatistics:
         self._groups = groups
         self.dense.run(layer, groups, call, len(self.calls))
         self.calls.append(call)
-        counted = groups if self._all_groups else self._list_together(groups[0]) if groups else groups
-        if self._propagates and not groups:
+        if self._changes and not groups:
             return None
-        return self._count(layer, counted, len(self.calls) - 1, stop=self._propagates)
+        visited = self._list_visited(groups[0]) if self._changes else groups
+        return self._gather(layer, visited, len(self.calls) - 1, stop=self._changes)
 
-    def _count(self, layer: nn.Module, groups: Sequence[UnitGroup], index: int, stop: bool) -> States | None:
+    def _gather(self, layer: nn.Module, groups: Sequence[UnitGroup], index: int, stop: bool) -> States | None:
         """Run the present layer on a recorded batch of the pruned path, and add groups to the moments.
 
         :param stop: end the pass once a single group's consumer has run
@@ -183,7 +182,7 @@ class LayerStatistics:
             self._sums[group.name] = GroupSums(layer, group, device, self.context, self._hold_out, self._num_before)
         self._sums[group.name].add(visit)
 
-    def _list_together(self, group: UnitGroup) -> list[UnitGroup]:
+    def _list_visited(self, group: UnitGroup) -> list[UnitGroup]:
         """Return the groups whose moments are gathered together with a group's: for an expert, those of all experts of its list."""
         return [other for other in self._groups if other.experts == group.experts] if group.experts else [group]
 
@@ -199,9 +198,9 @@ class LayerStatistics:
         """Return the moments of the next group: already gathered for a layer's first group, gathered by a pass for the others."""
         if group.name not in self._sums:
             for index in trange(len(self.calls), desc=progress, leave=False):
-                self._count(layer, self._list_together(group), index, stop=True)
+                self._gather(layer, self._list_visited(group), index, stop=True)
         found = self._sums.pop(group.name).finish()
-        return _imagine(found, layer, group) if found.num_rows == 0 else found
+        return _fill_unseen(found, layer, group) if found.num_rows == 0 else found
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the present layer on every recorded batch of the pruned path, and yield the group's visits."""
@@ -281,7 +280,7 @@ def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], c
             sums.add(inputs, targets[rows], None if visit.weights is None else visit.weights[rows])
 
 
-def _imagine(found: GroupMoments, layer: nn.Module, group: UnitGroup) -> GroupMoments:
+def _fill_unseen(found: GroupMoments, layer: nn.Module, group: UnitGroup) -> GroupMoments:
     """Set the moments of an expert that saw no token to those of uncorrelated inputs, negligible beside other modules' errors."""
     moments, dense = found.all, read_consumer(layer, group)
     moments.gram.diagonal().fill_(_FAINT)

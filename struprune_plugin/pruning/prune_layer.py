@@ -81,9 +81,9 @@ class Pruner:
         statistics = LayerStatistics(
             config.reconstruct,
             self.context,
+            changes=True,
             hold_out=config.chooses_dampening,
             num_before=count_before(sum(len(batch["input_ids"]) for batch in batches)),
-            propagates=True,
             revisits=config.revisits,
         )
         records, changed = list[GroupRecord](), False

@@ -50,7 +50,7 @@ def see_experts(model, batch):
 def test_moments_are_those_of_the_experts_own_tokens_weighed(model, padded):
     batches = make_batches(model, padded)
     groups = [group for group in find_groups(model, "none", prune_experts=True) if group.layer_index == 0]
-    statistics = LayerStatistics(TARGETS["local"], DeviceContext(), all_groups=True)
+    statistics = LayerStatistics(TARGETS["local"], DeviceContext())
     step = next(iter(stream_layers(model, batches, statistics.context, "test")))
     step.observe(statistics, select_groups(groups, step.name))
     for index, group in enumerate(groups):
@@ -101,7 +101,7 @@ def send_elsewhere(_module, args):
 def test_an_expert_without_a_token_still_has_moments(model):
     model.get_submodule("model.layers.0.mlp.experts").register_forward_pre_hook(send_elsewhere)
     groups = [group for group in find_groups(model, "none", prune_experts=True) if group.layer_index == 0]
-    statistics = LayerStatistics(TARGETS["local"], DeviceContext(), all_groups=True)
+    statistics = LayerStatistics(TARGETS["local"], DeviceContext())
     step = next(iter(stream_layers(model, make_batches(model), statistics.context, "test")))
     step.observe(statistics, groups)
     first, *others = [statistics.collect_moments(step.layer, group, "") for group in groups]

@@ -40,9 +40,9 @@ def test_a_shared_expert_is_asked_for_its_output_and_what_the_stream_lacks():
     shared = next(group for group in groups if group.join.block and not group.experts)
     assert [group.name for group in groups if group.layer_index == shared.layer_index][-1] == shared.name
     batches = [{"input_ids": draw_tokens(model.config, 2, 16), "attention_mask": torch.ones(2, 16, dtype=torch.int64)}]
-    statistics = LayerStatistics(TARGETS["residual"], DeviceContext())
+    statistics = LayerStatistics(TARGETS["residual"], DeviceContext(), changes=True)
     with torch.no_grad():
-        for step in stream_layers(model, batches, statistics.context, "test"):
+        for step in stream_layers(model, batches, statistics.context, "test", propagates=True):
             own = [group for group in groups if group.layer_name == step.name]
             step.observe(statistics, own)
             if step.name == shared.layer_name:

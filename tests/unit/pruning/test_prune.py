@@ -38,7 +38,7 @@ def record_calls(model, num_batches=6):
 
 
 def observe(layer, groups, calls, target="residual", hold_out=False):
-    observed = LayerStatistics(TARGETS[target], DeviceContext(), hold_out=hold_out)
+    observed = LayerStatistics(TARGETS[target], DeviceContext(), changes=True, hold_out=hold_out)
     for args, kwargs in calls:
         observed.run_layer(layer, groups, LayerCall.record(args, kwargs, None, DeviceContext()))
     return observed

@@ -38,8 +38,10 @@ def pose_problems(
     modules: Sequence[ModuleView], moments: Sequence[GroupMoments], config: PruningConfig, sensitivity: Sensitivity
 ) -> list[GroupProblem]:
     """Return the problem of every module in its present state."""
-    numbers = config.dampening_frac, sensitivity, config.sparsity
-    return [GroupProblem.pose(*pair, *numbers) for pair in zip(modules, moments, strict=True)]
+    return [
+        GroupProblem.pose(module, gathered, config.dampening_frac, sensitivity, config.sparsity)
+        for module, gathered in zip(modules, moments, strict=True)
+    ]
 
 
 def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, int] | None = None) -> list[list[UnitGroup]]:

@@ -122,7 +122,7 @@ class CountedPeaks(DevicePeaks):
 class WeightsAtOnce(WeightsAhead):
     """Fetches in this thread, which counts."""
 
-    def _submit(self, caches: list[OffloadCache], device: torch.device) -> Future[Any]:
+    def _submit(self, caches: list[OffloadCache]) -> Future[Any]:
         coming: Future[Any] = Future()
         coming.set_result(load_weights(caches))
         return coming

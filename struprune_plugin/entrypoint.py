@@ -22,7 +22,7 @@ from llmcompressor.recipe import Recipe
 from loguru import logger
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.evaluation.calibration import is_from_host, prepare_dataset
+from struprune_plugin.evaluation.text import is_from_host, prepare_dataset
 from struprune_plugin.export.convert import carry_files, keep_generation_settings
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
@@ -39,7 +39,7 @@ from struprune_plugin.modifiers.host_arguments import (
 )
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
-from struprune_plugin.reporting.model_card import write_card
+from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_output
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch

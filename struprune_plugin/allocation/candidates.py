@@ -36,7 +36,7 @@ from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
 
 Kept = Mapping[str, int]  # number of units by group
 Weights = dict[int, tuple[Tensor, Tensor]]  # a consumer's weights and bias by number of kept units

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TextIO
 
 from rich.console import Console, RenderableType
@@ -73,22 +72,12 @@ def _raise_terminated(*_: object) -> NoReturn:
     raise _Terminated
 
 
-def _isolate_torch() -> AbstractContextManager[None]:
-    """Return a context under torch's defaults; where torch is not imported yet, nobody has changed them."""
-    if "torch" not in sys.modules:
-        return nullcontext()
-    from struprune_plugin.runtime.torch_state import reset_torch
-
-    return reset_torch()
-
-
 def run_command(run: Callable[[], object]) -> int:
     """Run a command and return its exit status: 0 when the whole job is done, 2 for bad input, 130 and 143 when stopped."""
     streams, before = (sys.stdout, sys.stderr), signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         try:
-            with _isolate_torch():
-                run()
+            run()
             streams[0].flush()
             return 0
         finally:

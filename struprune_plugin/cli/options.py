@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,6 +72,8 @@ Tasks = Annotated[str | None, option("--tasks", _TASKS, "a,b", _SCORING)]
 IncludePath = Annotated[str | None, option("--include-path", _FOLDER, "DIR", _SCORING)]
 Limit = Annotated[int | None, whole("--limit", "examples per task [default: all]", 1, _SCORING)]
 
+_PICK = re.compile(r"([+-])(\d+(?:[.]\d+)?)(%?) (\S+)")
+
 _OUTPUT = "Output"
 Json = Annotated[bool, option("--json", "print the results as JSON, and nothing else on stdout", panel=_OUTPUT)]
 Quiet = Annotated[
@@ -134,10 +137,66 @@ def read_tasks(tasks: str | None, include_path: str | None) -> list[str]:
     return names
 
 
-def check_names(
-    recipe: str | None, models: Sequence[str], texts: Sequence[str | Path | None] = (), device: str = "auto"
+def read_sparsities(text: str) -> list[float]:
+    """Parse ``first:last:step`` or a comma-separated list.
+
+    :raises ValueError: another form, a number outside (0, 1), or a repeated number
+    """
+    try:
+        found = [float(part) for part in text.split(",")] if ":" not in text else _spread(*map(float, text.split(":")))
+    except (ValueError, TypeError):
+        found = []
+    if not found or not all(0 < value < 1 for value in found) or len(set(found)) < len(found):
+        raise ValueError(
+            f"--sparsity: must be first:last:step or numbers separated by commas, each above 0 and below 1, got {text!r}. "
+            "Write, for example, 0.1:0.6:0.1 or 0.2,0.4."
+        )
+    return found
+
+
+def _spread(first: float, last: float, step: float) -> list[float]:
+    """Return the numbers of a range; empty if it is not a range, or has more than a hundred numbers."""
+    count = (last - first) / step if step > 0 else -1.0
+    return [round(first + index * step, 6) for index in range(int(count + 1e-6) + 1)] if 0 <= count < 100 else []
+
+
+def read_pick(text: str, tasks: Sequence[str]) -> tuple[float, bool, str]:
+    """Parse a permitted loss, e.g. ``+5% perplexity`` or ``-0.01 arc_easy``, into (amount, whether relative, measure).
+
+    :param tasks: tasks that the sweep scores
+    :raises ValueError: another form, or a task that is not among these
+    """
+    found = _PICK.fullmatch(text.strip())
+    if found is None or (found[1] == "+") != (found[4] == "perplexity"):
+        raise ValueError(
+            f"--pick: must be like '+5% perplexity' or '-1% TASK', got {text!r}. Give how far perplexity may "
+            "rise, or the score of a task may fall."
+        )
+    if found[4] not in ("perplexity", *tasks):
+        raise ValueError(f"--pick: must name what the sweep measures, got {found[4]!r}. Add it to --tasks.")
+    return float(found[2]) / (100 if found[3] else 1), bool(found[3]), found[4]
+
+
+def check_folder(path: Path) -> None:
+    """Raise if there is no such folder."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
+
+
+def prepare(
+    screen: Screen,
+    recipe: str | None = None,
+    models: Sequence[str] = (),
+    texts: Sequence[str | Path | None] = (),
+    device: str = "auto",
+    verbose: bool = False,
 ) -> None:
-    """Raise if the name of a recipe, model, text or device is invalid, before anything heavy is imported."""
+    """Let torch see one device, register StruPrune with llm-compressor and transformers, and set what they log.
+
+    N of ``cuda:N`` counts the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, as torch does.
+
+    :raises ValueError: the name of a recipe, model, text or device is invalid, before anything heavy is imported; no such GPU
+    """
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}. Choose one of these.")
@@ -155,20 +214,6 @@ def check_names(
                 f"model: {model!r} must be a model folder or a hub name that can be loaded, got {problem}. Correct the path or "
                 "the name."
             )
-
-
-def check_folder(path: Path) -> None:
-    """Raise if there is no such folder."""
-    if not path.is_dir():
-        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
-
-
-def prepare(device: str, screen: Screen, verbose: bool = False) -> None:
-    """Let torch see one device, register StruPrune with llm-compressor and transformers, and set what they log.
-
-    N of ``cuda:N`` counts the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, as torch does.
-    """
-    kind, _, index = device.partition(":")
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if kind == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -184,19 +229,3 @@ def prepare(device: str, screen: Screen, verbose: bool = False) -> None:
     from struprune_plugin import registration  # noqa: F401
 
     screen.set_log(verbose)
-
-
-def describe_calibration(
-    data: str | None, text_column: str, num_samples: int, seq_length: int, batch_size: int
-) -> dict[str, Any]:
-    """Return the calibration arguments of :func:`struprune_plugin.oneshot`; the same command calibrates on the same samples."""
-    from struprune_plugin.evaluation.text import DEMO_CALIBRATION
-
-    return {
-        "dataset": data or DEMO_CALIBRATION,
-        "text_column": text_column,
-        "num_calibration_samples": num_samples,
-        "max_seq_length": seq_length,
-        "batch_size": batch_size,
-        "shuffle_calibration_samples": False,
-    }

@@ -38,15 +38,12 @@ def measure_perplexity(
     :raises ValueError: ``window`` or ``stride`` is out of range, a token has no embedding, or there are fewer tokens than a window
     """
     stride = window if stride is None else stride
-    _check_tokens(model, tokens)
-    if window < 2 or not 1 <= stride <= window:
+    check_windows(len(tokens), window, stride)
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if embeddings is not None and int(tokens.max()) >= embeddings:
         raise ValueError(
-            f"window must be at least 2 and stride in [1, window], got window={window}, stride={stride}. Raise window, or lower "
-            "stride."
-        )
-    if len(tokens) < window:
-        raise ValueError(
-            f"text: must hold at least one window of {window} tokens, got {len(tokens)}. Use more text, or lower the window."
+            f"text: token ids must be below {embeddings}, the model's number of embeddings, got {int(tokens.max())}. Use the "
+            "model's own tokenizer."
         )
     windows = tokens.unfold(0, window, stride)
     total, count = 0.0, 0
@@ -77,26 +74,24 @@ def load_checkpoint(
     return model.to(device).eval(), tokenizer
 
 
-def check_window(config: PretrainedConfig, window: int) -> None:
-    """Raise if windows of this length exceed the positions of a model's configuration.
+def check_windows(num_tokens: int, window: int, stride: int, config: PretrainedConfig | None = None) -> None:
+    """Raise if a text cannot be scored in such windows.
 
+    :param config: configuration of the model, whose positions a window must not exceed
     :raises ValueError: in that case
     """
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or window
-    if window > positions:
-        raise ValueError(f"--window: must be at most the model's {positions} positions, got {window}. Lower it.")
-
-
-def _check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
-    """Raise if a token has no embedding.
-
-    :raises ValueError: in that case
-    """
-    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings:
+    if config is not None:
+        positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or window
+        if window > positions:
+            raise ValueError(f"--window: must be at most the model's {positions} positions, got {window}. Lower it.")
+    if window < 2 or not 1 <= stride <= window:
         raise ValueError(
-            f"text: token ids must be below {embeddings}, the model's number of embeddings, got {int(tokens.max())}. Use the "
-            "model's own tokenizer."
+            f"window must be at least 2 and stride in [1, window], got window={window}, stride={stride}. Raise window, or lower "
+            "stride."
+        )
+    if num_tokens < window:
+        raise ValueError(
+            f"text: must hold at least one window of {window} tokens, got {num_tokens}. Use more text, or lower the window."
         )
 
 

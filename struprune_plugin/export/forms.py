@@ -31,26 +31,6 @@ from struprune_plugin.storage.checkpoint import load_whole, read_config
 Form = Literal["uniform-padded", "gguf"]
 
 
-def load_pruned(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the model of a pruned folder, in its own dtype, on the host.
-
-    :param trust_remote_code: run the code that comes with it, which a class outside transformers needs
-    :raises ValueError: the folder is not a pruned one in the per-layer form, is not whole, or is quantised
-    """
-    read_config(str(folder), trust_remote_code=trust_remote_code)  # refuses in its own words
-    model = load_whole(AutoModelForCausalLM, str(folder), dtype="auto", trust_remote_code=trust_remote_code)
-    if not is_pruned(type(model)):
-        raise ValueError(
-            f"{folder}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}. It "
-            "loads as it is, without a conversion."
-        )
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{folder}: must not be quantised, got a quantised model. Convert the unquantised output, and quantise afterwards."
-        )
-    return model
-
-
 @reset_torch()
 def convert_folder(source: Path, form: Form, output: Path, trust_remote_code: bool = False) -> None:
     """Write a pruned folder in another form, with the same function and other shapes.
@@ -59,10 +39,20 @@ def convert_folder(source: Path, form: Form, output: Path, trust_remote_code: bo
     - ``gguf``: one file for llama.cpp with per-layer FFN widths and heads, values padded to the width of keys
 
     :param output: an empty folder
-    :param trust_remote_code: as in :func:`load_pruned`
-    :raises ValueError: the class or the folder cannot be converted to that form
+    :param trust_remote_code: run the code that comes with the folder, which a class outside transformers needs
+    :raises ValueError: the folder is not a pruned one in the per-layer form, is not whole, is quantised, or cannot be converted
     """
-    model = load_pruned(source, trust_remote_code)
+    read_config(str(source), trust_remote_code=trust_remote_code)  # refuses in its own words
+    model = load_whole(AutoModelForCausalLM, str(source), dtype="auto", trust_remote_code=trust_remote_code)
+    if not is_pruned(type(model)):
+        raise ValueError(
+            f"{source}: must be a pruned folder in the per-layer form, got a stock {type(model).__name__}. It "
+            "loads as it is, without a conversion."
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{source}: must not be quantised, got a quantised model. Convert the unquantised output, and quantise afterwards."
+        )
     if form == "gguf":
         config = make_dense_config(model.config)
         check_gguf(config, source / "tokenizer.json")

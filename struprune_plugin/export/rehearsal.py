@@ -28,7 +28,7 @@ from struprune_plugin.model.surgery import mask_group, read_consumer, slice_grou
 from struprune_plugin.model.units import AttentionUnit, find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import do_once
+from struprune_plugin.runtime.distributed import compute_on_rank0
 
 
 def rehearse(
@@ -64,7 +64,7 @@ def rehearse(
                 f"{type(error).__name__}: {told}. Choose another attention_unit, or another model."
             ) from error
 
-    prove_once(units, kind, config, lambda: do_once(run))  # only the first process can save
+    prove_once(units, kind, config, lambda: compute_on_rank0(run))  # only the first process can save
 
 
 def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> bool:

@@ -21,7 +21,7 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.mixtures import split_budget
 from struprune_plugin.modifiers.widths import Rounding, measure_groups
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.records import LimitRecord
+from struprune_plugin.storage.manifest import LimitRecord
 
 
 @dataclass(frozen=True)

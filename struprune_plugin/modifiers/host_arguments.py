@@ -18,7 +18,7 @@ from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig, Pr
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
-from struprune_plugin.evaluation.calibration import check_dataset
+from struprune_plugin.evaluation.text import check_dataset
 from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.structure.tiny import find_auto_class, find_class

@@ -20,7 +20,7 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.pruning.config import KeptExperts
 from struprune_plugin.runtime.distributed import check_one_process
-from struprune_plugin.storage.records import ExpertsRecord
+from struprune_plugin.storage.manifest import ExpertsRecord
 
 
 def find_mixture(

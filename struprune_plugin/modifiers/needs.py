@@ -25,7 +25,7 @@ from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.pruning.selection import list_together
-from struprune_plugin.runtime.device_context import choose_kept, find_free_bytes
+from struprune_plugin.runtime.device_context import find_free_bytes
 from struprune_plugin.storage.files import format_bytes
 
 _STREAM_COPIES = (
@@ -71,13 +71,16 @@ class Needs:
 
     @property
     def movable(self) -> dict[str, int]:
-        """Bytes that may stay on the device between the layers, or wait on the host, by what they hold."""
+        """Bytes that may stay on the device between the layers, or wait on the host, first those whose moves would take longest."""
         return {"states": self.states, "fisher": self.fisher, "moments": self.moments}
 
     def choose_kept(self) -> dict[str, int]:
-        """Return the bytes that stay on the device, by what they hold; none where there is no accelerator."""
-        free = None if self.offload else find_free_bytes()
-        return choose_kept(self.movable, None if free is None else free - self.device)
+        """Return the bytes that stay on the device, by what they hold: each that fits beside those before it."""
+        free, kept = None if self.offload else find_free_bytes(), dict[str, int]()
+        for name, size in self.movable.items():
+            if free is not None and self.device + sum(kept.values()) + size <= free:
+                kept[name] = size
+        return kept
 
     def describe(self) -> list[tuple[str, str]]:
         """Return (name, text) of the bytes on the device and on the host."""

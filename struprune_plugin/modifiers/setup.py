@@ -39,14 +39,15 @@ from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.pruning.resume import describe_run, digest_tokens
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
-from struprune_plugin.storage.manifest import Manifest, describe_versions
-from struprune_plugin.storage.records import (
+from struprune_plugin.storage.manifest import (
     AllocationRecord,
     BudgetRecord,
     CalibrationRecord,
     GroupRecord,
+    Manifest,
     ModelRecord,
     StageEntry,
+    describe_versions,
 )
 from struprune_plugin.storage.resume_store import ResumeStore
 

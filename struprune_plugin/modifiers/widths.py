@@ -20,7 +20,7 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.storage.records import RoundingRecord
+from struprune_plugin.storage.manifest import RoundingRecord
 
 _ALIGNED = 8  # numbers of bfloat16 in 16 bytes: kernels of matrix units need rows that are multiples of it
 _FINE = 64  # steps of that size that an FFN's width must have for ``auto`` to round it

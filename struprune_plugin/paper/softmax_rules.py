@@ -22,7 +22,7 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
 from struprune_plugin.model.units import list_head_weights
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
 
 
 class SoftmaxRule(AllocationRule):

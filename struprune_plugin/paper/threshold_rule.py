@@ -14,7 +14,7 @@ from struprune_plugin.linalg.budget import meet_budget
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.linalg.ties import order_scores
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
 
 
 @RULES.register

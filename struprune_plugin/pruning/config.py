@@ -11,7 +11,7 @@ from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.importance import Importance
 from struprune_plugin.pruning.weight_update import WeightUpdate
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
 
 Value = TypeVar("Value")
 

@@ -30,7 +30,7 @@ from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
 from struprune_plugin.pruning.selection import RankedUnits, describe_group, list_together, pose_problems, select_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
-from struprune_plugin.storage.records import GroupRecord
+from struprune_plugin.storage.manifest import GroupRecord
 
 
 @dataclass(frozen=True)

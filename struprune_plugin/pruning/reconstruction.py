@@ -14,7 +14,7 @@ from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_we
 from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
-from struprune_plugin.storage.records import ADMMRecord, SolveRecord
+from struprune_plugin.storage.manifest import ADMMRecord, SolveRecord
 
 
 def solve_group(

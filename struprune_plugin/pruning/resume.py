@@ -16,8 +16,7 @@ from struprune_plugin.model.surgery import LayerCopy
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.distributed import gather
-from struprune_plugin.runtime.payload import dump, load
-from struprune_plugin.storage.records import GroupRecord
+from struprune_plugin.storage.manifest import GroupRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
 _ALLOCATION = "allocation"
@@ -50,16 +49,16 @@ class LayerLog:
 
     def take(self, index: int) -> LayerOutcome | None:
         """Return a finished layer; None from the first missing layer on."""
-        held = self._store.read(_name(index)) if self._is_whole else None
+        held = self._store.read(_name(index), LayerOutcome) if self._is_whole else None
         self._is_whole = held is not None
-        return None if held is None else load(LayerOutcome, *held)
+        return held
 
     def keep(self, index: int, outcome: LayerOutcome) -> None:
         """Write a finished layer to the store.
 
         :raises OSError: the disk refuses
         """
-        self._store.write(_name(index), *dump(outcome))
+        self._store.write(_name(index), outcome)
 
 
 def _name(index: int) -> str:
@@ -68,13 +67,12 @@ def _name(index: int) -> str:
 
 def keep_allocation(store: ResumeStore, plan: UnitAllocation, signals: Sensitivity) -> None:
     """Write the measurements of the dense model and the plan made from them to the store."""
-    store.write(_ALLOCATION, *dump((plan, signals)))
+    store.write(_ALLOCATION, (plan, signals))
 
 
 def take_allocation(store: ResumeStore | None) -> tuple[UnitAllocation, Sensitivity] | None:
     """Return what :func:`keep_allocation` wrote; None if nothing was written."""
-    held = None if store is None else store.read(_ALLOCATION)
-    return None if held is None else load(tuple[UnitAllocation, Sensitivity], *held)
+    return None if store is None else store.read(_ALLOCATION, tuple[UnitAllocation, Sensitivity])
 
 
 def describe_run(

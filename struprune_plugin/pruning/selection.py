@@ -15,7 +15,7 @@ from struprune_plugin.linalg.rotation import find_directions, order_directions
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
-from struprune_plugin.storage.records import GroupRecord, SolveRecord
+from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 
 _TOGETHER = 1 << 24  # entries of the systems of experts that are eliminated together: 128 MB in float64
 

@@ -11,8 +11,16 @@ from typing import Any
 from rich.text import Text
 
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, read_manifest
-from struprune_plugin.storage.records import BudgetRecord, GroupRecord, LimitRecord, ResultRecord, RoundingRecord
+from struprune_plugin.storage.manifest import (
+    MANIFEST_NAME,
+    BudgetRecord,
+    GroupRecord,
+    LimitRecord,
+    Manifest,
+    ResultRecord,
+    RoundingRecord,
+    read_manifest,
+)
 
 _BAR = 20
 _UNITS = {

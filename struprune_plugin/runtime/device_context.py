@@ -59,7 +59,7 @@ class DeviceContext:
 
     :ivar offload: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the next
         layer's weights, which are fetched ahead
-    :ivar kept: bytes that stay on the device between the layers, by what they hold, see :func:`choose_kept`
+    :ivar kept: bytes that stay on the device between the layers, by what they hold
     :ivar stages: records by name, in the order of their first spans
     """
 
@@ -181,19 +181,6 @@ class DeviceContext:
                 torch.cuda.synchronize()
         record.seconds += time.perf_counter() - start
         record.peak_bytes = max(*peaks, record.peak_bytes or 0) if peaks else None
-
-
-def choose_kept(needs: Mapping[str, int], free: int | None) -> dict[str, int]:
-    """Return the parts of a run that stay on the device between its layers: each that fits beside those before it.
-
-    :param needs: bytes of every part, first the one whose moves would take longest
-    :param free: bytes that a run leaves free on the device; None without an accelerator, where nothing moves
-    """
-    kept = dict[str, int]()
-    for name, size in needs.items():
-        if free is not None and sum(kept.values()) + size <= free:
-            kept[name] = size
-    return kept
 
 
 def find_free_bytes() -> int | None:

@@ -71,7 +71,7 @@ def split_range(length: int) -> range:
     return range(length * rank // ranks, length * (rank + 1) // ranks)
 
 
-def compute_on_rank0(compute: Callable[[], Result], device: torch.device) -> Result:
+def compute_on_rank0(compute: Callable[[], Result], device: torch.device | None = None) -> Result:
     """Compute in the first process and return its result in all, bit for bit; where it raises, the others raise, too.
 
     :param device: device of the result's tensors in the other processes
@@ -79,30 +79,19 @@ def compute_on_rank0(compute: Callable[[], Result], device: torch.device) -> Res
     if not is_distributed():
         return compute()
     result: Any = None
-    sent: list[Any] = [None, None]  # what went wrong; the result
-    failed: Exception | None = None
+    content, failed = io.BytesIO(), None
     if is_source_process():
         try:
-            result = compute()
-            content = io.BytesIO()
-            torch.save(result, content)
-            sent = [None, content.getvalue()]
+            torch.save(result := compute(), content)
         except Exception as error:  # the others wait for an answer
-            failed, sent = error, [str(error), None]
+            failed = error
+    sent: list[Any] = [content.getvalue(), failed and str(failed)]
     dist.broadcast_object_list(sent, src=get_source_rank(), device=_find_device())
-    if failed is not None:
-        raise failed
-    problem, content = sent
-    if problem is not None:
-        raise ValueError(problem)
+    if sent[1] is not None:
+        raise failed or ValueError(sent[1])
     if is_source_process():
         return result
-    return torch.load(io.BytesIO(content), map_location=device, weights_only=False)  # of the first process' own making
-
-
-def do_once(act: Callable[[], str | None]) -> str:
-    """Run a function in the first process while the others wait; all return its result, or raise where it raises."""
-    return compute_on_rank0(lambda: act() or "", torch.device("cpu"))
+    return torch.load(io.BytesIO(sent[0]), map_location=device, weights_only=False)  # of the first process' own making
 
 
 def _find_device() -> torch.device:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import llmcompressor.transformers.compression.compressed_tensors_utils as saving
 import psutil
@@ -94,7 +93,9 @@ def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Release onloaded weights of other modules while a decoder layer runs; llm-compressor would keep the embeddings beside it."""
     with ExitStack() as stack:
         for layer in layers:
-            handle = layer.register_forward_pre_hook(lambda module, _args: _drop_others(module), prepend=True)
+            handle = layer.register_forward_pre_hook(
+                lambda module, _: release_weights(module, others=True), prepend=True
+            )
             stack.callback(handle.remove)
         yield
 
@@ -123,38 +124,22 @@ def compare_embeddings_on_host() -> Iterator[None]:
         yield
 
 
-def _drop_others(layer: nn.Module) -> None:
-    """Drop the onloaded copies of weights outside a layer, which llm-compressor keeps for a whole step."""
+def release_weights(module: nn.Module, others: bool = False) -> None:
+    """Drop the onloaded weights of a module from the device; llm-compressor onloads them again on use.
+
+    :param others: drop all but the module's, which llm-compressor keeps for a whole step
+    """
     kept = OffloadCache.keep_onloaded_values
     if not kept:
         return
     with disable_onloading():
-        ours = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
-    for tensor in [tensor for tensor in kept if id(tensor) not in ours]:
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for tensor in [tensor for tensor in kept if (id(tensor) in own) != others]:
         del kept[tensor]
 
 
-def release_weights(module: nn.Module) -> None:
-    """Drop the onloaded weights of a module and its submodules from the device; llm-compressor onloads them again on use."""
-    kept = OffloadCache.keep_onloaded_values
-    if kept:
-        with disable_onloading():
-            for tensor in (*module.parameters(), *module.buffers()):
-                kept.pop(tensor, None)
-
-
-@dataclass(frozen=True)
-class _Fetched:
-    """Weight that was fetched ahead of its use.
-
-    :param offloaded: tensor on the host, or its stand-in for a tensor on disk
-    :param version: version counter of ``offloaded`` at the time of the fetch
-    :param onloaded: copy on the device
-    """
-
-    offloaded: Tensor
-    version: int
-    onloaded: Tensor
+# a weight on the host, or its stand-in there; its version; its copy on the device
+Fetched = tuple[Tensor, int, Tensor]
 
 
 class WeightsAhead:
@@ -166,7 +151,7 @@ class WeightsAhead:
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None  # one for all layers: memory is reused only within a stream
         self._layer: nn.Module | None = None
-        self._coming: Future[list[_Fetched]] | None = None
+        self._coming: Future[list[Fetched]] | None = None
 
     def fetch(self, layer: nn.Module) -> None:
         """Start to fetch a layer's weights; unused fetched weights of another layer are dropped."""
@@ -176,11 +161,13 @@ class WeightsAhead:
         caches = [cache for cache in _list_caches(layer) if len(cache)]
         device = torch.device(caches[0].onload_device) if caches else None
         if device is not None and device.type in ("cpu", "cuda"):  # another thread may copy to these
-            self._layer, self._coming = layer, self._submit(caches, device)
+            if device.type == "cuda":
+                self._stream = self._stream or torch.cuda.Stream(device)
+            self._layer, self._coming = layer, self._submit(caches)
 
-    def _submit(self, caches: list[OffloadCache], device: torch.device) -> Future[list[_Fetched]]:
+    def _submit(self, caches: list[OffloadCache]) -> Future[list[Fetched]]:
         worker = ThreadPoolExecutor(1, thread_name_prefix="weights-ahead")
-        coming = worker.submit(self._load_beside, caches, device)
+        coming = worker.submit(load_weights, caches, self._stream)
         worker.shutdown(wait=False)
         return coming
 
@@ -200,21 +187,11 @@ class WeightsAhead:
         if not OffloadCache.offloading_disabled:
             return  # nothing would release them from the device again
         current = {id(tensor) for cache in _list_caches(layer) for tensor in cache.offloaded_values.values()}
-        for part in fetched:
-            if id(part.offloaded) in current and part.offloaded._version == part.version:
-                if part.onloaded.is_cuda:
-                    part.onloaded.record_stream(torch.cuda.current_stream(part.onloaded.device))
-                OffloadCache.keep_onloaded_values[part.offloaded] = part.onloaded
-
-    def _load_beside(self, caches: list[OffloadCache], device: torch.device) -> list[_Fetched]:
-        """Load weights in a stream separate from the computing one; the copies are complete on return."""
-        if device.type != "cuda":
-            return load_weights(caches)
-        self._stream = self._stream or torch.cuda.Stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            fetched = load_weights(caches)
-            self._stream.synchronize()
-        return fetched
+        for offloaded, version, onloaded in fetched:
+            if id(offloaded) in current and offloaded._version == version:
+                if onloaded.is_cuda:
+                    onloaded.record_stream(torch.cuda.current_stream(onloaded.device))
+                OffloadCache.keep_onloaded_values[offloaded] = onloaded
 
     def drop(self) -> None:
         """Release fetched weights that were not taken."""
@@ -229,9 +206,13 @@ def _list_caches(layer: nn.Module) -> list[OffloadCache]:
     return [cache for cache in held if isinstance(cache, OffloadCache)]
 
 
-def load_weights(caches: list[OffloadCache]) -> list[_Fetched]:
-    """Return copies of the caches' weights on the device."""
+def load_weights(caches: list[OffloadCache], stream: torch.cuda.Stream | None = None) -> list[Fetched]:
+    """Return copies of the caches' weights on the device, made in a stream of their own and complete."""
     offloaded = [
         (cache, tensor) for cache in caches for tensor in cache.offloaded_values.values() if tensor is not None
     ]
-    return [_Fetched(tensor, tensor._version, cache.onload(tensor)) for cache, tensor in offloaded]
+    with torch.cuda.stream(stream):
+        fetched = [(tensor, tensor._version, cache.onload(tensor)) for cache, tensor in offloaded]
+        if stream is not None:
+            stream.synchronize()
+    return fetched

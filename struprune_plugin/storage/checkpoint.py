@@ -203,12 +203,6 @@ def find_checkpoint(model: str, revision: str = "main") -> Path | None:
     return Path(found).parent if found else None
 
 
-def find_weights(model: str) -> Path | None:
-    """Return the folder of a checkpoint with weights on this machine, without asking the hub; None otherwise."""
-    folder = find_checkpoint(model)
-    return folder if folder and any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()) else None
-
-
 def read_tensor_shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shapes of the tensors in a folder's safetensors files by name, without those of files that cannot be read."""
     shapes = {}

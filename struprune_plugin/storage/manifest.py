@@ -1,4 +1,4 @@
-"""``struprune.json``: the manifest of a run's decisions per layer, for readers. This module imports nothing heavy."""
+"""``struprune.json``: the manifest of a run's decisions and measurements per layer, for readers. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,29 +6,253 @@ import functools
 import json
 import platform
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic.dataclasses import dataclass
 
 from struprune_plugin import __version__
 from struprune_plugin.storage.files import shorten_value, write_whole
-from struprune_plugin.storage.records import (
-    CLOSED,
-    AllocationRecord,
-    BudgetRecord,
-    CalibrationRecord,
-    Count,
-    ExpertsRecord,
-    GroupRecord,
-    ModelRecord,
-    ResultRecord,
-    StageEntry,
-)
 
 MANIFEST_NAME = "struprune.json"
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 _read_version = functools.cache(version)  # each look-up searches all installed packages
+CLOSED = ConfigDict(extra="forbid")
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+def _check_kept(keep: list[int], count: int, what: str) -> None:
+    """Raise if no pruning could leave these kept units or experts."""
+    if not keep or not all(first < second for first, second in pairwise(keep)) or keep[-1] >= count:
+        raise ValueError(f"keep must be sorted, unique {what} from 0 to {count - 1}, got {shorten_value(keep)}")
+
+
+@dataclass(frozen=True, config=CLOSED)
+class ModelRecord:
+    """Record of the model, before and after pruning.
+
+    :param base: folder or hub name of the dense model
+    :param type: ``model_type`` of the pruned model
+    :param left_out: tensors of the dense checkpoint that its class does not load; omitted from the file if there are none
+    """
+
+    base: str
+    type: str
+    parameters_before: Count
+    parameters_after: Count
+    left_out: list[str] = Field(default_factory=list, exclude_if=lambda names: not names)
+
+
+@dataclass(frozen=True, config=CLOSED)
+class CalibrationRecord:
+    """Record of a run's calibration data.
+
+    :param num_tokens: tokens without padding
+    :param sha256: digest of all token indices, batch by batch
+    """
+
+    num_sequences: Count
+    num_tokens: Count
+    sha256: str
+
+
+@dataclass(frozen=True, config=CLOSED)
+class RoundingRecord:
+    """Record of modules whose kept widths were rounded.
+
+    :param kind: kind of their units
+    :param because: requirements that set the multiple
+    """
+
+    kind: str
+    width_multiple: Count
+    because: list[str]
+    modules: list[str]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class LimitRecord:
+    """Record of a budget of bytes or time.
+
+    :param name: ``bytes`` or ``speedup``
+    :param asked: requested bytes, or dense seconds over pruned seconds
+    :param planned: bytes of the pruned weights, or the speed-up by the cost table
+    """
+
+    name: str
+    asked: float
+    planned: float
+
+
+@dataclass(frozen=True, config=CLOSED)
+class BudgetRecord:
+    """Record of the requested and removed parameters of the decoder layers' linears.
+
+    :param limit: budget of bytes or time, if one is given; otherwise omitted from the file
+    """
+
+    prunable_parameters: Count
+    asked_sparsity: float
+    removed_parameters: Count
+    met_sparsity: float
+    rounding: list[RoundingRecord]
+    limit: LimitRecord | None = Field(default=None, exclude_if=lambda limit: limit is None)
+
+
+@dataclass(frozen=True, config=CLOSED)
+class AllocationRecord:
+    """Record of the allocation of a budget over the groups; fields that a rule does not use are None and not in the file.
+
+    :param method: name of the rule
+    :param as_printed: whether the rule is as the paper prints it
+    :param temperature: temperature that was used
+    :param searched: every temperature with its error
+    :param importance: importance by group
+    :param retention: mean of Lemma 1's scores, by group
+    :param error: sum of all error curves at the kept counts
+    :param sensitivity: weight of the errors
+    :param tried: KL divergence of every plan that was tried, in nats per token
+    :param taken: name of the plan that was used
+    """
+
+    method: str
+    as_printed: bool | None = None
+    temperature: float | None = None
+    searched: list[dict[str, float]] | None = None
+    importance: dict[str, float] | None = None
+    retention: dict[str, float] | None = None
+    error: float | None = None
+    sensitivity: str | None = None
+    tried: dict[str, float] | None = None
+    taken: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_none(self, inner: Any) -> dict[str, Any]:
+        return {name: value for name, value in inner(self).items() if value is not None}
+
+
+@dataclass(frozen=True, config=CLOSED)
+class StageEntry:
+    """Record of one stage of a run.
+
+    :param peak_bytes: peak bytes held on the device; None if not measured
+    """
+
+    name: str
+    seconds: float
+    peak_bytes: Count | None
+
+
+@dataclass(frozen=True, config=CLOSED)
+class ADMMRecord:
+    """Record of ADMM on one group.
+
+    :param objective: objective at the start, then after every step
+    :param error_after: error of the closing solve on the true activations, relative to the target's energy
+    """
+
+    objective: list[float]
+    error_after: float
+
+
+@dataclass(frozen=True, config=CLOSED)
+class SolveRecord:
+    """Record of the solve of one group's weights.
+
+    :param target_energy: ``tr(Y Y^T)``
+    :param error_before: error of deletion alone, relative to that energy
+    :param error_after: error after the solve, relative to that energy
+    :param damping: dampening of the closing solve
+    :param admm: record of ADMM; None if it did not run
+    :param condition_number: condition number of the closing solve's system; None if there was no solve
+    :param scale: factor on the weights of an expert that saw too few tokens to be solved; None elsewhere
+    """
+
+    target_energy: float
+    error_before: float
+    error_after: float
+    damping: float
+    admm: ADMMRecord | None
+    condition_number: float | None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, config=CLOSED)
+class UnitsRecord:
+    """Record of the kept units of one group.
+
+    :param kind: kind of its units
+    :param scores: extremes of the scores of kept and of removed units; None if nothing had to be ranked
+    :param keep: kept units, sorted, as indices into the units before this run
+    """
+
+    name: str
+    layer: Count
+    kind: str
+    num_units: Count
+    num_blocks: Count
+    unit_cost: Count
+    kept: Count
+    sparsity: float
+    scores: dict[str, float | None] | None
+    keep: list[Count]
+
+    @property
+    def removed_parameters(self) -> int:
+        return (self.num_units - self.kept) * self.unit_cost
+
+    @model_validator(mode="after")
+    def _check(self) -> UnitsRecord:
+        _check_kept(self.keep, self.num_units, "units")
+        return self
+
+
+@dataclass(frozen=True, config=CLOSED)
+class GroupRecord(SolveRecord, UnitsRecord):
+    """Record of the kept units of one group and the solve of their weights."""
+
+
+@dataclass(frozen=True, config=CLOSED)
+class ExpertsRecord:
+    """Record of the kept experts of one layer; ``groups`` uses their new numbers.
+
+    :param name: full name of their list
+    :param keep: kept experts, sorted
+    :param removed_parameters: parameters of the removed experts' linears
+    """
+
+    name: str
+    layer: Count
+    num_experts: Count
+    keep: list[Count]
+    removed_parameters: Count
+
+    @model_validator(mode="after")
+    def _check(self) -> ExpertsRecord:
+        _check_kept(self.keep, self.num_experts, "experts")
+        return self
+
+
+@dataclass(frozen=True, config=CLOSED)
+class ResultRecord:
+    """Record of one measurement of an output.
+
+    :param name: what was measured, with the settings that its value depends on
+    :param data: name of the text or of the lm-eval task
+    :param metric: ``perplexity``, or a metric of lm-eval
+    :param dense: value of the dense model; None if not measured
+    :param stderr: standard error; None if it is not known
+    """
+
+    name: str
+    data: str
+    metric: str
+    value: float
+    dense: float | None = None
+    stderr: float | None = None
+    dense_stderr: float | None = None
 
 
 class RecoveryRecord(BaseModel):

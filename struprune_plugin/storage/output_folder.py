@@ -17,7 +17,7 @@ from pathlib import Path
 
 from compressed_tensors.distributed import is_source_process
 
-from struprune_plugin.runtime.distributed import do_once, wait_for_all
+from struprune_plugin.runtime.distributed import compute_on_rank0, wait_for_all
 from struprune_plugin.storage.files import check_place, flush, format_bytes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, read_manifest
 
@@ -28,12 +28,10 @@ _CARRIED = """
     special_tokens_map.json chat_template.* chat_template*.jinja *processor_config.json sentence*_config.json
     tokenization_*.py *processing_*.py LICENSE* NOTICE* USE_POLICY*
 """
-_WRITTEN = """
-    recipe.yaml README.md *.py *.gguf model.safetensors* model-?????-of-?????.safetensors config.json *_config.json
-"""
-CARRIED = (
-    _CARRIED.split()
-)  # what AutoTokenizer, AutoProcessor and llama.cpp's converter read of an input, and its terms
+_WRITTEN = (
+    "recipe.yaml README.md *.py *.gguf model.safetensors* model-?????-of-?????.safetensors config.json *_config.json"
+)
+CARRIED = _CARRIED.split()  # what AutoTokenizer, AutoProcessor and llama.cpp's converter read, and an input's terms
 _OURS = [MANIFEST_NAME, *_WRITTEN.split(), *CARRIED]  # what an output holds; anything else is somebody's own
 
 
@@ -55,8 +53,8 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
             raise ValueError(
                 f"output_dir: must not be or hold the {what} {path}, got {folder}, which would be replaced. Choose another path."
             )
-    for place in (folder, folder.parent):
-        check_place("output_dir", place)
+    check_place("output_dir", folder)
+    check_place("output_dir", folder.parent)
     if os.path.ismount(folder):
         raise ValueError(
             f"output_dir: must not be a mount point, which cannot be replaced, got {folder}. Choose a folder inside it."
@@ -101,15 +99,13 @@ def write_folder(
 ) -> Iterator[Path]:
     """Yield a folder to write into, which replaces ``folder`` if the block ends without an error, and is removed otherwise.
 
-    With several processes, the first one does all of this.
+    With several processes, the first one does all of this. Parameters as in :func:`check_output`.
 
-    :param inputs: as in :func:`check_output`
-    :param num_bytes: as in :func:`check_output`
     :raises ValueError: as :func:`check_output`; another run writes this folder now
     :raises OSError: the block ended without an error, but the folder cannot be moved to its place: it is kept, and the message
         says where
     """
-    do_once(lambda: check_output(folder, overwrite, inputs, num_bytes))
+    compute_on_rank0(lambda: check_output(folder, overwrite, inputs, num_bytes))
     folder = folder.resolve()
     scratch = folder.with_name(f".{folder.name}.partial")
     made = [path for path in folder.parents if not path.exists()]
@@ -125,10 +121,10 @@ def write_folder(
         (scratch / _NEW).mkdir()
 
     try:
-        do_once(start)
+        compute_on_rank0(start)
         yield scratch / _NEW
         wait_for_all()
-        do_once(lambda: _take_place(scratch, folder, overwrite, inputs))
+        compute_on_rank0(lambda: _take_place(scratch, folder, overwrite, inputs))
     finally:
         for lock in locks:
             _restore(scratch, folder)

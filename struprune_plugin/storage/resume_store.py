@@ -1,20 +1,23 @@
 """Store of a run's finished parts in a folder, from which a killed run continues.
 
-A part is one safetensors file whose metadata hold its record. It reaches the disk before it gets its name. A part that is
-truncated counts as missing.
+A part is one safetensors file: a value of dataclasses, with its tensors apart from the rest, which is JSON in the metadata. It
+reaches the disk before it gets its name. A part that is truncated counts as missing.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,6 +25,7 @@ from torch import Tensor
 from struprune_plugin.storage.files import check_place, is_empty, replace_file, write_whole
 
 _RUN = "struprune_run.json"
+_TENSOR = "__tensor__"
 
 
 class ResumeStore:
@@ -74,25 +78,39 @@ class ResumeStore:
                 write_whole(file, json.dumps(identity, indent=1) + "\n")
         self._is_open = True
 
-    def write(self, part: str, record: Any, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, part: str, value: Any) -> None:
         """Write a part durably.
 
-        :param record: JSON value
+        :param value: dataclasses, mappings with string keys, lists, tuples, tensors and JSON values, nested
         :raises OSError: the disk cannot be written; earlier parts are kept
         """
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with self._writing(part), replace_file(self.folder / f"{part}.safetensors") as partial:
-            save_file(held, partial, metadata={"record": json.dumps(record)})
+        tensors: dict[str, Tensor] = {}
 
-    def read(self, part: str) -> tuple[Any, dict[str, Tensor]] | None:
-        """Return the record and the tensors of a part, on the host; None if it is missing or truncated."""
+        def encode(inner: Any) -> dict[str, Any]:
+            if isinstance(inner, Tensor):
+                tensors[name := str(len(tensors))] = inner.detach().cpu().contiguous()
+                return {_TENSOR: name}
+            return {field.name: getattr(inner, field.name) for field in fields(inner)}
+
+        record = json.dumps(value, default=encode)
+        with self._writing(part), replace_file(self.folder / f"{part}.safetensors") as partial:
+            save_file(tensors, partial, metadata={"record": record})
+
+    def read(self, part: str, kind: Any) -> Any:
+        """Return the value of a part, with its tensors on the host; None if it is missing or truncated.
+
+        :param kind: type of the value
+        """
         file = self.folder / f"{part}.safetensors"
         if not file.is_file():
             return None
         try:
             with safe_open(file, "pt") as opened:
-                record = json.loads(opened.metadata()["record"])
-                return record, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+                record = json.loads(
+                    opened.metadata()["record"],
+                    object_hook=lambda held: opened.get_tensor(held[_TENSOR]) if _TENSOR in held else held,
+                )
+            return _make_reader(kind).validate_python([record])[0]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
             return None
@@ -116,3 +134,10 @@ class ResumeStore:
             )
             failure.errno = getattr(error, "errno", None) or errno.EIO
             raise failure from None
+
+
+@functools.cache
+def _make_reader(kind: Any) -> TypeAdapter:
+    return TypeAdapter(
+        list[kind], config=ConfigDict(arbitrary_types_allowed=True)
+    )  # refuses a config for a dataclass itself

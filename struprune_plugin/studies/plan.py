@@ -28,9 +28,10 @@ from struprune_plugin.modifiers.mixtures import find_mixture
 from struprune_plugin.modifiers.needs import Needs, Workload, count_needs
 from struprune_plugin.modifiers.widths import describe_roundings, find_roundings
 from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts, measure_weight_bytes, show_limit
+from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, find_custom_class, is_packed
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.records import LimitRecord, RoundingRecord
+from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class RunPlan:
     layers: list[LayerUnits]
 
 
+@reset_torch()
 def plan_run(
     path: str, modifiers: Sequence[Modifier], work: Workload, dtype: str = "auto", trust_remote_code: bool = False
 ) -> RunPlan:

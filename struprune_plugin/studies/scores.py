@@ -1,4 +1,4 @@
-"""Scores of checkpoints by column, for ``struprune eval`` and ``struprune sweep``, and their table."""
+"""Scores of checkpoints by column, beside those of their dense models, for ``struprune eval`` and ``struprune sweep``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from struprune_plugin.evaluation.scoring import (
     check_tasks,
-    check_window,
+    check_windows,
     load_checkpoint,
     measure_perplexity,
     run_tasks,
@@ -17,8 +19,10 @@ from struprune_plugin.evaluation.scoring import (
 from struprune_plugin.evaluation.text import read_texts, tokenize_texts
 from struprune_plugin.model.layers import count_parameters
 from struprune_plugin.reporting.tables import Table, measure_weight_bytes
+from struprune_plugin.runtime.torch_state import reset_torch
+from struprune_plugin.storage.checkpoint import find_checkpoint, load_tokenizer, read_config
 from struprune_plugin.storage.files import format_bytes
-from struprune_plugin.storage.records import ResultRecord
+from struprune_plugin.storage.manifest import MANIFEST_NAME, ResultRecord, read_manifest
 
 Score = dict[str, Any]  # parameters, bytes, perplexity and metrics of tasks of one model, by column
 
@@ -48,22 +52,30 @@ class Scoring:
     trust_remote_code: bool = False
 
 
-def make_scorer(asked: Scoring) -> Callable[[str], Score]:
+def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]:
     """Return a function that scores a checkpoint, after reading the texts and finding the tasks.
 
-    It raises a ValueError if there is nothing to load, or if the window exceeds the model's positions.
-
-    :raises ValueError: a text that cannot be read, an unknown task
+    :param models: checkpoints whose tokenizers and configurations are tried on the text before any is loaded
+    :raises ValueError: a text that cannot be read or gives no window, a window that exceeds a model's positions, an unknown task
     """
     texts = None if asked.text is None else read_texts(asked.text, asked.text_column)
     manager = check_tasks(asked.tasks, asked.include_path) if asked.tasks else None
 
+    def tokenize(path: str) -> Tensor:
+        config = read_config(path, trust_remote_code=asked.trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code=asked.trust_remote_code)
+        tokens = tokenize_texts(tokenizer, texts or (), asked.max_tokens)
+        check_windows(len(tokens), asked.window, asked.stride or asked.window, config)
+        return tokens
+
+    known = {path: tokenize(path) for path in models} if texts is not None else {}
+
+    @reset_torch()
     def score(path: str) -> Score:
         model, tokenizer = load_checkpoint(path, asked.dtype, asked.trust_remote_code)
         found: Score = {"parameters": 0, "bytes": measure_weight_bytes(path)}
         if texts is not None:
-            tokens = tokenize_texts(tokenizer, texts, asked.max_tokens)
-            check_window(model.config, asked.window)
+            tokens = known[path] if path in known else tokenize(path)
             found["perplexity"] = measure_perplexity(model, tokens, asked.window, asked.stride, asked.batch_size)
         if manager is not None:
             for task in asked.tasks:
@@ -97,6 +109,35 @@ def _show(column: str, value: Any) -> str:
     if column == "bytes":
         return format_bytes(value) if value else "on the hub"
     return f"{value:,}" if column == "parameters" else f"{value:+.1%}" if column == "change" else f"{value:.4g}"
+
+
+def _place(path: str) -> Path:
+    """Return the folder of a model, in the hub's cache where its weights are there."""
+    folder = find_checkpoint(path)
+    return (folder if folder and measure_weight_bytes(folder) else Path(path)).resolve()
+
+
+def find_bases(paths: Sequence[str]) -> dict[str, str]:
+    """Return the dense model of every output of StruPrune, a folder if its weights are on this machine."""
+    made = [path for path in paths if (Path(path) / MANIFEST_NAME).is_file()]
+    bases = {path: read_manifest(path).model.base for path in made}
+    return {path: base if Path(base).is_dir() else str(_place(base)) for path, base in bases.items()}
+
+
+def add_dense(paths: Sequence[str], bases: Mapping[str, str]) -> list[str]:
+    """Return the paths with the dense model inserted before each pruned folder, if it is on this machine."""
+    models: list[str] = []
+    for path in paths:
+        base, others = bases.get(path), {_place(other) for other in (*paths, *models)}
+        if base is not None and Path(base).is_dir() and _place(base) not in others:
+            models.append(base)
+        models.append(path)
+    return models
+
+
+def find_dense(scores: Mapping[str, Score], base: str) -> Score:
+    """Return the scores of a dense model, under whatever name; empty if it was not scored."""
+    return next((found for path, found in scores.items() if _place(path) == _place(base)), {})
 
 
 def list_results(asked: Scoring, score: Score, dense: Score) -> list[ResultRecord]:

@@ -41,28 +41,17 @@ def run_points(
         if sparsity is None:
             scores[name] = score(settings["model"])
         else:
-            scores[name] = _run_point(folder / name, sparsity, prune, score, scores[DENSE])
+            start = time.perf_counter()
+            try:
+                prune(sparsity, folder / name)
+                seconds = round(time.perf_counter() - start, 1)
+                found = score(str(folder / name))
+                change = found["perplexity"] / scores[DENSE]["perplexity"] - 1
+                scores[name] = {**found, "seconds": seconds, "change": change}
+            except ValueError as error:  # one refused point must not stop a long sweep
+                scores[name] = {"refused": str(error)}
         write_whole(folder / FILE_NAME, json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n")
     return {name: scores[name] for name in points}
-
-
-def _run_point(
-    out: Path,
-    sparsity: float,
-    prune: Callable[[float, Path], object],
-    score: Callable[[str], Score],
-    dense: Score,
-) -> Score:
-    """Return the scores of one point, with its seconds and the relative change of the perplexity, or why it was refused."""
-    start = time.perf_counter()
-    try:
-        prune(sparsity, out)
-        seconds = round(time.perf_counter() - start, 1)
-        found = score(str(out))
-    except ValueError as error:  # one refused point must not stop a long sweep
-        return {"refused": str(error)}
-    change = {"change": found["perplexity"] / dense["perplexity"] - 1} if "perplexity" in found else {}
-    return {**found, "seconds": seconds, **change}
 
 
 def _read_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Score]:
@@ -70,20 +59,14 @@ def _read_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Score]:
 
     :raises ValueError: the folder holds something else, or another sweep
     """
-    file = folder / FILE_NAME
-    if not file.is_file():
-        if folder.exists() and not (folder.is_dir() and is_empty(folder)):
-            raise ValueError(
-                f"--output: must be empty, absent or the folder of an earlier sweep, {folder} is none of "
-                "these. Choose another folder."
-            )
+    if not folder.exists() or (folder.is_dir() and is_empty(folder)):
         return {}
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         before, scores = dict(record["settings"]), dict(record["scores"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
-            f"--output: {file} must be as it was written, but cannot be read ({error!r:.200}). Choose another folder."
+            f"--output: must be empty, absent or the folder of an earlier sweep, {folder} is none of these. Choose another folder."
         ) from None
     changed = [name for name in settings if before.get(name) != settings[name]]
     if changed:

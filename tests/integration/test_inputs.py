@@ -30,8 +30,13 @@ from transformers import (
 from eval.coverage import make_config
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
-from struprune_plugin.evaluation.calibration import prepare_dataset
-from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, make_calibration_dataset, read_texts
+from struprune_plugin.evaluation.text import (
+    DEMO_CALIBRATION,
+    DEMO_MODEL,
+    make_calibration_dataset,
+    prepare_dataset,
+    read_texts,
+)
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import build_instance
 from struprune_plugin.storage import checkpoint

@@ -19,7 +19,7 @@ from struprune_plugin.allocation.rules.rule import (
 from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves, meet_budget
 from struprune_plugin.linalg.rounding import check_budget
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
 
 
 @RULES.register

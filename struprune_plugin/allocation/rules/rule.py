@@ -13,7 +13,7 @@ from struprune_plugin.linalg.budget import Limit
 from struprune_plugin.linalg.rounding import GroupSize, expand_counts
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
 from struprune_plugin.storage.registry import Config, Registry
 
 

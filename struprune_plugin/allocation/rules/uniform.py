@@ -20,7 +20,7 @@ from struprune_plugin.linalg.rounding import (
     round_uniform_counts,
 )
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
 
 
 @RULES.register

@@ -197,9 +197,9 @@ def test_a_device_is_counted_among_those_that_are_visible(device, held, visible,
     monkeypatch.setattr("torch.cuda.is_available", lambda: os.environ["CUDA_VISIBLE_DEVICES"] in ("0", "1", "2", "3"))
     if visible is None:
         with pytest.raises(ValueError, match="torch finds no such GPU"):
-            options.prepare(device, screen)
+            options.prepare(screen, device=device)
     else:
-        options.prepare(device, screen)
+        options.prepare(screen, device=device)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers.models import ROOT, make_opt
 
+from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation import scoring
 from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.evaluation.text import DEMO_MODEL
 
@@ -44,6 +46,22 @@ def test_measure_perplexity_refuses_bad_windows(arguments):
 def test_measure_perplexity_refuses_too_little_text():
     with pytest.raises(ValueError, match="at least one window of 100 tokens, got 64"):
         measure_perplexity(make_opt(), torch.arange(64), window=100)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "at least one window of 256 tokens, got 6"),
+        (["--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
+        (["--window", "4", "--stride", "5"], r"window must be at least 2 and stride in [1, window]"),
+    ],
+)
+def test_text_that_gives_no_window_is_refused_before_a_model_is_loaded(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scoring, "load_whole", None)
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "Once upon a"}')
+    assert cli.main(["eval", str(DEMO_MODEL), "--text", str(file), *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_run_tasks_scores_what_the_harness_scores(monkeypatch):

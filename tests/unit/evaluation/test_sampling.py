@@ -6,9 +6,8 @@ from helpers.models import make_opt, save_opt
 
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.evaluation import sampling
-from struprune_plugin.evaluation.calibration import make_dataset
 from struprune_plugin.evaluation.sampling import sample_windows
-from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.evaluation.text import DEMO_MODEL, prepare_dataset
 from struprune_plugin.storage.checkpoint import load_tokenizer
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
@@ -58,7 +57,8 @@ def test_half_of_the_windows_are_conversations_where_there_is_a_chat_template(to
     turn = tokenizer("<user>", add_special_tokens=False)["input_ids"]
     begins = [row[: len(turn)].tolist() == turn for row in sample(tokenizer, 7)]
     assert begins == [False, True] * 3 + [False]
-    dataset = make_dataset(make_opt().eval(), tokenizer, "self", 7, 16)
+    how = {"dataset": "self", "tokenizer": tokenizer, "num_calibration_samples": 7, "max_seq_length": 16}
+    dataset = prepare_dataset(make_opt().eval(), how)["dataset"]
     assert [row[: len(turn)] == turn for row in dataset["input_ids"]] == [False, True] * 3 + [False]
 
 

@@ -17,7 +17,7 @@ from struprune_plugin.evaluation.text import DEMO_CALIBRATION
 from struprune_plugin.linalg.rounding import round_kept_counts
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.recipes.load import load_recipe
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
 
 UNUSED = [  # fields, what their refusal says, and what makes them count
     (

@@ -21,8 +21,8 @@ from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.pruning.prune_layer import Decision, Pruner
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.payload import dump, load
-from struprune_plugin.storage.records import AllocationRecord
+from struprune_plugin.storage.manifest import AllocationRecord
+from struprune_plugin.storage.resume_store import ResumeStore
 
 
 def record_calls(model, num_batches=6):
@@ -122,7 +122,7 @@ def test_in_the_first_layer_the_residual_target_is_the_modules_own_output(model_
 
 
 @torch.no_grad()
-def test_decisions_survive_the_disk():
+def test_decisions_survive_the_disk(tmp_path):
     model = make_opt()
     layer, calls = record_calls(model)
     groups = [group for group in find_groups(model, "value_channels") if group.layer_index == 0]
@@ -132,7 +132,9 @@ def test_decisions_survive_the_disk():
     moments = observed.collect_moments(layer, groups[0], "")
     pruner = Pruner(config, plan, Sensitivity(), DeviceContext())
     (decision,) = pruner.decide([ModuleView(layer, groups[0], observed)], [moments])
-    again = load(Decision, *dump(decision))
+    store = ResumeStore(tmp_path)
+    store.write("part", decision)
+    again = store.read("part", Decision)
     assert again.record == decision.record
     assert decision.basis is not None
     assert again.producers.keys() == decision.producers.keys() != set()

@@ -10,12 +10,10 @@ from helpers.models import ROOT, run_oneshot
 from huggingface_hub import ModelCard
 
 from struprune_plugin import LoRARecoveryModifier, read_manifest
-from struprune_plugin.cli import eval_command
 from struprune_plugin.cli import main as cli
-from struprune_plugin.reporting.model_card import write_card
-from struprune_plugin.reporting.pages import make_page
-from struprune_plugin.storage import checkpoint
-from struprune_plugin.storage.records import ExpertsRecord, ResultRecord
+from struprune_plugin.reporting.pages import make_page, write_card
+from struprune_plugin.storage.manifest import ExpertsRecord, ResultRecord
+from struprune_plugin.studies import scores
 
 EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
 
@@ -180,15 +178,13 @@ def test_a_dense_model_named_by_its_hub_name_is_scored_once(out, opt, tmp_path, 
     shutil.copytree(opt, base)
     manifest = read_manifest(out)
     named = manifest.model_copy(update={"model": replace(manifest.model, base="me/demo")})
-    find = checkpoint.find_checkpoint
-    monkeypatch.setattr(
-        checkpoint, "find_checkpoint", lambda name, *how: base if name == "me/demo" else find(name, *how)
-    )
-    monkeypatch.setattr(eval_command, "read_manifest", lambda _path: named)
-    bases = eval_command.find_bases([str(out)])
+    find = scores.find_checkpoint
+    monkeypatch.setattr(scores, "find_checkpoint", lambda name: base if name == "me/demo" else find(name))
+    monkeypatch.setattr(scores, "read_manifest", lambda _path: named)
+    bases = scores.find_bases([str(out)])
     assert bases == {str(out): str(base)}
-    assert eval_command.add_dense(["me/demo", str(out)], bases) == ["me/demo", str(out)]
-    assert eval_command.add_dense([str(out)], bases) == [str(base), str(out)]
+    assert scores.add_dense(["me/demo", str(out)], bases) == ["me/demo", str(out)]
+    assert scores.add_dense([str(out)], bases) == [str(base), str(out)]
 
 
 def test_without_dense_and_storing_a_damaged_manifest_is_not_read(out):

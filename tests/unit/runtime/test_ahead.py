@@ -70,7 +70,7 @@ def test_a_weight_that_has_changed_since_is_loaded_anew(layers):
 
 
 def test_a_device_without_room_leaves_the_loading_to_the_host(layers, monkeypatch):
-    def fail(_caches):
+    def fail(*_args):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(ahead, "load_weights", fail)

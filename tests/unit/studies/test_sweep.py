@@ -5,7 +5,7 @@ import json
 import pytest
 
 from struprune_plugin.cli import main as cli
-from struprune_plugin.cli.sweep_command import read_pick, read_sparsities
+from struprune_plugin.cli.options import read_pick, read_sparsities
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.studies import sweep as sweeping
 from struprune_plugin.studies.sweep import pick_point

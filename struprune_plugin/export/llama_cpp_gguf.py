@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ FILE_TYPES = {
     torch.float16: ("F16", 1),
     torch.bfloat16: ("BF16", 32),
 }  # type name and llama.cpp's number
-_NO_FFN = 32  # channels of the stand-in for a removed FFN: a block of quantised numbers
 _LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # start of its expression
 
 
@@ -63,14 +61,12 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     import gguf
 
     writer, sizes = gguf.GGUFWriter(output, ARCHITECTURE), list_sizes(model)
-    gone = [index for index, size in enumerate(sizes) if not size.width]
-    sizes = [size if size.width else replace(size, width=_NO_FFN) for size in sizes]
     write_sizes(writer, config, sizes)
     _write_tokenizer(writer, config, source)
     kind, number = FILE_TYPES[model.dtype]
     writer.add_file_type(number)
     names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(sizes))
-    for name, weight in [*model.named_parameters(), *_make_ffns(gone, config)]:  # a tied head is listed once
+    for name, weight in model.named_parameters():  # a tied head is listed once
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = _pair_channels(weight, len(weight) // sizes[0].head_dim)
         form = gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
@@ -80,16 +76,6 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=False)
     writer.close()
-
-
-def _make_ffns(layers: list[int], config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, weights) of FFNs that add zero: without an FFN, llama.cpp skips a layer's attention, too."""
-    for index in layers:
-        prefix, wide = f"model.layers.{index}", config.hidden_size
-        yield f"{prefix}.post_attention_layernorm.weight", torch.ones(wide)
-        yield f"{prefix}.mlp.gate_proj.weight", torch.zeros(_NO_FFN, wide)
-        yield f"{prefix}.mlp.up_proj.weight", torch.zeros(_NO_FFN, wide)
-        yield f"{prefix}.mlp.down_proj.weight", torch.zeros(wide, _NO_FFN)
 
 
 def _pair_channels(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from struprune_plugin.evaluation.text import is_from_host, prepare_dataset
 from struprune_plugin.export.convert import carry_files, keep_generation_settings
 from struprune_plugin.model.experts import take_apart
-from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
@@ -33,8 +30,6 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import (
     check_amount,
     check_arguments,
-    check_offload,
-    count_most_tokens,
     load_model,
 )
 from struprune_plugin.modifiers.stage_modifier import StageModifier
@@ -49,7 +44,6 @@ from struprune_plugin.storage.checkpoint import (
     is_packed,
     load_tokenizer,
     note_left_out,
-    read_tensor_shapes,
 )
 from struprune_plugin.storage.manifest import carry_manifest
 from struprune_plugin.storage.output_folder import write_folder
@@ -68,7 +62,6 @@ def oneshot(
     output_dir: str | os.PathLike | None = None,
     overwrite: bool = False,
     offload_folder: str | os.PathLike | None = None,
-    offload_memory: int | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
     seed: int | None = 0,
     changes: Mapping[str, Any] | None = None,
@@ -87,9 +80,8 @@ def oneshot(
     :param recipe: a shipped recipe's name, a YAML file, a YAML text, its content as a mapping, or modifiers
     :param output_dir: folder to write. None saves nothing
     :param overwrite: let ``output_dir`` replace an earlier output of StruPrune
-    :param offload_folder: folder for weights that the host's memory does not hold, for a model given by name; the returned
+    :param offload_folder: folder for weights beyond the host's free memory, less 5 GB, for a model given by name; the returned
         model reads them, so the caller removes the folder
-    :param offload_memory: bytes of weights to keep in memory with ``offload_folder``. None is all free memory but 5 GB
     :param checkpoint_dir: folder for finished parts, until the run ends; after a kill the same call continues from there and ends
         with the same weights
     :param seed: seed of torch in the run, e.g. of llm-compressor's shuffling, after which torch's state is as before; None leaves
@@ -103,14 +95,19 @@ def oneshot(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     join_processes()
     loaded = load_recipe(recipe, changes)
-    check_arguments(model, loaded, kwargs)
-    check_offload(model, offload_folder, offload_memory)
-    model = model if isinstance(model, PreTrainedModel) else os.fspath(model)
-    config = _check_model(model, kwargs)
+    offloaded = None if offload_folder is None else Path(offload_folder)  # a path counts even if nothing is there yet
+    check_arguments(model, loaded, offloaded, kwargs)
+    revision, trusts = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
+    if isinstance(model, PreTrainedModel):
+        config, source = model.config, model.config.name_or_path
+    else:
+        model = source = os.fspath(model)
+        config = check_checkpoint(model, trusts, revision)
     uneven = is_pruned(type(config)) and "num_attention_heads" in (config.per_layer_attributes or ())
     check_cache_quantisation(config, loaded.modifiers, uneven)
-    source = model if isinstance(model, str) else config.name_or_path
-    inputs = _list_inputs(source, recipe, offload_folder, kwargs)
+    named = [source, recipe, offloaded]
+    named += [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
+    inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
     store = None
     if checkpoint_dir is not None:
         store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
@@ -128,27 +125,25 @@ def oneshot(
             folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs, size))
             kwargs["output_dir"] = str(folder)
         if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
-            where = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
-            kwargs["tokenizer"] = load_tokenizer(model, *where)  # also for a wrapper, whose other files are copied
-        data, revision = kwargs.get("dataset"), kwargs.get("model_revision", "main")
-        is_file = isinstance(data, (str, os.PathLike)) and Path(data).is_file()
-        is_cut = isinstance(data, (str, os.PathLike)) and not is_from_host(data)  # into windows of that length
-        longest = kwargs.get("max_seq_length") if is_cut else None
-        if is_file:  # read first: what is wrong with it is told before how long it is
+            # also for a wrapper, whose other files are copied
+            kwargs["tokenizer"] = load_tokenizer(model, revision, trusts)
+        data, longest = kwargs.get("dataset"), None
+        if isinstance(data, (str, os.PathLike)) and not is_from_host(data):
+            longest = kwargs.get("max_seq_length")  # it is cut into windows of that length
+            if Path(data).is_file():  # read first: what is wrong with it is told before how long it is
+                kwargs = prepare_dataset(model, kwargs)
+        if isinstance(model, str):
+            check_amount(model, config, loaded, kwargs, longest)
+        if kwargs.get("dataset") is data:
             kwargs = prepare_dataset(model, kwargs)
         if isinstance(model, str):
-            check_amount(model, config, loaded, count_most_tokens(kwargs), longest or 1, revision)
-        if not is_file:
-            kwargs = prepare_dataset(model, kwargs)
-        if isinstance(model, str):
-            folder_off = None if offload_folder is None else Path(offload_folder)
-            model = load_model(model, config, kwargs, folder_off, offload_memory)
+            model = load_model(model, config, kwargs, offloaded)
         copy_inference_tensors(model)
         note_left_out(model, source, revision)
         with _adapt_host(config, model, loaded.modifiers), keep_generation_settings():
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
-            write_recipe(loaded, folder, find_checkpoint(source) if source else None)
+            write_recipe(loaded, folder)
             carry_files(source, folder)
             carry_manifest(source, folder)
             write_card(folder, source)
@@ -178,10 +173,7 @@ def _quieten(summarises: bool) -> Iterator[None]:
 
 @contextmanager
 def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: list[Modifier]) -> Iterator[None]:
-    """Patch llm-compressor in the block to accept models that it would refuse or change needlessly; explain missing mappings.
-
-    :param config: configuration in the model's folder
-    """
+    """Patch llm-compressor in the block to accept models that it would refuse or change needlessly; explain missing mappings."""
     host = import_module("llmcompressor.entrypoints.oneshot")
     with ExitStack() as stack:
         if is_packed(config) and not is_packed(model.config):  # weights that were unpacked as they were loaded
@@ -206,52 +198,15 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
             raise
 
 
-def _check_model(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> PretrainedConfig:
-    """Return a model's configuration; raise if the model cannot be pruned.
-
-    :raises ValueError: as :func:`~struprune_plugin.storage.checkpoint.check_checkpoint`; a loaded model without a source path
-    """
-    if isinstance(model, str):
-        return check_checkpoint(
-            model, kwargs.get("trust_remote_code_model", False), kwargs.get("model_revision", "main")
-        )
-    find_structure(model)
-    if not model.config.name_or_path:
-        raise ValueError(
-            "model: must come from a folder or the hub, as llm-compressor reads its configuration again, got a model without "
-            "config.name_or_path. Save the model, and pass the folder."
-        )
-    return model.config
-
-
-def _list_inputs(
-    model: object,
-    recipe: object,
-    offload_folder: str | os.PathLike | None,
-    kwargs: dict[str, Any],
-) -> list[str | os.PathLike]:
-    """Return the paths that a run reads, and its offload folder, which its output must not replace."""
-    named = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
-    offloaded = None if offload_folder is None else Path(offload_folder)  # a path counts even if nothing is there yet
-    candidates = [model, recipe, offloaded, *named]
-    return [path for path in candidates if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
-
-
 def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[str, Any]) -> int:
     """Return a lower bound on the bytes of a run's output weights; 0 if the input's weights are not on this machine.
 
-    The matrices of the decoder layers shrink by the sparsity, or to nothing under another budget; all weights by half if the
-    model is loaded in half precision, and to a quarter if a modifier of llm-compressor follows.
+    Weights shrink by the sparsity, or to nothing under another budget; by half if the model is loaded in half precision, and to a
+    quarter if a modifier of llm-compressor follows.
     """
     folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
-    shapes = read_tensor_shapes(folder) if folder else {}
-    matrices = sum(prod(shape) for name, shape in shapes.items() if len(shape) > 1 and re.search(r"\.\d+\.", name))
     ours = [modifier for modifier in modifiers if isinstance(modifier, StructuredModifier)]
-    removed = max((modifier.sparsity for modifier in ours if modifier.sparsity), default=1.0 if ours else 0.0)
-    total = sum(prod(shape) for shape in shapes.values())
-    left = 1 - removed * (matrices / total if total else 1.0)
-    if kwargs.get("precision") in ("bfloat16", "float16"):
-        left /= 2
-    if any(not isinstance(modifier, StageModifier) for modifier in modifiers):
-        left /= 4
+    left = 1 - max((modifier.sparsity for modifier in ours if modifier.sparsity), default=1.0 if ours else 0.0)
+    left /= 2 if kwargs.get("precision") in ("bfloat16", "float16") else 1
+    left /= 4 if any(not isinstance(modifier, StageModifier) for modifier in modifiers) else 1
     return int(measure_weight_bytes(folder) * left) if folder else 0

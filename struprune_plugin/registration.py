@@ -17,25 +17,14 @@ if "llmcompressor" not in sys.modules and LOG_LEVEL not in os.environ:
 from llmcompressor.modifiers.factory import ModifierFactory
 
 from struprune_plugin import paper  # noqa: F401  (registers the paper's methods)
-from struprune_plugin.entrypoint import oneshot
+from struprune_plugin.entrypoint import oneshot as oneshot
 from struprune_plugin.export.classes import register_auto_classes
-from struprune_plugin.modifiers import (
-    LoRARecoveryModifier,
-    SparsityAllocatorModifier,
-    StruPruneModifier,
-)
-from struprune_plugin.storage.manifest import read_manifest
+from struprune_plugin.modifiers import MODIFIERS
+from struprune_plugin.modifiers import LoRARecoveryModifier as LoRARecoveryModifier
+from struprune_plugin.modifiers import SparsityAllocatorModifier as SparsityAllocatorModifier
+from struprune_plugin.modifiers import StruPruneModifier as StruPruneModifier
+from struprune_plugin.storage.manifest import read_manifest as read_manifest
 
-__all__ = [
-    "LoRARecoveryModifier",
-    "SparsityAllocatorModifier",
-    "StruPruneModifier",
-    "oneshot",
-    "read_manifest",
-]
-
-ModifierFactory.register("StruPruneModifier", StruPruneModifier)
-ModifierFactory.register("StructPruneModifier", StruPruneModifier)
-ModifierFactory.register("SparsityAllocatorModifier", SparsityAllocatorModifier)
-ModifierFactory.register("LoRARecoveryModifier", LoRARecoveryModifier)
+for name, modifier in MODIFIERS.items():
+    ModifierFactory.register(name, modifier)
 register_auto_classes()

@@ -3,6 +3,10 @@
 Error curves and sensitivities are second-order approximations at the dense model, and a plan may lead far from it. Each plan is
 applied with weights solved on the dense model's moments, without correction of inherited errors, all plans in one pass; they
 are compared by the KL divergence of the model's next tokens.
+
+Curves and sensitivities also treat an error as independent of its token. Where that is far from the truth (a norm behind a module,
+errors that many tokens share), whole blocks of modules are affected: those of one kind in one part of the depth. A few plans, each
+with the units of one block removed, measure by how much.
 """
 
 from __future__ import annotations
@@ -18,17 +22,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.rules import GroupStatistics
+from struprune_plugin.allocation.curves import Fit
+from struprune_plugin.allocation.rules import GroupStatistics, Sizes
 from struprune_plugin.layerwise.calls import States
 from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.ends import compute_logits
-from struprune_plugin.layerwise.passes import stream_layers
+from struprune_plugin.layerwise.passes import calibrating, stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
-from struprune_plugin.linalg.second_moments import SecondMoments, move_moments
+from struprune_plugin.linalg.rounding import expand_counts
+from struprune_plugin.linalg.second_moments import move_moments
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.layers import find_linear
@@ -36,35 +42,23 @@ from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
-from struprune_plugin.storage.manifest import AllocationRecord
 
-Kept = Mapping[str, int]  # number of units by group
+_PARTS = 3  # parts of the depth
+_NOISE = 0.1  # share of the mean divergence of a block, added to both sides, so that a small one has little effect
+_MOST = 10.0  # largest factor that a curve is multiplied or divided by
+Block = tuple[int, ...]  # indices of the sizes
 Weights = dict[int, tuple[Tensor, Tensor]]  # a consumer's weights and bias by number of kept units
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Results of an allocation pass that trials use.
-
-    :param measured: statistics of every group: the removal order of its units, and the basis to which they are rotated
-    :param num_batches: number of batches on which the weights are solved; the batches after them are for trials
-    :param moments: moments of those batches, if the pass has stored them; the batches are then left out
-    """
-
-    measured: Mapping[str, GroupStatistics]
-    num_batches: int
-    moments: Mapping[str, GroupMoments] | None = None
 
 
 @dataclass
 class _Path:
     """State of one plan that is passed from layer to layer.
 
-    :param kept: kept units; a group without an entry keeps all
+    :param kept: kept units by group; a group without an entry keeps all
     :param states: hidden states that enter the current layer, by batch; empty while they are the dense ones
     """
 
-    kept: Kept
+    kept: Mapping[str, int]
     states: list[States] = field(default_factory=list)
 
 
@@ -75,23 +69,23 @@ class Trial:
     batches, with weights that rank 0 has solved.
 
     :param groups: groups of all layers
-    :param plans: kept units of every group, by the names of the dense model, one per plan
+    :param plans: of each, the kept units by group, by the names of the dense model
     :param config: methods of the pruning pass
-    :param fit: data on which the weights are solved
+    :param fit: statistics on which the weights are solved
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         groups: Sequence[UnitGroup],
-        plans: Sequence[UnitAllocation],
+        plans: Sequence[Mapping[str, int]],
         config: PruningConfig,
         fit: Fit,
         context: DeviceContext,
     ):
         self._model, self._groups, self._context = model, groups, context
         self._config, self._fit, self._num_fit = config, fit, 0 if fit.moments else fit.num_batches
-        self._paths = [_Path(plan.kept) for plan in plans]
+        self._paths = [_Path(kept) for kept in plans]
         self._statistics = LayerStatistics(TARGETS["local"], context)
         self._dense: list[Tensor] = []  # outputs of the last layer, by trial batch
 
@@ -99,25 +93,24 @@ class Trial:
     def run(self, batches: Sequence[dict[str, Tensor]]) -> None:
         """Run every plan through all layers.
 
-        :param batches: batches to solve on, unless their moments are known, then batches to try
+        :param batches: batches to solve on, unless their moments are stored, then batches to try
         """
-        for step in stream_layers(self._model, batches, self._context, "trials"):
-            own, num_fit = select_groups(self._groups, step.name), self._num_fit
-            cut = [group for group in own if self._list_counts(group)]
-            step.observe(self._statistics, cut, slice(num_fit))
-            weights = {group.name: self._solve(step.layer, group) for group in cut}
-            step.observe(self._statistics, [], slice(num_fit, None))
-            self._dense = [flow.states.hidden for flow in step.flows[num_fit:]]
-            for path in self._paths:
-                self._advance(path, step.layer, own, weights)
-            self._statistics.finish_layer()
+        num_fit = self._num_fit
+        with calibrating(self._model):
+            for step in stream_layers(self._model, batches, self._context, "trials"):
+                own = select_groups(self._groups, step.name)
+                cut = [group for group in own if self._list_counts(group)]
+                step.observe(self._statistics, cut, slice(num_fit))
+                weights = {group.name: self._solve(step.layer, group) for group in cut}
+                step.observe(self._statistics, [], slice(num_fit, None))
+                self._dense = [flow.states.hidden for flow in step.flows[num_fit:]]
+                for path in self._paths:
+                    self._advance(path, step.layer, own, weights)
+                self._statistics.finish_layer()
 
     @torch.no_grad()
     def measure(self, batches: Sequence[dict[str, Tensor]]) -> list[float]:
-        """Return KL(dense ‖ pruned) per plan in nats, mean over the trial tokens of all processes, after :meth:`run`.
-
-        :param batches: the trial batches
-        """
+        """Return KL(dense ‖ pruned) per plan in nats, mean over the trial tokens of all processes, after :meth:`run`."""
         paths = [[states.hidden for states in path.states] or self._dense for path in self._paths]
         totals, count = torch.zeros(len(paths), dtype=torch.float64), 0
         with disable_offloading():
@@ -131,53 +124,41 @@ class Trial:
         *sums, tokens = sum_over_ranks(torch.cat([totals, totals.new_tensor([count])])).tolist()
         return [total / max(tokens, 1) for total in sums]
 
-    def _solve(self, layer: nn.Module, group: UnitGroup) -> Weights:
-        """Return a consumer's weights, in module order, and bias, where systems are solved, for every number of kept units."""
-        known = (self._fit.moments or {}).get(group.name)
-        gathered = known or self._statistics.collect_moments(layer, group, "trials")
-        with self._context.solving():
-            solve = partial(self._solve_moments, layer, group, gathered)
-            return compute_on_rank0(solve, self._context.solve_device)
-
-    def _solve_moments(self, layer: nn.Module, group: UnitGroup, gathered: GroupMoments) -> Weights:
-        """Return the result of :meth:`_solve`, from moments on any device."""
-        linear, counts = find_linear(layer, group.consumer), self._list_counts(group)
-        dense = ModuleView(layer, group, self._statistics).read_weights()
-        moments = move_moments(gathered.all, self._context.to_solver)
-        damped = damp_moments(moments, dense, self._config.dampening_frac, linear.bias is not None)
-        solves = self._config.weight_update.solves and gathered.determines
-        solved = self._find_weights(group, damped if solves else None, dense, counts)
-        cast = {count: weight.to(linear.weight.dtype) for count, weight in solved.items()}
-        return {n: (group.to_module_order(weight[:, :-1]).contiguous(), weight[:, -1]) for n, weight in cast.items()}
-
-    def _find_weights(
-        self, group: UnitGroup, damped: SecondMoments | None, dense: Tensor, counts: Sequence[int]
-    ) -> dict[int, Tensor]:
-        """Return the weights on the kept units, zero elsewhere, by number of kept units, shape [d, n + 1].
-
-        :param damped: damped moments; None to keep the dense weights
-        """
-        found, copies = self._fit.measured[group.name], group.columns_per_unit
-        order = found.order.to(dense.device)
-        if damped is None:
-            gone = {count: unit_columns(order[: group.num_units - count], copies) for count in counts}
-            return {count: dense.index_fill(1, columns, 0.0) for count, columns in gone.items()}
-        if found.basis is None:
-            return solve_nested_weights(damped, order, copies, counts, group.name)
-        basis = self._context.to_solver(found.basis)
-        solved = solve_nested_weights(rotate_moments(damped, basis, copies), order, copies, counts, group.name)
-        return {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
-
     def _list_counts(self, group: UnitGroup) -> list[int]:
         """Return the numbers of kept units in the plans, without the number of all units."""
         return sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
 
+    def _solve(self, layer: nn.Module, group: UnitGroup) -> Weights:
+        """Return a consumer's weights, in module order, and bias, solved on rank 0, for every number of kept units."""
+        known = (self._fit.moments or {}).get(group.name)
+        gathered = known or self._statistics.collect_moments(layer, group, "trials")
+        with self._context.solving():
+            solve = partial(self._solve_moments, ModuleView(layer, group, self._statistics), gathered)
+            return compute_on_rank0(solve, self._context.solve_device)
+
+    def _solve_moments(self, module: ModuleView, gathered: GroupMoments) -> Weights:
+        """Return the weights on the kept units, zero elsewhere; the dense ones without a solve."""
+        group, config, to_solver = module.group, self._config, self._context.to_solver
+        found, counts, copies = self._fit.measured[group.name], self._list_counts(group), group.columns_per_unit
+        dense = module.read_weights()
+        order = found.order.to(dense.device)
+        if config.weight_update.solves and gathered.determines:
+            moments = move_moments(gathered.all, to_solver)
+            damped = damp_moments(moments, dense, config.dampening_frac, module.has_bias)
+            basis = None if found.basis is None else to_solver(found.basis)
+            damped = damped if basis is None else rotate_moments(damped, basis, copies)
+            solved = solve_nested_weights(damped, order, copies, counts, group.name)
+            if basis is not None:
+                solved = {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
+        else:
+            gone = {count: unit_columns(order[: group.num_units - count], copies) for count in counts}
+            solved = {count: dense.index_fill(1, columns, 0.0) for count, columns in gone.items()}
+        dtype = find_linear(module.layer, group.consumer).weight.dtype
+        cast = {count: weight.to(dtype) for count, weight in solved.items()}
+        return {n: (group.to_module_order(weight[:, :-1]).contiguous(), weight[:, -1]) for n, weight in cast.items()}
+
     def _advance(
-        self,
-        path: _Path,
-        layer: nn.Module,
-        groups: Sequence[UnitGroup],
-        weights: Mapping[str, Weights],
+        self, path: _Path, layer: nn.Module, groups: Sequence[UnitGroup], weights: Mapping[str, Weights]
     ) -> None:
         """Propagate a plan's hidden states through the layer, pruned as in the plan."""
         new = {
@@ -194,9 +175,9 @@ class Trial:
                 call.run(layer, self._context, states).map(self._context.park)
                 for call, states in zip(calls, inputs, strict=True)
             ]
-        for states in path.states:
-            self._context.release(states.hidden)
-        path.states = outputs
+            for states in path.states:
+                self._context.release(states.hidden)
+            path.states = outputs
 
     def _compare(self, batch: dict[str, Tensor], row: int, kept: Tensor, finals: Sequence[Tensor]) -> Tensor:
         """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.
@@ -237,7 +218,53 @@ def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[floa
     return replace(plan, record=replace(plan.record, tried=tried, taken=taken))
 
 
-def describe_trials(record: AllocationRecord) -> str:
-    """Return a line on the divergences of the allocations that were tried."""
-    told = ", ".join(f"{name} {value:.4g}" for name, value in (record.tried or {}).items())
-    return f"KL divergence in nats of each candidate allocation: {told}; selected: {record.taken}"
+# -- blocks of modules -----------------------------------------------------------------------------------------------
+
+
+def list_blocks(sizes: Sizes, layers: Mapping[str, int]) -> list[Block]:
+    """Return blocks of modules of one kind in one part of the depth; none if there were only one.
+
+    :param layers: index of the decoder layer, by the name of a group
+    """
+    blocks, num_layers = dict[tuple[str, int], list[int]](), max(layers.values()) + 1
+    for place, size in enumerate(sizes):
+        blocks.setdefault((size.kind, layers[size.name] * _PARTS // num_layers), []).append(place)
+    return [tuple(block) for block in blocks.values()] if len(blocks) > 1 else []
+
+
+def propose_blocks(sizes: Sizes, kept: Mapping[str, int], blocks: Sequence[Block]) -> list[Mapping[str, int]]:
+    """Return one plan per block: its modules keep the units of an allocation, all others every unit."""
+    plans: list[Mapping[str, int]] = []
+    for block in blocks:
+        alone = [kept[size.name] if place in block else size.num_units for place, size in enumerate(sizes)]
+        plans.append(expand_counts(sizes, alone))
+    return plans
+
+
+def bend_curves(
+    statistics: Mapping[str, GroupStatistics],
+    sizes: Sizes,
+    kept: Mapping[str, int],
+    divergences: Mapping[Block, float],
+) -> dict[str, GroupStatistics]:
+    """Return the statistics with the curves of every block scaled so that they agree with the measured divergences.
+
+    :param statistics: statistics by the name of a size
+    :param kept: kept units of the allocation with which the blocks were tried, by group name
+    :param divergences: divergence of the model's output with a block's units removed, in nats
+    """
+    said = {
+        block: sum(float(statistics[sizes[place].name].curve[kept[sizes[place].name]]) for place in block)
+        for block in divergences
+    }
+    total, measured = sum(said.values()), sum(divergences.values())
+    if not (total > 0 and measured > 0):
+        return dict(statistics)
+    bent, floor = dict(statistics), _NOISE / len(said)
+    for block, divergence in divergences.items():
+        factor = (divergence / measured + floor) / (said[block] / total + floor)
+        factor = min(max(factor, 1 / _MOST), _MOST)
+        for place in block:
+            name = sizes[place].name
+            bent[name] = replace(statistics[name], curve=statistics[name].curve * factor)
+    return bent

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
@@ -53,12 +54,7 @@ class ModuleCosts(Config):
 
     def list_costs(self, num_units: int) -> Tensor:
         """Return the seconds with k = 0 ... num_units units kept, shape [num_units + 1], float64."""
-        xs, ys = torch.tensor(self.units, dtype=torch.float64), torch.tensor(self.seconds, dtype=torch.float64)
-        at = torch.arange(num_units + 1, dtype=torch.float64).clamp(xs[0], xs[-1])
-        right = torch.searchsorted(xs, at).clamp(min=1, max=len(xs) - 1) if len(xs) > 1 else torch.zeros_like(at).long()
-        left = (right - 1).clamp(min=0)
-        share = (at - xs[left]) / (xs[right] - xs[left]).clamp(min=1)
-        return ys[left] + share * (ys[right] - ys[left])
+        return torch.from_numpy(np.interp(range(num_units + 1), self.units, self.seconds))
 
 
 class CostTable(Config):
@@ -83,14 +79,12 @@ class CostTable(Config):
 
         :raises ValueError: the table lacks its kind of module
         """
-        name = describe_module(model, group)
-        for known in self.modules:
-            if known.module == name:
-                return known.list_costs(group.num_units)
-        raise ValueError(
-            f"budget.costs: must hold {name!r}, got {', '.join(known.module for known in self.modules)}. Time these units, too, or "
-            "do not prune them."
-        )
+        name, known = describe_module(model, group), {costs.module: costs for costs in self.modules}
+        if name not in known:
+            raise ValueError(
+                f"budget.costs: must hold {name!r}, got {', '.join(known)}. Time these units, too, or do not prune them."
+            )
+        return known[name].list_costs(group.num_units)
 
 
 def describe_module(model: nn.Module, group: UnitGroup) -> str:
@@ -121,14 +115,9 @@ def read_table(path: str, model: nn.Module) -> CostTable:
     """
     try:
         table = CostTable.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise ValueError(
-            f"budget.costs: {path} must hold a cost table: {describe_error(error, {})}. {_REMEDY}"
-        ) from None
     except (ValueError, RecursionError, OSError) as error:
-        raise ValueError(
-            f"budget.costs: {path} must hold a cost table, got {shorten_error(error)}. {_REMEDY}"
-        ) from None
+        told = describe_error(error, {}) if isinstance(error, ValidationError) else shorten_error(error)
+        raise ValueError(f"budget.costs: {path} must hold a cost table, got {told}. {_REMEDY}") from None
     shapes = describe_shapes(model)
     for name in {**shapes, **table.shapes}:
         if shapes.get(name) != table.shapes.get(name):

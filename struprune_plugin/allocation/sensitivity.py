@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -49,18 +49,17 @@ def measure_sensitivity(
     :param samples: sequences for the Fisher information; None where it is not needed
     :raises ValueError: too little memory for gradients
     """
-    measured = Sensitivity()
+    saliency, roots = dict[str, Tensor](), dict[str, Tensor]()
     if importance.gradients:
         with context.stage("gradients"):
-            measured = replace(measured, saliency=importance.measure(model, loader, groups))
+            saliency = importance.measure(model, loader, groups)
     if samples is not None:
         with context.stage("sensitivity"), DisableQuantization(model):
-            fisher, roots = measure_fisher(model, loader, groups, samples, context), dict[str, Tensor]()
+            fisher = measure_fisher(model, loader, groups, samples, context)
             for name in list(fisher):
                 with context.solving():
                     roots[name] = context.park(sqrt_psd(context.to_solver(fisher.pop(name))), "fisher")
-            measured = replace(measured, fisher_sqrt=roots)
-    return measured
+    return Sensitivity(roots, saliency)
 
 
 def measure_fisher(
@@ -130,12 +129,10 @@ def _fit_batches(
     """Yield lists of batches whose hidden states, of all layers, fit in what the device keeps for states, or else in a share of
     the model's size and of the host's free memory."""
     on_host = _HELD * min(count_parameters(model) * model.dtype.itemsize, psutil.virtual_memory().available)
-    most = context.kept.get("states", on_host)
-    hidden = model.config.get_text_config().hidden_size
-    each = len(find_decoder_layers(model)) * hidden * model.dtype.itemsize
-    taken: list[dict[str, Tensor]] = []
+    each = len(find_decoder_layers(model)) * model.config.get_text_config().hidden_size * model.dtype.itemsize
+    most, taken = context.kept.get("states", on_host) / each, list[dict[str, Tensor]]()
     for part in parts:
-        if taken and each * (part["input_ids"].numel() + sum(b["input_ids"].numel() for b in taken)) > most:
+        if taken and sum(batch["input_ids"].numel() for batch in [part, *taken]) > most:
             yield taken
             taken = []
         taken.append(part)
@@ -206,10 +203,7 @@ def _run_backward(
     sums: dict[str, Tensor],
     context: DeviceContext,
 ) -> None:
-    """Run one layer forward and backward on all batches, add ``g g^T`` at its consumers, store the gradients at its input.
-
-    :param index: index of the layer
-    """
+    """Run one layer forward and backward on all batches, add ``g g^T`` at its consumers, store the gradients at its input."""
     outputs: dict[str, Tensor] = {}
 
     def see(name: str) -> Any:
@@ -217,8 +211,9 @@ def _run_backward(
 
     watched = {group.output_name: group.experts or group.consumer for group in groups}
     sums |= {name: context.to_solver(sums[name]) for name in watched if name in sums}
-    handles = [layer.get_submodule(module).register_forward_hook(see(name)) for name, module in watched.items()]
-    try:
+    with ExitStack() as stack:
+        for name, module in watched.items():
+            stack.callback(layer.get_submodule(module).register_forward_hook(see(name)).remove)
         for flow in flows:
             call = flow.calls[index]
             states = call.states.map(partial(context.to_device, device=call.device)).watch()
@@ -232,13 +227,9 @@ def _run_backward(
                 gradients = torch.autograd.grad(left[0], wanted, left[1], materialize_grads=True)
             del left, wanted
             flow.above = [context.park(gradient) for gradient in gradients[: len(below)]]
-            found = gradients[len(below) :]
-            for name, gradient in zip(watched, found, strict=True):
+            for name, gradient in zip(watched, gradients[len(below) :], strict=True):
                 _add_products(sums, name, gradient, call, context)
             flow.forget(index, context)
-    finally:
-        for handle in handles:
-            handle.remove()
     for name in watched:
         sums[name] = context.park(sums[name], "fisher")
 

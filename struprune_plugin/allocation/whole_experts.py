@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.passes import stream_layers
+from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.storage.manifest import ExpertsRecord
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,32 @@ class Mixture:
         """Return the parameters removed when ``left`` experts of a layer remain."""
         return (self.counts[0] - left) * self.cost
 
+    def split_budget(self, sizes: Sequence[GroupSize], asked: float) -> tuple[int, float]:
+        """Return the number of experts that stay in a layer, and the share of the other groups' parameters to remove beside them.
+
+        Of the numbers that meet the budget, it is the one at which experts lose a share nearest to that of all parameters. If
+        none does, it is the nearest number, to within half an expert of every layer.
+
+        :param asked: parameters to remove
+        :raises ValueError: that many parameters cannot be removed
+        """
+        total, most = sum(size.num_parameters for size in sizes), sum(size.max_removable for size in sizes)
+        first, last = self.counts[0], self.counts[-1]
+        even = asked / (first * self.cost + total)
+        wanted = {left: asked - self.count_gone(left) for left in self.counts}
+        taken = {left: min(max(rest, 0.0), most) for left, rest in wanted.items()}
+        misses = {left: abs(wanted[left] - taken[left]) for left in self.counts}
+        least = min(misses.values())
+        if wanted[last] > most + self.num_groups * self.cost / 2:
+            raise ValueError(
+                f"sparsity: {asked:,.0f} parameters are to be removed, and experts and the other units have only "
+                f"{asked - least:,.0f} removable ({last} of {first} experts of a layer must stay). Lower sparsity, or prune more "
+                "kinds of units."
+            )
+        near = [left for left in self.counts if misses[left] <= least + 0.5]
+        left = min(near, key=lambda count: abs(1 - count / first - even))
+        return left, taken[left] / total if total else 0.0
+
     def keep_best(self, scores: Mapping[str, Sequence[float]], left: int) -> KeptExperts:
         """Return the experts of largest score of every list; of experts with one score, the later ones.
 
@@ -53,6 +81,14 @@ class Mixture:
             best = [sorted(run, key=lambda expert: (own[expert], expert))[size - each :] for run in runs]
             keep[name] = sorted(expert for run in best for expert in run)
         return KeptExperts(self.routing, keep)
+
+    def describe(self, kept: KeptExperts) -> list[ExpertsRecord]:
+        """Return the manifest's records of the kept experts."""
+        each = self.cost // len(self.lists)
+        return [
+            ExpertsRecord(name, members[0].layer_index, len(members), [*keep], (len(members) - len(keep)) * each)
+            for (name, members), keep in zip(self.lists.items(), kept.keep.values(), strict=True)
+        ]
 
 
 @torch.no_grad()

@@ -7,15 +7,22 @@ from typing import Any
 from llmcompressor.core import State
 from pydantic import Field, model_validator
 
-from struprune_plugin.modifiers.checks import list_modifiers, split_modifiers
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
 from struprune_plugin.storage.files import shorten_value
 
 _BUDGET = {"sparsity", "budget"}
 _DECIDED = {"allocation", "sensitivity"}
-_GROUPS = {"targets", "ignore", "attention_unit", "prune_ffn", "experts", "width_multiple"}
-_SHARED = _GROUPS | {"importance", "rotate_values"}
+_SHARED = {
+    "targets",
+    "ignore",
+    "attention_unit",
+    "prune_ffn",
+    "experts",
+    "width_multiple",
+    "importance",
+    "rotate_values",
+}
 
 
 class SparsityAllocatorModifier(StructuredModifier):
@@ -57,7 +64,14 @@ class SparsityAllocatorModifier(StructuredModifier):
         return self
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        pruning = self._find_pruning()
+        before, behind = self.split_recipe()
+        pruning = next((other for other in behind if isinstance(other, StruPruneModifier)), None)
+        if pruning is None or any(isinstance(other, SparsityAllocatorModifier) for other in [*before, *behind]):
+            ours, names = type(self).__name__, [type(other).__name__ for other in (*before, self, *behind)]
+            raise ValueError(
+                f"recipe: exactly one {ours} must come before the StruPruneModifier that uses its allocation, got {names}. "
+                "Add or reorder the stages."
+            )
         given = {name for name in _BUDGET if getattr(pruning, name) is not None} | (_DECIDED & pruning.model_fields_set)
         shared = _SHARED | given
         if self.weight_update.solves != pruning.weight_update.solves:  # ADMM starts from and closes with least squares
@@ -76,18 +90,3 @@ class SparsityAllocatorModifier(StructuredModifier):
         for name in _BUDGET | _DECIDED:
             setattr(pruning, name, getattr(self, name))
         return True
-
-    def _find_pruning(self) -> StruPruneModifier:
-        """Return the pruning stage behind this one.
-
-        :raises ValueError: there is none, or the recipe has several allocator stages
-        """
-        modifiers = list_modifiers()
-        pruning = next((other for other in split_modifiers(self)[1] if isinstance(other, StruPruneModifier)), None)
-        if pruning is None or sum(isinstance(other, SparsityAllocatorModifier) for other in modifiers) != 1:
-            ours, names = type(self).__name__, [type(modifier).__name__ for modifier in modifiers]
-            raise ValueError(
-                f"recipe: exactly one {ours} must come before the StruPruneModifier that uses its allocation, got {names}. "
-                "Add or reorder the stages."
-            )
-        return pruning

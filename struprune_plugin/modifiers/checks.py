@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.utils import is_match
-from llmcompressor.core import active_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
 from llmcompressor.modifiers.quantization import QuantizationMixin
@@ -25,8 +24,10 @@ from struprune_plugin.model.structure.locate import find_stock, make_dense_confi
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.pruning.resume import digest_tokens
 from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.storage.files import shorten_value
+from struprune_plugin.storage.manifest import CalibrationRecord
 
 _FEW = 0.5  # share of distinct sequences below which a warning is logged
 _FINAL = {  # modifiers that need the final weights -> their name in messages
@@ -37,25 +38,11 @@ _FINAL = {  # modifiers that need the final weights -> their name in messages
 }
 
 
-def list_modifiers() -> list[Modifier]:
-    """Return all modifiers of the recipe that is being initialised, in order."""
-    return active_session().lifecycle.recipe.modifiers
-
-
-def split_modifiers(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
-    """Return the modifiers before a given one in the recipe, and those after it."""
-    modifiers = list_modifiers()
-    place = next(i for i, other in enumerate(modifiers) if other is modifier)
-    return modifiers[:place], modifiers[place + 1 :]
-
-
 def check_stage(
     modifier: Modifier, model: PreTrainedModel, before: Sequence[Modifier], later: Sequence[Modifier]
 ) -> None:
     """Raise if a stage, which changes the weights, cannot stand where it does in the recipe, or cannot run on the model.
 
-    :param before: modifiers before it in the recipe
-    :param later: modifiers behind it
     :raises ValueError: a quantiser, its smoothing, or a sparsity modifier (whose zeros would be lost) comes first; targets of one
         behind match nothing, so that llm-compressor would leave the model unchanged; as :func:`check_weights`
     """
@@ -96,7 +83,6 @@ def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modif
 
     :param modifiers: modifiers that run on the pruned model
     :param heads_differ: whether head counts differ between layers, now or after pruning
-    :raises ValueError: in that case
     """
     for modifier in modifiers:
         if not isinstance(modifier, QuantizationMixin) or modifier.resolved_config.kv_cache_scheme is None:
@@ -114,24 +100,8 @@ def check_cache_quantisation(config: PretrainedConfig, modifiers: Sequence[Modif
             )
 
 
-def check_alone(modifier: Modifier) -> None:
-    """Raise if other modifiers share the calibration pass.
-
-    :raises ValueError: a ``sequential`` pipeline runs several modifiers at once
-    """
-    modifiers = list_modifiers()
-    if len(modifiers) > 1:
-        raise ValueError(
-            f"pipeline: {type(modifier).__name__} must have a calibration pass of its own, got one shared by "
-            f"{[type(m).__name__ for m in modifiers]}. Use pipeline='independent', the default."
-        )
-
-
 def check_weights(model: nn.Module) -> None:
-    """Raise if the model is quantised, or if weights are not finite.
-
-    :raises ValueError: in these cases; the message names the parameter
-    """
+    """Raise if the model is quantised, or if weights are not finite."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ValueError(
             "model: must not be quantised yet, got a config with quantization_config. "
@@ -149,10 +119,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Raise if a model does not have as many decoder layers as its configuration says.
-
-    :raises ValueError: in that case; its saved output would not load
-    """
+    """Raise if a model does not have as many decoder layers as its configuration says."""
     text = model.config.get_text_config(decoder=True)
     told, found = getattr(text, "num_hidden_layers", None), len(find_decoder_layers(model))
     if told is None or told == found:
@@ -187,24 +154,20 @@ def read_rows(batches: Iterable | None) -> list[tuple[Tensor, Tensor]]:
     return rows
 
 
-def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_needed: int, where: str) -> tuple[int, int]:
-    """Return (sequences, tokens) of the calibration data over all processes, without padding; warn if the data vary little.
+def check_calibration(model: PreTrainedModel, loader: Iterable | None, where: str, needed: int) -> CalibrationRecord:
+    """Return the record of the calibration data over all processes, without padding; warn if the data vary little.
 
     The number of distinct tokens of natural text grows with at least the square root of its length (Heaps' law).
 
-    :param num_needed: tokens in distinct sequences that the largest solve needs
-    :param where: module of that solve, for messages
+    :param where: module of the largest solve, for messages
+    :param needed: tokens in distinct sequences that this solve needs
     :raises ValueError: no data, too few tokens, the same data in several processes, or as :func:`check_sequences`
     """
     rows = read_rows(loader)
     texts = [ids[kept] for ids, kept in rows]
     words = {word for text in texts for word in text.tolist()}
-    own = (
-        len(words),
-        max((len(ids) for ids, _ in rows), default=0),
-        max((int(ids.max()) for ids, _ in rows), default=0),
-    )
-    num_words, longest, largest = map(max, zip(*gather(own), strict=True))
+    longest, largest = (max((int(measure(ids)) for ids, _ in rows), default=0) for measure in (len, torch.max))
+    num_words, longest, largest = map(max, zip(*gather((len(words), longest, largest)), strict=True))
     parts = gather([(hashlib.sha256(text.numpy().tobytes()).digest(), len(text)) for text in texts])
     if any(part in parts[:rank] for rank, part in enumerate(parts)):
         raise ValueError(
@@ -215,18 +178,23 @@ def check_calibration(model: PreTrainedModel, loader: Iterable | None, num_neede
     sequences = [row for part in parts for row in part]
     num_sequences, num_tokens = len(sequences), sum(length for _, length in sequences)
     num_distinct, distinct_tokens = len(set(sequences)), sum(length for _, length in set(sequences))
-    if distinct_tokens < num_needed:
+    if distinct_tokens < needed:
         told = f"{num_tokens} in {num_sequences} sequences"
         if num_distinct < num_sequences:
             told += f" ({num_distinct} distinct sequences with {distinct_tokens} tokens)"
-        raise ValueError(tell_few_tokens(where, num_needed, told))
+        raise ValueError(tell_few_tokens(where, needed, told))
     if num_words < min(math.sqrt(num_tokens), 256) or num_distinct < _FEW * num_sequences:
         logger.warning(
             f"dataset: calibration text should vary, got {num_words:,} distinct tokens among {num_tokens:,} "
             f"({num_words / num_tokens:.2%}) and {num_distinct:,} distinct sequences among {num_sequences:,} "
             f"({num_distinct / num_sequences:.0%}). The weights are fitted to this text. Use more varied text."
         )
-    return num_sequences, num_tokens
+    again = [batch["input_ids"] for batch in loader or ()]
+    if not again:
+        raise ValueError(
+            "dataset: a loader must give its batches in every pass, got none in the second. Pass a list of them, or a Dataset."
+        )
+    return CalibrationRecord(num_sequences, num_tokens, digest_tokens(again))
 
 
 def tell_few_tokens(where: str, needed: int, found: str) -> str:
@@ -242,7 +210,6 @@ def check_sequences(model: PreTrainedModel, longest: int, largest_token: int = 0
 
     :param longest: tokens of the longest sequence
     :param largest_token: largest token index, padding included
-    :raises ValueError: in these cases
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
@@ -259,10 +226,7 @@ def check_sequences(model: PreTrainedModel, longest: int, largest_token: int = 0
 
 
 def select_uniform(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-    """Return the groups that a stock class can shrink in all layers alike, and those of whole experts, whose width stays.
-
-    :param groups: groups that the recipe selects
-    """
+    """Return the groups that a stock class can shrink in all layers alike, and those of whole experts, whose width stays."""
     if not are_layers_alike(model):
         return list(groups)  # refused by :func:`check_uniform`
     keeps_width = recipe.experts is not None and recipe.experts.drops
@@ -274,12 +238,7 @@ def select_uniform(recipe: StructuredModifier, model: PreTrainedModel, groups: S
 def check_uniform(
     recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
 ) -> None:
-    """Raise if a recipe with ``output: uniform`` would give a model that no stock class can load.
-
-    :param groups: groups that the recipe selects
-    :param later: modifiers behind it in the recipe
-    :raises ValueError: in that case
-    """
+    """Raise if a recipe with ``output: uniform`` would give a model that no stock class can load."""
     problem = ""
     if recipe.allocation.measures:
         problem = "needs a uniform allocation, got one that gives layers different sizes. Set `allocation: uniform`"

@@ -101,11 +101,11 @@ class Experts(Config):
     @property
     def drops(self) -> bool:
         """True if whole experts may be removed."""
-        return self.units != "channels"
+        return self.units == "whole"
 
     @model_validator(mode="after")
     def _check_effect(self) -> Experts:
-        if self.units == "whole" and self.widths != "same":
+        if self.drops and self.widths != "same":
             raise ValueError(f"`widths: {self.widths}` has no effect with `units: whole`. Remove it.")
         return self
 
@@ -192,19 +192,13 @@ class StructuredModifier(StageModifier):
         given = set(self.model_fields_set)
         for name, wanted in EFFORTS[self.effort].items():
             settings = getattr(self, name)
-            if name == "sensitivity" and self.sensitivity_samples is None:
-                continue
-            if isinstance(settings, Config):
+            if isinstance(settings, Config) and (name != "sensitivity" or self.sensitivity_samples is not None):
                 free = type(settings).model_fields.keys() - settings.model_fields_set
                 told = {own: value for own, value in wanted.items() if own in free}
                 setattr(self, name, settings.model_copy(update=told))
-            elif name not in given:
+            elif isinstance(settings, bool) and name not in given:
                 setattr(self, name, wanted)
         self.model_fields_set.intersection_update(given)
-        return self
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> StructuredModifier:
         if self.sensitivity not in (None, Fisher()) and self.sensitivity_samples is None:
             raise ValueError(
                 f"`sensitivity.samples={self.sensitivity.samples}` has no effect with "  # type: ignore[union-attr]

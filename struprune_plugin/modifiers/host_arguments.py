@@ -20,6 +20,7 @@ from transformers.core_model_loading import PrefixChange
 
 from struprune_plugin.evaluation.text import check_dataset
 from struprune_plugin.export.any_class import build_dense
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.structure.tiny import find_auto_class, find_class
 from struprune_plugin.modifiers.checks import check_layers, check_sequences, tell_few_tokens
@@ -40,13 +41,19 @@ _IGNORED = dict.fromkeys(("stage", "recipe_args"), "Edit the recipe.") | {
 _UNPACKED: dict[str, Any] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
-def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> None:
+def check_arguments(model: object, recipe: Recipe, offload_folder: Path | None, kwargs: dict[str, Any]) -> None:
     """Raise on arguments that llm-compressor would ignore, or would reject with an unclear error."""
+    if offload_folder is not None and isinstance(model, PreTrainedModel):
+        raise ValueError(
+            "offload_folder: must be left out for a loaded model, whose weights stay where they were loaded. Pass the model's "
+            "folder as model."
+        )
+    if offload_folder is not None:
+        check_place("offload_folder", offload_folder)
     for name, remedy in _IGNORED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}={kwargs[name]!r} has no effect. Remove it. {remedy}")
-    adapted = isinstance(model, nn.Module) and any(type(m).__module__.startswith("peft.") for m in model.modules())
-    if adapted:
+    if isinstance(model, nn.Module) and any(type(m).__module__.startswith("peft.") for m in model.modules()):
         raise ValueError(
             f"model: must have its adapters merged, got {type(model).__name__} with layers of peft. Merge them first (model = "
             "model.merge_and_unload()), save the model, and pass its folder."
@@ -78,36 +85,27 @@ def check_arguments(model: object, recipe: Recipe, kwargs: dict[str, Any]) -> No
 
 
 def check_amount(
-    model: str,
-    config: PretrainedConfig,
-    recipe: Recipe,
-    num_tokens: int | None,
-    longest: int = 1,
-    revision: str = "main",
+    model: str, config: PretrainedConfig, recipe: Recipe, kwargs: dict[str, Any], longest: int | None = None
 ) -> None:
     """Raise if calibration text cannot be enough for a model's widest solve, or is too long for it, from its configuration alone.
 
-    :param config: configuration of the checkpoint
-    :param num_tokens: upper bound on the tokens of the text, as :func:`count_most_tokens` returns it
-    :param longest: tokens of the longest sequence
-    :raises ValueError: in these cases
+    :param longest: tokens of the longest sequence, if they are known
     """
     first = next((each for each in recipe.modifiers if isinstance(each, StructuredModifier)), None)
-    needs = None
+    num_tokens, where, needed = _count_most_tokens(kwargs), "", 0
     try:
-        shapes = build_dense(*find_class(config, find_custom_class(model, config, revision)))
+        custom = find_custom_class(model, config, kwargs.get("model_revision", "main"))
+        shapes = build_dense(*find_class(config, custom))
         if first is not None and num_tokens is not None:
-            needs = find_widest_solve(first, first.find_groups(shapes))
-    except (
-        Exception
-    ):  # a class that cannot be taken apart without weights, a wrong configuration: checked again when loaded
+            where, needed = find_widest_solve(first, first.find_groups(shapes))
+    except Exception:  # a class without shapes, a wrong configuration: checked again when the model is loaded
         return
-    check_sequences(shapes, longest)
-    if needs is not None and num_tokens is not None and num_tokens < needs[1]:
-        raise ValueError(tell_few_tokens(*needs, f"at most {num_tokens}"))
+    check_sequences(shapes, longest or 1)
+    if num_tokens is not None and num_tokens < needed:
+        raise ValueError(tell_few_tokens(where, needed, f"at most {num_tokens}"))
 
 
-def count_most_tokens(kwargs: dict[str, Any]) -> int | None:
+def _count_most_tokens(kwargs: dict[str, Any]) -> int | None:
     """Return an upper bound on the tokens of ``oneshot``'s calibration data; None if it is not known before they are read."""
     dataset, length = kwargs.get("dataset"), kwargs.get("max_seq_length")
     samples = kwargs.get("num_calibration_samples") or 512
@@ -123,25 +121,33 @@ def count_most_tokens(kwargs: dict[str, Any]) -> int | None:
 
 
 def _check_loaded(model: PreTrainedModel) -> None:
-    """Raise if a loaded model cannot generate, or if its weights are not there or are not the configuration's.
-
-    :raises ValueError: in these cases
-    """
+    """Raise if a loaded model cannot be pruned or generate, or if its weights are not there or are not the configuration's."""
+    is_placed = hasattr(model, "hf_device_map")  # llm-compressor converts these hooks to its own
+    hooked = [name or "the whole model" for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    dtypes = sorted({str(m.weight.dtype)[6:] for m in model.modules() if isinstance(m, nn.Linear)})
+    problem = ""
     if model.get_output_embeddings() is None:
-        raise ValueError(
-            f"model: must be a causal language model, got {type(model).__name__}, which has no output embeddings. Load it by "
+        problem = (
+            f"be a causal language model, got {type(model).__name__}, which has no output embeddings. Load it by "
             "AutoModelForCausalLM."
         )
-    is_placed = hasattr(model, "hf_device_map")  # llm-compressor converts these hooks to its own
-    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
-    if hooked and not is_placed:
-        raise ValueError(
-            f"model: must be without accelerate's hooks, got one on {hooked[0] or 'the whole model'!r}. Remove them "
+    elif hooked and not is_placed:
+        problem = (
+            f"be without accelerate's hooks, got one on {hooked[0]!r}. Remove them "
             "(accelerate.hooks.remove_hook_from_submodules), or pass the model's folder, with offload_folder for a large one."
         )
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty and not is_placed:
-        raise ValueError(f"model: must hold weights, got {empty[0]} on the meta device. Pass the model's folder.")
+    elif empty and not is_placed:
+        problem = f"hold weights, got {empty[0]} on the meta device. Pass the model's folder."
+    elif len(dtypes) > 1 and not (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
+        problem = f"have linears of one dtype, got {' and '.join(dtypes)}. Convert it (model.to(dtype))."
+    elif not model.config.name_or_path:
+        problem = (
+            "come from a folder or the hub, as llm-compressor reads its configuration again, got a model without "
+            "config.name_or_path. Save the model, and pass the folder."
+        )
+    if problem:
+        raise ValueError(f"model: must {problem}")
     try:
         if model.generation_config is None:
             raise ValueError("None.")
@@ -150,55 +156,26 @@ def _check_loaded(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model: generation_config must be one that transformers can save, got {shorten_error(error)} Correct it."
         ) from None
-    dtypes = sorted({str(m.weight.dtype)[6:] for m in model.modules() if isinstance(m, nn.Linear)})
-    if len(dtypes) > 1 and not (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
-        raise ValueError(
-            f"model: linears must have one dtype, got {' and '.join(dtypes)}. Convert it (model.to(dtype))."
-        )
+    find_structure(model)
     if is_pruned(type(model)):
         return
     check_layers(model)
-    wanted = {name: list(p.shape) for name, p in build_dense(type(model), model.config).named_parameters()}
-    found = {name: list(p.shape) for name, p in model.named_parameters()}
-    for name in sorted(name for name in wanted.keys() ^ found.keys() if ".experts." not in name):  # they may be split
-        problem = "also has" if name in found else "lacks"
-        raise ValueError(
-            f"model: it must have the parameters that {type(model).__name__} makes of its configuration, which are saved and "
-            f"loaded, but {problem} {name}. Correct the model, or the configuration (tie_word_embeddings for a head)."
-        )
-    for name, shape in found.items():
-        if shape != wanted.get(name, shape):
+    made = build_dense(type(model), model.config)
+    wanted, found = ({name: list(p.shape) for name, p in each.named_parameters()} for each in (made, model))
+    for name in sorted({**wanted, **found}):
+        is_split = ".experts." in name and (name not in wanted or name not in found)
+        if wanted.get(name) != found.get(name) and not is_split:
             raise ValueError(
-                f"model: {name} must have the shape {wanted[name]} that the configuration says, got {shape}. Correct the "
-                "configuration, e.g. by resize_token_embeddings for other tokens."
+                f"model: {name} must have the shape {wanted.get(name)} that {type(model).__name__} makes of its configuration, got "
+                f"{found.get(name)}. Correct the model, or the configuration (resize_token_embeddings for other tokens, "
+                "tie_word_embeddings for a head)."
             )
 
 
-def check_offload(model: object, folder: str | os.PathLike | None, memory: int | None) -> None:
-    """Raise on disk offload options that are incomplete, out of range, or given for a loaded model."""
-    if memory is not None and (folder is None or memory < 1):
-        raise ValueError(
-            f"offload_memory: must be a number of bytes, at least 1, together with offload_folder, got {memory} and "
-            f"offload_folder={folder!r}. Pass both, or neither."
-        )
-    if folder is not None and isinstance(model, PreTrainedModel):
-        raise ValueError(
-            "offload_folder: must be left out for a loaded model, whose weights stay where they were loaded. Pass the model's "
-            "folder as model."
-        )
-    if folder is not None:
-        check_place("offload_folder", Path(folder))
-
-
-def load_model(
-    path: str, config: PretrainedConfig, kwargs: dict[str, Any], folder: Path | None = None, memory: int | None = None
-) -> PreTrainedModel:
+def load_model(path: str, config: PretrainedConfig, kwargs: dict[str, Any], folder: Path | None) -> PreTrainedModel:
     """Load a model as llm-compressor does; wrappers around a text decoder are loaded whole, packed weights are unpacked.
 
-    :param config: configuration of the checkpoint
-    :param kwargs: arguments of ``oneshot``
-    :param folder: folder for weights that do not fit in memory
-    :param memory: bytes of weights to keep in memory if ``folder`` is given; None is all free memory but 5 GB
+    :param folder: folder for weights that do not fit in memory, less 5 GB
     """
     options = {
         "revision": kwargs.get("model_revision", "main"),
@@ -215,7 +192,6 @@ def load_model(
         model = load_whole(auto, path, **options)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        options |= {} if memory is None else {"max_memory": {"cpu": memory}}
 
         class Whole:
             """Class whose ``from_pretrained`` llm-compressor's loader replaces by one that offloads."""

@@ -28,15 +28,10 @@ from struprune_plugin.pruning.selection import list_together
 from struprune_plugin.runtime.device_context import find_free_bytes
 from struprune_plugin.storage.files import format_bytes
 
-_STREAM_COPIES = (
-    3  # of all tokens' hidden states, in the model's dtype: dense ones, and inputs and outputs of the pruned path
-)
+_STREAM_COPIES = 3  # of all hidden states, in the model's dtype: dense ones, inputs and outputs of the pruned path
 _LOGIT_COPIES = 5  # float32 copies of one sequence's logits
 _PLANS = 8  # plans that are tried at once, each with its own weights of one layer
 _OFFLOADED = 256  # tokens converted, and rows of a product, on the device at once with `offload`
-
-
-Batches = Sequence[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,9 @@ class Needs:
         return [*facts, ("stays on the device", _list_bytes(kept))] if kept else facts
 
 
-def keep_on_device(model: PreTrainedModel, modifier: StructuredModifier, batches: Batches) -> dict[str, int]:
+def keep_on_device(
+    model: PreTrainedModel, modifier: StructuredModifier, batches: Sequence[dict[str, Tensor]]
+) -> dict[str, int]:
     """Return the bytes that stay on the device between the layers of a run, by what they hold; log them."""
     if find_free_bytes() is None:
         return {}

@@ -13,16 +13,15 @@ from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
-from struprune_plugin.export.convert import adopt_paddings, finish_model, wrap_save
+from struprune_plugin.export.convert import adopt_paddings, wrap_save
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.checks import check_alone, select_uniform, split_modifiers
+from struprune_plugin.modifiers.checks import select_uniform
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
-from struprune_plugin.modifiers.mixtures import tell_lost_experts
 from struprune_plugin.modifiers.needs import keep_on_device
 from struprune_plugin.modifiers.planning import Planner
-from struprune_plugin.modifiers.setup import RunSetup, open_store, prepare_run
+from struprune_plugin.modifiers.setup import RunSetup, prepare_run
 from struprune_plugin.pruning.prune_layer import Pruner
 from struprune_plugin.pruning.resume import LayerLog
 from struprune_plugin.reporting.tables import describe_budget
@@ -65,13 +64,9 @@ class StruPruneModifier(StructuredModifier):
     reconstruct: Literal[tuple(TARGETS)] = "half_residual"  # type: ignore[valid-type]
     output: Literal["per_layer", "uniform"] = "per_layer"
 
-    _stages: tuple[Sequence[Modifier], Sequence[Modifier]] = PrivateAttr(
-        default=((), ())
-    )  # before and behind, in the recipe
+    _stages: tuple[Sequence[Modifier], Sequence[Modifier]] = PrivateAttr(default=((), ()))  # before, behind
     _setup: RunSetup | None = PrivateAttr(default=None)
-    _describe: Callable[[PreTrainedModel], Manifest] | None = PrivateAttr(
-        default=None
-    )  # makes the manifest of a finished pass
+    _finish: Callable[[PreTrainedModel], Manifest] | None = PrivateAttr(default=None)  # set by a whole pass
 
     @model_validator(mode="after")
     def _complete_fields(self) -> StruPruneModifier:
@@ -82,44 +77,36 @@ class StruPruneModifier(StructuredModifier):
     # -- lifecycle: llm-compressor's events ------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        self._stages = split_modifiers(self)
-        self._setup = self._prepare(state)
-        open_store(self._store, state)
+        self._stages = self.split_recipe()
+        self._setup = prepare_run(self, state.model, state.data.calib, self._stages, self.output == "uniform")
+        self.open_store(state)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        check_alone(self)
-        if not all(isinstance(other, StructuredModifier) for other in self._stages[0]):
-            self._setup = self._prepare(state)  # another modifier (REAP) has changed the model
-        model, setup, batches = state.model, self._setup, list(state.data.calib)
+        self.check_alone()
+        model, setup, loader = state.model, self._setup, state.data.calib
+        if not all(isinstance(other, StructuredModifier) for other in self._stages[0]):  # REAP has changed the model
+            setup = self._setup = prepare_run(self, model, loader, self._stages, self.output == "uniform")
         assert setup is not None
+        batches = list(loader)
         with enter_device_context(model, self.offload) as context, context.stage("whole pass"):
             context.kept = keep_on_device(model, self, batches)
             plan, sensitivity = Planner(self, setup, model, batches, context).decide(self._store)
             adopt_paddings(model, setup.groups)
-            log = None if self._store is None else LayerLog(self._store)
             pruner = Pruner(self.make_config(self.reconstruct), plan, sensitivity, context)
+            log = None if self._store is None else LayerLog(self._store)
             with calibrating(model):
                 records = pruner.prune_model(model, batches, setup.all_groups, log)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
-        self._describe = partial(setup.make_manifest, self, plan, records, sensitivity, context)
+        self._finish = partial(setup.finish, self, plan, records, sensitivity, context)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        if self._describe is None or self._setup is None:
+        if self._finish is None:
             return True  # llm-compressor finalises an aborted run: nothing to export
-        tell_lost_experts(state.model, self._setup.groups)
-        finish_model(state.model, self.output == "uniform")
-        manifest = self._describe(state.model)
+        manifest = self._finish(state.model)
         logger.info(f"decoder linears: {describe_budget(manifest.budget)}")
         wrap_save(state.model, lambda path: write_manifest(manifest, path))
         return True
-
-    def _prepare(self, state: State) -> RunSetup:
-        """Return the setup of the run on the model as it is now.
-
-        :raises ValueError: the run cannot succeed
-        """
-        return prepare_run(self, state.model, state.data.calib, self._stages, self.output == "uniform")
 
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from struprune_plugin.export.convert import wrap_save
 from struprune_plugin.layerwise.passes import enter_device_context
-from struprune_plugin.modifiers.checks import check_alone, check_sequences, check_stage, read_rows, split_modifiers
-from struprune_plugin.modifiers.setup import open_store
+from struprune_plugin.modifiers.checks import check_sequences, check_stage, read_rows
 from struprune_plugin.modifiers.stage_modifier import StageModifier
-from struprune_plugin.recovery.adapters import attach_adapters, match_linears, seed_random
-from struprune_plugin.recovery.recovery_config import RecoveryConfig
-from struprune_plugin.recovery.training import AdapterTraining
+from struprune_plugin.recovery.training import (
+    AdapterTraining,
+    RecoveryConfig,
+    attach_adapters,
+    match_linears,
+    seed_random,
+)
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
 
@@ -50,39 +53,31 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     """
 
     _linears: list[str] = PrivateAttr(default_factory=list)
-    _record: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """Manifest record of the training; empty before it."""
-        return self._record
+    _record: dict[str, Any] = PrivateAttr(default_factory=dict)  # of the manifest; empty before the training
 
     # -- lifecycle ------------------------------------------------------------------------------------------------
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        before, behind = split_modifiers(self)
-        check_stage(self, state.model, before, behind)
+        check_stage(self, state.model, *self.split_recipe())
         check_one_process("LoRARecoveryModifier", "Prune with several, then train the output in one.")
         samples = read_samples(state.data.calib)[0]
         check_sequences(state.model, max(map(len, samples)), max(int(sample.max()) for sample in samples))
         self._split_samples(samples)
         self._linears = match_linears(state.model, self.adapters)
-        open_store(self._store, state)
+        self.open_store(state)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        check_alone(self)
+        self.check_alone()
         began, model = time.perf_counter(), state.model
         samples, micro_size = read_samples(state.data.calib)
         train, held_out = self._split_samples(samples)
-        left = {name for name, _ in model.named_modules()}  # pruning may have removed whole modules since
-        linears = [name for name in self._linears if name in left]
         with (
             seed_random(self.seed),
             DisableQuantization(model),
             enter_device_context(model) as context,
             context.stage("training"),
-            attach_adapters(model, linears, self.adapters) as parameters,
+            attach_adapters(model, self._linears, self.adapters) as parameters,
         ):
             curve = AdapterTraining(model, parameters, self, micro_size, context).run(train, held_out)
         self._record = {
@@ -90,7 +85,7 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             "steps": len(curve.losses),
             **asdict(curve),
             "trained_parameters": sum(parameter.numel() for parameter in parameters),
-            "linears": len(linears),
+            "linears": len(self._linears),
             "samples": {"trained": len(train), "held_out": len(held_out)},
             "seconds": round(time.perf_counter() - began, 3),
             "memory_measure": context.measure,
@@ -101,13 +96,13 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if not self._record:
             return True  # llm-compressor finalises an aborted run
-        record, source = self._record, state.model.config._name_or_path
+        told = {"evaluation": [], "recovery": RecoveryRecord(**self._record)}  # earlier scores are void
+        source = state.model.config._name_or_path
 
         def add_record(folder: str) -> None:
             """Add the record to the manifest of this run's pruning stage or, without one, of the loaded pruned folder."""
             manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
             if manifest is not None:  # None if nothing was ever pruned
-                told = {"evaluation": [], "recovery": RecoveryRecord(**record)}  # earlier scores are void
                 write_manifest(read_manifest(manifest).model_copy(update=told), folder)
 
         wrap_save(state.model, add_record)

@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from llmcompressor.core import State
 from llmcompressor.modifiers import Modifier
-from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.rules.uniform import allocate_uniformly
+from struprune_plugin.allocation.rules import Budget, allocate_uniformly
 from struprune_plugin.allocation.whole_experts import Mixture
+from struprune_plugin.export.convert import finish_model
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.export.stock_config import can_hold_heads
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.routing import find_routing
 from struprune_plugin.model.surgery import check_sliceable
-from struprune_plugin.model.units import sort_groups
+from struprune_plugin.model.units import find_groups, sort_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.budgets import ModelBudget, describe_limit, find_budget
+from struprune_plugin.modifiers.budgets import (
+    Rounding,
+    check_widths,
+    describe_limit,
+    describe_roundings,
+    find_budget,
+    find_mixture,
+    find_roundings,
+)
 from struprune_plugin.modifiers.checks import (
     check_cache_quantisation,
     check_calibration,
     check_layers,
     check_stage,
     check_uniform,
-    list_modifiers,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.mixtures import describe_experts, find_mixture, find_whole
-from struprune_plugin.modifiers.widths import Rounding, check_widths, describe_roundings, find_roundings
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
-from struprune_plugin.pruning.resume import describe_run, digest_tokens
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import (
     AllocationRecord,
     BudgetRecord,
@@ -47,9 +51,7 @@ from struprune_plugin.storage.manifest import (
     Manifest,
     ModelRecord,
     StageEntry,
-    describe_versions,
 )
-from struprune_plugin.storage.resume_store import ResumeStore
 
 
 @dataclass(frozen=True)
@@ -65,24 +67,26 @@ class RunSetup:
     :param calibration: record of the calibration data
     :param num_parameters: parameters of the model
     :param early: plan, if it needs no calibration data
+    :param uniform: whether all layers get one size, for stock classes
     """
 
     groups: Sequence[UnitGroup]
     whole: Sequence[UnitGroup]
     roundings: dict[str, Rounding]
     sizes: Sequence[GroupSize]
-    budget: ModelBudget
+    budget: Budget
     mixture: Mixture | None
     calibration: CalibrationRecord
     num_parameters: int
     early: UnitAllocation | None
+    uniform: bool
 
     @property
     def all_groups(self) -> list[UnitGroup]:
         """Groups that are re-solved, in the order in which the model computes them."""
         return sort_groups([*self.groups, *self.whole])
 
-    def make_manifest(
+    def finish(
         self,
         recipe: StructuredModifier,
         plan: UnitAllocation,
@@ -91,14 +95,14 @@ class RunSetup:
         context: DeviceContext,
         model: PreTrainedModel,
     ) -> Manifest:
-        """Return the manifest of a run.
+        """Give the pruned model its configuration and class; return the manifest of the run.
 
-        :param groups: records of all groups
         :param sensitivity: measurements of the dense model
         :param context: context of the run, which has counted its seconds and bytes
-        :param model: the pruned model
         """
-        experts = describe_experts(self.mixture, plan.experts)
+        _tell_lost_experts(model, self.groups)
+        finish_model(model, self.uniform)
+        experts = self.mixture.describe(plan.experts) if self.mixture and plan.experts else []
         removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
         return Manifest(
             model=ModelRecord(
@@ -121,10 +125,7 @@ class RunSetup:
             ),
             allocation=plan.record,
             memory_measure=context.measure,
-            stages=[
-                StageEntry(name=name, seconds=round(stage.seconds, 3), peak_bytes=stage.peak_bytes)
-                for name, stage in context.stages.items()
-            ],
+            stages=[StageEntry(name, round(s.seconds, 3), s.peak_bytes) for name, s in context.stages.items()],
             groups=groups,
             experts=experts,
             sensitivity=sensitivity.summarize_fisher(),
@@ -145,7 +146,6 @@ def prepare_run(
     :param loader: calibration data; None if none was given
     :param stages: modifiers before this one in the recipe, and those behind it
     :param uniform: whether all layers must have one size, for stock classes
-    :raises ValueError: the run cannot succeed
     """
     before, later = stages
     check_layers(model)
@@ -162,33 +162,33 @@ def prepare_run(
     groups = modifier.find_groups(model)
     if uniform:
         check_uniform(modifier, model, groups, later)
-    whole = find_whole(modifier, model, groups)
+    whole = _find_whole(modifier, model, groups)
     check_stage(modifier, model, before, later)
     _check_methods(modifier, model, groups, later)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
-    _check_groups(model, groups, roundings)
+    for group in groups:
+        check_sliceable(model.get_submodule(group.layer_name), group)
+        if (rounding := roundings[group.name]).step > group.num_units:
+            raise ValueError(
+                f"{group.name}: kept widths must be multiples of {rounding.width} ({', '.join(rounding.because)}), more than the "
+                f"width {group.num_columns}. Choose a smaller multiple or group size."
+            )
     mixture = find_mixture(modifier, model, groups, [*before, *later])
     sizes, budget = find_budget(modifier, model, groups, roundings, mixture, later)
-    most = modifier.allocation.most
-    if most is not None and budget.share > most:
+    most = getattr(modifier.allocation, "max_sparsity", 1.0)
+    if budget.share > most:
         raise ValueError(
             f"max_sparsity: must be at least {budget.share:.4f}, the mean over the modules to prune at "
             f"sparsity={budget.sparsity:g}, got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
         )
-    where, needed = find_widest_solve(modifier, [*groups, *whole])
-    sequences, tokens = check_calibration(model, loader, needed, where)
-    ids = [batch["input_ids"] for batch in loader]
-    if not ids:
-        raise ValueError(
-            "dataset: a loader must give its batches in every pass, got none in the second. Pass a list of them, or a Dataset."
-        )
-    calibration = CalibrationRecord(sequences, tokens, digest_tokens(ids))
+    calibration = check_calibration(model, loader, *find_widest_solve(modifier, [*groups, *whole]))
     early = _plan_early(modifier, model, sizes, budget, uniform)
     if early is not None:
         check_widths(groups, early.kept, roundings)  # if uniform counts do not fit, no others do
-    is_plan = not sizes or not modifier.allocation.measures
+    if sizes and modifier.allocation.measures:
+        early = None
     count = count_parameters(model)
-    return RunSetup(groups, whole, roundings, sizes, budget, mixture, calibration, count, early if is_plan else None)
+    return RunSetup(groups, whole, roundings, sizes, budget, mixture, calibration, count, early, uniform)
 
 
 def find_widest_solve(modifier: StructuredModifier, groups: Sequence[UnitGroup]) -> tuple[str, int]:
@@ -198,32 +198,47 @@ def find_widest_solve(modifier: StructuredModifier, groups: Sequence[UnitGroup])
     return widest.name, widest.num_columns + 1 if solves else 1
 
 
-def _plan_early(
-    recipe: StructuredModifier, model: PreTrainedModel, sizes: Sequence[GroupSize], budget: ModelBudget, uniform: bool
-) -> UnitAllocation | None:
-    """Return the plan of a rule that needs no calibration data; of one that does, uniform counts, which must fit, too.
+def _find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+    """Return the shared experts that keep all channels and are re-solved after the routed experts beside them."""
+    update, lists = recipe.weight_update, {(g.layer_name, g.join.block) for g in groups if g.experts}
+    if not lists or not update.solves or update.refines:
+        return []
+    chosen = {group.name for group in groups}
+    found = find_groups(model, recipe.attention_unit, True, recipe.targets, recipe.ignore, True)
+    beside = [group for group in found if group.join.block and not group.experts and group.name not in chosen]
+    return [group for group in beside if (group.layer_name, group.join.block) in lists]
 
-    :raises ValueError: the budget cannot be met
+
+def _tell_lost_experts(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
+    """Set the configuration's number of experts to those that are left: the pruned class is built with it. A later modifier (REAP)
+    sets the number itself only afterwards.
     """
+    before = dict(Counter(group.output_name for group in groups if group.experts))
+    left = {name: cast(Any, model.get_submodule(name)).num_experts for name in before}
+    if left != before and len({*left.values()}) == 1:
+        setattr(model.config.get_text_config(decoder=True), find_routing(model).key, next(iter(left.values())))
+
+
+def _plan_early(
+    recipe: StructuredModifier, model: PreTrainedModel, sizes: Sequence[GroupSize], budget: Budget, uniform: bool
+) -> UnitAllocation | None:
+    """Return the plan of a rule that needs no calibration data; of one that does, uniform counts, which must fit, too."""
     rule = recipe.allocation
     if not sizes:  # whole experts alone
         return UnitAllocation({}, AllocationRecord(rule.rule))
     if uniform:
         return allocate_uniformly(
-            sizes, budget.share, lambda kind, count: kind != "attention" or can_hold_heads(model, count), budget.limit
+            sizes, budget, lambda kind, count: kind != "attention" or can_hold_heads(model, count)
         )
     if not rule.measures:
         return rule.decide(sizes, {}, budget)
-    return None if rule.sequences is None else allocate_uniformly(sizes, budget.share, None, budget.limit)
+    return allocate_uniformly(sizes, budget) if hasattr(rule, "samples") else None
 
 
 def _check_methods(
     modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
 ) -> None:
-    """Raise if a method is not defined for the model, the chosen modules, or another field.
-
-    :raises ValueError: in that case
-    """
+    """Raise if a method is not defined for the model, the chosen modules, or another field."""
     importance, update, experts = modifier.importance, modifier.weight_update, modifier.experts
     asked = f"importance: {importance.method}", f"weight_update: {update.method}"
     check_cache_quantisation(model.config, later, modifier.attention_unit == "head")
@@ -246,36 +261,3 @@ def _check_methods(
         raise ValueError(
             f"`{unused}` has no effect on the chosen modules, none of which it covers. Remove it, or prune other modules."
         )
-
-
-def _check_groups(model: PreTrainedModel, groups: Sequence[UnitGroup], roundings: dict[str, Rounding]) -> None:
-    """Raise if a linear cannot be sliced, or if a multiple exceeds a group's width.
-
-    :raises ValueError: in these cases
-    """
-    for group in groups:
-        check_sliceable(model.get_submodule(group.layer_name), group)
-        rounding = roundings[group.name]
-        if rounding.step > group.num_units:
-            raise ValueError(
-                f"{group.name}: kept widths must be multiples of {rounding.width} ({', '.join(rounding.because)}), more than the "
-                f"width {group.num_columns}. Choose a smaller multiple or group size."
-            )
-
-
-def open_store(store: ResumeStore | None, state: State) -> None:
-    """Begin or resume the run that a recipe describes; do nothing without a store.
-
-    :raises ValueError: the store belongs to another run; the sampler shuffles; there are several processes
-    """
-    if store is None:
-        return
-    loader = state.data.calib
-    check_one_process("checkpoint_dir", "Remove it, or run one process.")
-    if isinstance(getattr(loader, "sampler", None), RandomSampler):
-        raise ValueError(
-            "checkpoint_dir: calibration samples must come in the same order in every run, got a sampler that shuffles them. "
-            "Pass shuffle_calibration_samples=False."
-        )
-    recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
-    store.open(describe_run(recipe, describe_versions(), state.model, loader))

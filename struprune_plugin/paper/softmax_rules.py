@@ -11,9 +11,16 @@ import torch
 from loguru import logger
 from pydantic import Field, field_validator
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget, GroupStatistics, Sizes, Subject
-from struprune_plugin.allocation.rules.rule import make_allocation
+from struprune_plugin.allocation.rules import (
+    RULES,
+    AllocationRule,
+    Budget,
+    GroupStatistics,
+    Sizes,
+    make_allocation,
+)
 from struprune_plugin.linalg.budget import MAX_SPARSITY, spread_by_kind, spread_sparsity
 from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
 from struprune_plugin.linalg.ties import argmin_with_ties
@@ -21,6 +28,7 @@ from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
 from struprune_plugin.model.units import list_head_weights
+from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.manifest import AllocationRecord
 
@@ -103,13 +111,13 @@ class SoftmaxInverse(SoftmaxRule):
             return allocate_softmax_inverse_as_printed(importance, share, temperature, self.max_sparsity)
         return super().spread(share, temperature, importance, sizes)
 
-    def weigh(self, subject: Subject) -> float:
-        group, layer = subject.group, subject.layer
+    def weigh(self, model: PreTrainedModel, group: UnitGroup, scores: Tensor) -> float:
+        layer = model.get_submodule(group.layer_name)
         decay = self.gamma**group.layer_index
         if group.unit.is_ffn:
             linears = [read_weight(find_linear(layer, name))[0] for name in (*group.producers, group.consumer)]
             return decay * measure_mlp_importance(linears)
-        heads = list_head_weights(layer, find_structure(subject.model)[group.layer_index])
+        heads = list_head_weights(layer, find_structure(model)[group.layer_index])
         return decay * self.rho * measure_attention_importance(heads)
 
 

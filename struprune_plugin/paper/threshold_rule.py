@@ -8,8 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from struprune_plugin.allocation.rules import RULES, AllocationRule, Budget, GroupStatistics, Sizes
-from struprune_plugin.allocation.rules.rule import make_allocation
+from struprune_plugin.allocation.rules import (
+    RULES,
+    AllocationRule,
+    Budget,
+    GroupStatistics,
+    Sizes,
+    make_allocation,
+)
 from struprune_plugin.linalg.budget import meet_budget
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.linalg.ties import order_scores

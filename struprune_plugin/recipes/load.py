@@ -12,23 +12,15 @@ from typing import Any
 import yaml
 from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
-from loguru import logger
 from pydantic import BaseModel, ValidationError
 
-from struprune_plugin.modifiers import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier
+from struprune_plugin.modifiers import MODIFIERS, StruPruneModifier
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.files import shorten_value
 from struprune_plugin.storage.registry import describe_error, refuse_gone, show_name, suggest
 
 _METHOD_KEYS = ("rule", "method")
-RECIPE_NAME = "recipe.yaml"
 _FORM = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
-_OURS: dict[str, type[Modifier]] = {
-    "StruPruneModifier": StruPruneModifier,
-    "StructPruneModifier": StruPruneModifier,
-    "SparsityAllocatorModifier": SparsityAllocatorModifier,
-    "LoRARecoveryModifier": LoRARecoveryModifier,
-}
 
 
 def load_recipe(
@@ -73,48 +65,34 @@ def load_recipe(
 
 
 def _build_recipe(where: str, content: Any, changes: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a YAML content, which is changed in place.
-
-    :param where: place of the recipe, for messages
-    """
+    """Return the recipe of a YAML content, which is changed in place."""
     _check_form(where, content)
     try:
         _change_fields(where, content, changes)
-        return _create_modifiers(where, content)
+        try:
+            return Recipe.from_dict(content)
+        except ValidationError:
+            raise
+        except Exception as error:  # a modifier of llm-compressor, given what it does not expect, or of nobody
+            problem = " ".join(str(error).split())[:300]
+            if unknown := re.match("No modifier of type '(.*)'", problem):
+                remedy = suggest(unknown[1], MODIFIERS) or f"StruPrune's modifiers are {', '.join(MODIFIERS)}."
+                problem = f"{unknown[1]!r} is not a modifier of StruPrune or llm-compressor. {remedy}"
+            else:
+                problem = (
+                    f"llm-compressor cannot read the recipe ({type(error).__name__}: {problem}). Correct the field."
+                )
+            raise ValueError(f"{where}: {problem}") from None
     except ValidationError as error:
-        raise ValueError(f"{where}: {error.title}: {describe_error(error, _OURS)}") from None
+        raise ValueError(f"{where}: {error.title}: {describe_error(error, MODIFIERS)}") from None
 
 
-def _create_modifiers(where: str, content: dict[str, Any]) -> Recipe:
-    try:
-        return Recipe.from_dict(content)
-    except ValidationError:
-        raise
-    except Exception as error:  # a modifier of llm-compressor, given what it does not expect, or of nobody
-        problem = " ".join(str(error).split())[:300]
-        if unknown := re.match("No modifier of type '(.*)'", problem):
-            remedy = suggest(unknown[1], _OURS) or f"StruPrune's modifiers are {', '.join(_OURS)}."
-            problem = f"{unknown[1]!r} is not a modifier of StruPrune or llm-compressor. {remedy}"
-        else:
-            problem = f"llm-compressor cannot read the recipe ({type(error).__name__}: {problem}). Correct the field."
-        raise ValueError(f"{where}: {problem}") from None
-
-
-def write_recipe(recipe: Recipe, folder: Path, source: Path | None = None) -> None:
-    """Write a recipe as plain YAML that loads again, a stage per modifier, after the stages that the model came from.
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write a recipe as plain YAML that loads again, a stage per modifier.
 
     llm-compressor's own file holds Python objects, which no safe loader reads, and stages that it passes over itself.
-
-    :param source: folder of the model before the run; its recipe comes first, unless it does not load
     """
     stages: dict[str, Any] = {}
-    if source is not None and (source / RECIPE_NAME).is_file():
-        try:
-            where, held = _read_recipe(source / RECIPE_NAME)
-            _check_form(where, held)
-            stages = held
-        except ValueError as error:
-            logger.warning(f"{error} {folder.name}/{RECIPE_NAME} holds the recipe of this run alone.")
     for modifier in recipe.modifiers:
         group = modifier.group or "default"
         fields = {name for name in type(modifier).model_fields.keys() - Modifier.model_fields if not name.endswith("_")}
@@ -123,7 +101,7 @@ def write_recipe(recipe: Recipe, folder: Path, source: Path | None = None) -> No
         place = next(name for name in places if f"{name}_stage" not in stages)
         stages[f"{place}_stage"] = {f"{group}_modifiers": {type(modifier).__name__: told}}
     text = yaml.safe_dump(stages, allow_unicode=True, sort_keys=False, default_flow_style=None, width=88)
-    (folder / RECIPE_NAME).write_text(text, encoding="utf-8")
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
 
 
 class _RecipeLoader(yaml.SafeLoader):
@@ -193,9 +171,8 @@ def _change_fields(where: str, content: dict[str, Any], changes: Mapping[str, An
             part = fields
             for depth, inner in enumerate(path):
                 is_method = last in _METHOD_KEYS  # another method has other fields
-                nested = {} if is_method else _expand(holder, part, inner, depth == 0)
-                part[inner] = nested
-                part = nested
+                part[inner] = {} if is_method else _expand(holder, part, inner, depth == 0)
+                part = part[inner]
             part[last] = changes[change]
             if other and other not in changes:
                 fields.pop(other, None)
@@ -207,15 +184,19 @@ def _find_holders(where: str, name: str, field: str, held: list[tuple[str, dict]
     :param name: modifier, under either name of its class; empty for every StruPrune modifier that has the field
     :raises ValueError: the recipe has no such modifier, or none that has the field
     """
-    kind = _OURS.get(name)
-    named = [each for each in held if each[0] == name or (_OURS.get(each[0]) is kind if name else each[0] in _OURS)]
+    kind = MODIFIERS.get(name)
+    named = [
+        each for each in held if each[0] == name or (MODIFIERS.get(each[0]) is kind if name else each[0] in MODIFIERS)
+    ]
     if name and not named:
         raise ValueError(f"{where}: the recipe has no modifier {name!r}. It has {', '.join(dict(held))}.")
     if name and kind is None:  # of llm-compressor, which says itself what it does not know
         return named
-    found = [each for each in named if field in _OURS[each[0]].model_fields]
+    found = [each for each in named if field in MODIFIERS[each[0]].model_fields]
     if not found:
-        known = sorted({f for other, _ in named for f in set(_OURS[other].model_fields) - set(Modifier.model_fields)})
+        known = sorted(
+            {f for other, _ in named for f in set(MODIFIERS[other].model_fields) - set(Modifier.model_fields)}
+        )
         raise ValueError(
             f"{where}: {name or 'no modifier of the recipe'} has {'no' if name else 'a'} field {field!r}. The fields are "
             f"{', '.join(known) or 'none'}."
@@ -231,8 +212,8 @@ def _expand(holder: str, fields: dict[str, Any], name: str, is_field: bool) -> d
     :param is_field: whether ``fields`` are those of the modifier itself
     """
     held = fields.get(name)
-    if not isinstance(held, dict) and is_field and holder in _OURS:
-        given = getattr(_OURS[holder](**fields), name)
+    if not isinstance(held, dict) and is_field and holder in MODIFIERS:
+        given = getattr(MODIFIERS[holder](**fields), name)
         keys = {key: getattr(given, key) for key in _METHOD_KEYS if hasattr(given, key)}
         held = {**keys, **given.model_dump(exclude_unset=True)} if isinstance(given, BaseModel) else {}
     return dict(held or {})

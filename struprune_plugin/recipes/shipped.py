@@ -29,10 +29,7 @@ def describe_recipe(file: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe, given by its path or by the name of a shipped recipe.
-
-    :raises ValueError: the name is neither
-    """
+    """Return the file of a recipe, given by its path or by the name of a shipped recipe."""
     if os.path.isfile(name):
         return Path(name)
     known = list_recipes()

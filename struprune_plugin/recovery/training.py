@@ -1,27 +1,193 @@
-"""LoRA training with one decoder layer on the device at a time."""
+"""LoRA training with one decoder layer on the device at a time: fields, adapters by peft's own layers, the loop.
+
+Shapes: S tokens of a sequence.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from compressed_tensors.offload import disable_offloading
+from compressed_tensors.offload import disable_offloading, update_offload_parameter
+from compressed_tensors.utils import match_name
+from peft import LoraConfig
+from peft.tuners.lora import Linear, LoraLayer
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
+from transformers.pytorch_utils import Conv1D
 
 from struprune_plugin.layerwise.calls import pair_gradients
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import list_visits
-from struprune_plugin.recovery.adapters import switch_dropout
-from struprune_plugin.recovery.recovery_config import RecoveryConfig
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts, freeze_weights
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.storage.registry import Config, Patterns
+
+
+class Adapters(Config):
+    """Low-rank adapters on linears of the decoder layers, merged at the end: ``W + alpha / rank * B A`` (Hu et al., 2021).
+
+    :param rank: rank of the adapters
+    :param alpha: scale of the adapters, divided by the rank
+    :param targets: linears to adapt: full names, last parts (``q_proj``, ``fc1``) or ``re:<pattern>``. By default all
+        linears of the modules that hold units
+    :param dropout: dropout on the inputs of the adapters; the model's own dropout stays off
+    """
+
+    rank: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
+    targets: Annotated[Patterns, Field(min_length=1)] | None = None
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+
+class Schedule(Config):
+    """Steps and their learning rates.
+
+    :param epochs: passes over the training part, each in a new order
+    :param max_steps: upper bound on the steps
+    :param learning_rate: learning rate after the warm-up
+    :param decay: decay of the learning rate after the warm-up: ``cosine``, ``linear`` (both to zero) or ``constant``
+    :param warmup_fraction: share of the steps in which the learning rate rises from zero, rounded up to whole steps
+    """
+
+    epochs: int = Field(default=2, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(default=5e-4, gt=0, allow_inf_nan=False)
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_fraction: float = Field(default=0.1, ge=0, lt=1)
+
+
+class Optimizer(Config):
+    """AdamW.
+
+    :param weight_decay: weight decay
+    :param max_grad_norm: bound on the norm of all adapters' gradient
+    """
+
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class Holdout(Config):
+    """The last samples, which are not trained on; the best adapters on them are kept, the untrained ones included.
+
+    :param fraction: held-out share of the samples, at least one sample
+    :param steps: steps between measurements; there is one more at the end. None measures after each epoch
+    """
+
+    fraction: float = Field(default=0.1, gt=0, lt=1)
+    steps: int | None = Field(default=None, ge=1)
+
+
+class RecoveryConfig(BaseModel):
+    """Settings of a recovery.
+
+    :param adapters: the low-rank adapters that are trained
+    :param schedule: steps and their learning rates
+    :param optimizer: AdamW
+    :param batch_size: sequences per step; as many as a calibration batch holds are on the device at a time
+    :param holdout: samples that are not trained on. None keeps the adapters of the last step
+    :param seed: seed of the adapters' start, the order of samples, and dropout
+    """
+
+    adapters: Adapters = Adapters()
+    schedule: Schedule = Schedule()
+    optimizer: Optimizer = Optimizer()
+    batch_size: int = Field(default=8, ge=1)
+    holdout: Holdout | None = Holdout()
+    seed: int = 0
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+
+def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
+    """Return the full names of the decoder layers' linears that get adapters.
+
+    :raises ValueError: a target that matches nothing; a rank above the sides of all linears
+    """
+    layers = zip(find_decoder_layers(model), find_layouts(model), strict=True)
+    names = [f"{name}.{linear}" for (name, _), (_, layout) in layers for linear in layout.list_linears()]
+    chosen = set(names) if adapters.targets is None else set()
+    for target in adapters.targets or ():
+        found = {name for name in names if match_name(name, target) or f".{name}".endswith(f".{target}")}
+        if not found:
+            leaves = ", ".join(dict.fromkeys(name.split(".")[-1] for name in names))
+            raise ValueError(
+                f"adapters.targets: must match linears of the decoder layers, got {target!r} that matches none "
+                f"({len(names)} candidates, the first is {names[0]!r}). Use {leaves}, or re:<pattern> on full names."
+            )
+        chosen |= found
+    modules: list[Any] = [model.get_submodule(name) for name in chosen]
+    widest = max(min(module.weight.shape) for module in modules)
+    if adapters.rank > widest:
+        raise ValueError(
+            f"adapters.rank: must be at most {widest}, the smaller side of the largest linear with an adapter, got "
+            f"{adapters.rank}. Start with 8."
+        )
+    return [name for name in names if name in chosen]
+
+
+@contextmanager
+def seed_random(seed: int) -> Iterator[None]:
+    """Seed torch, and restore the earlier random state on exit."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def attach_adapters(model: nn.Module, names: Sequence[str], adapters: Adapters) -> Iterator[list[nn.Parameter]]:
+    """Put peft's LoRA layers in the place of linears, as the model's only weights that learn; take them off on exit.
+
+    They are merged if the block succeeds. Adapters are in float32 or wider; the sum is rounded once to a weight's own dtype.
+
+    :return: the parameters of the adapters
+    """
+    attached: dict[str, Any] = {}
+    with freeze_weights(model):
+        try:
+            for name in names:
+                linear: Any = model.get_submodule(name)
+                config = LoraConfig(lora_dropout=adapters.dropout, fan_in_fan_out=isinstance(linear, Conv1D))
+                attached[name] = Linear(linear, "default", config, r=adapters.rank, lora_alpha=adapters.alpha)  # type: ignore[arg-type]
+                model.set_submodule(name, attached[name])
+            parameters = [part for layer in attached.values() for part in layer.parameters() if part.requires_grad]
+            for parameter in parameters:
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            model.eval()
+            yield parameters
+            for layer in attached.values():
+                _merge(layer)
+        finally:
+            for name, layer in attached.items():
+                model.set_submodule(name, layer.get_base_layer())
+
+
+@torch.no_grad()
+def _merge(layer: Any) -> None:
+    """Add an adapter's product to the weights of its linear, wherever these are held."""
+    linear, change = layer.get_base_layer(), layer.get_delta_weight("default")
+    update_offload_parameter(linear, "weight", (linear.weight.to(change) + change).to(linear.weight.dtype))
+
+
+def switch_dropout(model: nn.Module, active: bool) -> None:
+    """Switch the adapters' dropout on or off; nothing else changes."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.lora_dropout.train(active)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -12,7 +12,7 @@ from llmcompressor.modifiers import Modifier
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.allocation.rules.uniform import allocate_uniformly
+from struprune_plugin.allocation.rules import allocate_uniformly
 from struprune_plugin.model.layers import (
     count_parameters,
     count_weight_bytes,
@@ -22,11 +22,15 @@ from struprune_plugin.model.layers import (
 )
 from struprune_plugin.model.structure.tiny import find_class
 from struprune_plugin.modifiers import StruPruneModifier
-from struprune_plugin.modifiers.budgets import describe_limit, find_budget
+from struprune_plugin.modifiers.budgets import (
+    describe_limit,
+    describe_roundings,
+    find_budget,
+    find_mixture,
+    find_roundings,
+)
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.mixtures import find_mixture
 from struprune_plugin.modifiers.needs import Needs, Workload, count_needs
-from struprune_plugin.modifiers.widths import describe_roundings, find_roundings
 from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts, measure_weight_bytes, show_limit
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, find_custom_class, is_packed
@@ -97,7 +101,7 @@ def plan_run(
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     mixture = find_mixture(modifier, model, groups)
     sizes, budget = find_budget(stages[-1], model, groups, roundings, mixture, later)
-    kept = dict(allocate_uniformly(sizes, budget.share, limit=budget.limit).kept) if sizes else {}
+    kept = dict(allocate_uniformly(sizes, budget).kept) if sizes else {}
     removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
     experts = ""
     if mixture is not None and budget.num_experts is not None:

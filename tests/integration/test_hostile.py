@@ -169,13 +169,14 @@ def test_check_calibration_counts_what_differs_and_warns():
     handle = logger.add(said.append, level="WARNING", format="{message}")
     try:
         varied = [list(range(start, start + 32)) for start in range(0, 320, 32)]
-        assert check_calibration(model, make_loader(varied), 300, "fc2") == (10, 320)
+        found = check_calibration(model, make_loader(varied), "fc2", 300)
+        assert (found.num_sequences, found.num_tokens) == (10, 320)
         assert not said
-        check_calibration(model, make_loader([*varied[:3], *[varied[3]] * 7]), 100, "fc2")
+        check_calibration(model, make_loader([*varied[:3], *[varied[3]] * 7]), "fc2", 100)
         assert "4 distinct sequences among 10 (40%)" in said[0]
-        check_calibration(model, make_loader([[1, 2] * 16, [2, 1] * 16, [1, 1, 2] * 10 + [1, 2]]), 90, "fc2")
+        check_calibration(model, make_loader([[1, 2] * 16, [2, 1] * 16, [1, 1, 2] * 10 + [1, 2]]), "fc2", 90)
         assert "2 distinct tokens among 96 (2.08%)" in said[1]
         with pytest.raises(ValueError, match=r"\(4 distinct sequences with 128 tokens\)"):
-            check_calibration(model, make_loader([*varied[:3], *[varied[3]] * 7]), 129, "fc2")
+            check_calibration(model, make_loader([*varied[:3], *[varied[3]] * 7]), "fc2", 129)
     finally:
         logger.remove(handle)

@@ -121,10 +121,10 @@ def share_a_layer(model):
 
 CHANGED = {
     lose_settings: "generation_config must be one that transformers can save, got None",
-    narrow_a_layer: "linears must have one dtype, got bfloat16 and float32",
-    add_a_head: "LlamaForCausalLM makes of its configuration, .* but also has value_head.bias",
-    tie_the_head: "but lacks lm_head.weight. .*tie_word_embeddings",
-    share_a_layer: "but lacks model.layers.1.mlp.down_proj.weight",
+    narrow_a_layer: "must have linears of one dtype, got bfloat16 and float32",
+    add_a_head: "value_head.bias must have the shape None that LlamaForCausalLM makes of its configuration",
+    tie_the_head: "lm_head.weight must have the shape .* got None. .*tie_word_embeddings",
+    share_a_layer: "model.layers.1.mlp.down_proj.weight must have the shape .* got None",
 }
 
 

@@ -18,8 +18,8 @@ from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, St
 from struprune_plugin.cli import main as cli
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.model.units import find_groups
+from struprune_plugin.modifiers.budgets import find_roundings
 from struprune_plugin.modifiers.checks import check_weights
-from struprune_plugin.modifiers.widths import find_roundings
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.tables import summarize_manifest
 
@@ -312,7 +312,7 @@ def test_a_pruned_folder_can_be_quantised(pruned_for_groups, oneshot, scheme, tm
     if oneshot is run_oneshot:
         assert read_manifest(tmp_path / "out") == read_manifest(pruned_for_groups)
         names = [type(m).__name__ for m in load_recipe(str(tmp_path / "out" / "recipe.yaml")).modifiers]
-        assert names == ["StruPruneModifier", type(quantiser).__name__]
+        assert names == [type(quantiser).__name__]
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------

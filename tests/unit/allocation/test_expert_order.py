@@ -10,7 +10,6 @@ from struprune_plugin.model.experts import list_experts, take_apart
 from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.modifiers.mixtures import split_budget
 from struprune_plugin.pruning.config import KeptExperts
 from struprune_plugin.runtime.device_context import DeviceContext
 
@@ -29,15 +28,15 @@ def test_experts_of_largest_score_stay_the_same_number_of_every_group():
 @pytest.mark.parametrize(("asked", "left"), [(0, 4), (25, 3), (45, 2), (56, 2)])
 def test_a_split_meets_the_budget_and_experts_lose_about_as_much_as_the_rest(asked, left):
     sizes = [GroupSize("a", "ffn", 10, 4, 1)]  # 36 can go
-    found, share = split_budget(make_plain([4, 3, 2], cost=10), sizes, asked)
+    found, share = make_plain([4, 3, 2], cost=10).split_budget(sizes, asked)
     assert found == left
     assert (4 - found) * 10 + 40 * share == pytest.approx(asked)
 
 
 def test_a_budget_that_cannot_be_met_names_what_can():
     with pytest.raises(ValueError, match=r"only 20 removable \(2 of 4 experts of a layer must stay"):
-        split_budget(make_plain([4, 3, 2], cost=10), [], 40)
-    assert split_budget(make_plain([4, 3, 2], cost=10), [], 14) == (3, 0.0)
+        make_plain([4, 3, 2], cost=10).split_budget([], 40)
+    assert make_plain([4, 3, 2], cost=10).split_budget([], 14) == (3, 0.0)
 
 
 def test_groups_that_are_chosen_first_keep_two_each():

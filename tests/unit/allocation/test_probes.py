@@ -8,7 +8,7 @@ from helpers.models import make_dataset, run_oneshot
 from helpers.trials import read_texts, watch_trials
 
 from struprune_plugin import StruPruneModifier, read_manifest
-from struprune_plugin.allocation.probes import bend_curves, list_blocks, propose_blocks
+from struprune_plugin.allocation.candidates import bend_curves, list_blocks, propose_blocks
 from struprune_plugin.allocation.rules import RULES, Budget, GroupStatistics
 from struprune_plugin.linalg.rounding import GroupSize
 

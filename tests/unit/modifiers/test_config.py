@@ -11,8 +11,7 @@ from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.allocation.rules import RULES, AllocationRule
-from struprune_plugin.allocation.rules.rule import make_allocation
+from struprune_plugin.allocation.rules import RULES, AllocationRule, make_allocation
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
 from struprune_plugin.linalg.rounding import round_kept_counts
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance

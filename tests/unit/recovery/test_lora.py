@@ -21,9 +21,17 @@ from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manif
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.modifiers.recovery import read_samples
 from struprune_plugin.recipes.load import load_recipe
-from struprune_plugin.recovery.adapters import attach_adapters, match_linears, seed_random
-from struprune_plugin.recovery.recovery_config import Adapters, Optimizer, RecoveryConfig, Schedule
-from struprune_plugin.recovery.training import AdapterTraining, make_micro_batches
+from struprune_plugin.recovery.training import (
+    Adapters,
+    AdapterTraining,
+    Optimizer,
+    RecoveryConfig,
+    Schedule,
+    attach_adapters,
+    make_micro_batches,
+    match_linears,
+    seed_random,
+)
 from struprune_plugin.runtime.device_context import DeviceContext
 
 SOME = Adapters(rank=4, alpha=8.0, dropout=0.1)
@@ -238,7 +246,7 @@ def test_training_lowers_the_held_out_loss_and_keeps_the_best_epoch(opt, prune_o
     data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 24] * 8})
     how = {"schedule": {"epochs": 3}, "holdout": {"fraction": 0.2}}
     model, stage = recover(prune_once(opt, "value_channels")[1], data, prune=False, **how)
-    record = stage.record
+    record = stage._record
     losses = [row["loss"] for row in record["holdout"]]
     assert [row["step"] for row in record["holdout"]] == [0, 3, 6, 9]
     assert min(losses) < 0.95 * losses[0]
@@ -254,9 +262,9 @@ def test_where_no_epoch_is_better_nothing_changes(opt, monkeypatch):
     """The last step, in the midst of an epoch, is measured, too."""
     monkeypatch.setattr(AdapterTraining, "measure", lambda _self, _samples, step: float(step))
     model, stage = recover(opt, prune=False, schedule={"epochs": 3, "max_steps": 5})
-    assert stage.record["best_step"] == 0
-    assert stage.record["steps"] == 5
-    assert [row["step"] for row in stage.record["holdout"]] == [0, 4, 5]
+    assert stage._record["best_step"] == 0
+    assert stage._record["steps"] == 5
+    assert [row["step"] for row in stage._record["holdout"]] == [0, 4, 5]
     assert not changed(weights_of(OPTForCausalLM.from_pretrained(opt)), weights_of(model))
 
 
@@ -265,7 +273,7 @@ def test_only_targets_change(opt, prune_once):
     recovered, stage = recover(opt, adapters={"targets": ["fc1"]}, holdout=None)
     names = {f"model.decoder.layers.{i}.fc1.weight" for i in range(3)}
     assert changed(weights_of(pruned), weights_of(recovered)) == names
-    assert stage.record["linears"] == 3
+    assert stage._record["linears"] == 3
 
 
 def test_pruned_and_recovered_model_saves_reloads_and_tells_its_curve(opt, tmp_path):
@@ -330,8 +338,8 @@ def test_micro_batches_do_not_change_the_losses(opt):
         loader = DataLoader(batches, batch_size=None, collate_fn=_pad)
         stage = make_stage(schedule={"learning_rate": 1e-3, "epochs": 2}, batch_size=8, holdout=None)
         run_oneshot(str(opt), stage, loader)
-        assert stage.record["tokens_seen"] == 2 * 4 * (19 + 31)
-        losses.append(stage.record["losses"])
+        assert stage._record["tokens_seen"] == 2 * 4 * (19 + 31)
+        losses.append(stage._record["losses"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

@@ -1,0 +1,205 @@
+"""Allocation rules, which spread a budget over the groups: registered settings objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from struprune_plugin.allocation.cost_table import CostTable
+from struprune_plugin.linalg.budget import (
+    MAX_SPARSITY,
+    Limit,
+    allocate_error_curves,
+    find_least_share,
+    meet_budget,
+)
+from struprune_plugin.linalg.rounding import (
+    GroupSize,
+    check_budget,
+    expand_counts,
+    measure_uniform_slack,
+    round_uniform_counts,
+)
+from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.storage.manifest import AllocationRecord
+from struprune_plugin.storage.registry import Config, Registry
+
+Sizes = Sequence[GroupSize]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Budget of a recipe on a model.
+
+    :param sparsity: fraction of all prunable parameters to remove
+    :param num_prunable: number of prunable parameters
+    :param share: mean sparsity of the groups to prune that meets it
+    :param sensitivity: name of the sensitivity that weights errors, for the record
+    :param limit: seconds that may remain, in the order of the sizes, in place of the share
+    :param table: table of these seconds
+    :param num_experts: whole experts that stay in every layer; None where all do
+    """
+
+    sparsity: float
+    num_prunable: int
+    share: float
+    sensitivity: str
+    limit: Limit | None = None
+    table: CostTable | None = None
+    num_experts: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Measurements of one group in the allocation pass, on the host.
+
+    :param importance: importance, as the rule weighs it
+    :param curve: error with k = 0 ... num_units units kept
+    :param scores: score of every unit
+    :param order: removal order of the units, first removed first, shape [num_units], int64
+    :param basis: basis to which the heads' units are rotated first; None without rotation
+    """
+
+    importance: float
+    curve: Tensor
+    scores: Tensor
+    order: Tensor
+    basis: Tensor | None = None
+
+
+class AllocationRule(Config):
+    """Base class of a rule that sets how many units every group keeps.
+
+    A rule may have the fields ``samples``, sequences that it needs in place of all, ``trial_samples``, see
+    :class:`ErrorCurve`, and ``max_sparsity``, the maximum sparsity of a module.
+
+    :cvar measures: whether it needs an allocation pass over the dense model
+    :cvar weighs_errors: whether it compares errors of different modules, so that a sensitivity is needed
+    """
+
+    measures: ClassVar[bool] = True
+    weighs_errors: ClassVar[bool] = False
+    rule: str
+
+    def weigh(self, model: PreTrainedModel, group: UnitGroup, scores: Tensor) -> float:
+        """Return the importance of a group of the dense model, by default the sum of its units' scores."""
+        return float(scores.sum())
+
+    def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
+        """Return the allocation, from the groups' sizes and statistics.
+
+        :raises ValueError: the budget cannot be met
+        """
+        raise NotImplementedError
+
+    def propose(self, sizes: Sizes, own: UnitAllocation, budget: Budget) -> Mapping[str, Sequence[int]]:
+        """Return kept units of allocations to try beside the rule's own, by name; none if the rule's own is used untried."""
+        return {}
+
+    def check(self, importance: str) -> None:
+        """Raise if the rule is not defined for an importance."""
+
+
+RULES: Registry[AllocationRule] = Registry(AllocationRule, "rule")
+
+
+def make_allocation(sizes: Sizes, counts: Sequence[int], record: AllocationRecord) -> UnitAllocation:
+    """Return kept counts, in the order of the groups, as an allocation."""
+    return UnitAllocation(expand_counts(sizes, counts), record)
+
+
+def tie_statistics(sizes: Sizes, statistics: Mapping[str, GroupStatistics]) -> dict[str, GroupStatistics]:
+    """Return the statistics by the name of every size; importance and errors of tied groups are summed."""
+    tied = {}
+    for size in sizes:
+        members = [(statistics[name], factor) for name, factor in size.members or ((size.name, 1),)]
+        tied[size.name] = replace(
+            members[0][0],
+            importance=sum(member.importance for member, _ in members),
+            curve=torch.stack([member.curve[::factor] for member, factor in members]).sum(0),
+        )
+    return tied
+
+
+@RULES.register
+class Uniform(AllocationRule):
+    """Equal sparsity of every group."""
+
+    measures: ClassVar[bool] = False
+    rule: Literal["uniform"] = "uniform"
+
+    def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
+        return allocate_uniformly(sizes, budget)
+
+
+def allocate_uniformly(
+    sizes: Sizes, budget: Budget, allowed: Callable[[str, int], bool] | None = None
+) -> UnitAllocation:
+    """Return an allocation of equal sparsity in every group, rounded so that the budget is met.
+
+    :param allowed: function that returns whether a kind of modules may keep n units, where all layers must be of one size
+    """
+    share, limit = budget.share, budget.limit
+    if allowed is None:
+        counts = meet_budget(sizes, [share] * len(sizes), share, limit)
+    elif limit is not None:
+        counts = find_least_share(lambda one: round_uniform_counts(sizes, one, allowed), limit, 0.0, MAX_SPARSITY)
+    else:
+        counts = round_uniform_counts(sizes, share, allowed)
+        check_budget(sizes, counts, share, measure_uniform_slack(sizes))
+    return make_allocation(sizes, counts, AllocationRecord("uniform"))
+
+
+@RULES.register
+class ErrorCurve(AllocationRule):
+    """Least sum of all modules' errors, each by the number of kept units, weighted by the sensitivity
+    (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves scaled
+    to the measured divergences (:mod:`struprune_plugin.allocation.candidates`). The allocations of both are tried against some
+    nearer to uniform.
+
+    :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
+        widest module are used
+    :param trial_samples: calibration sequences, the last ones, on which allocations are compared by the KL divergence of the
+        model's own output; the best one is used. As many before them are for blocks of modules. Both are at most a quarter of
+        all; 0 uses the allocation of the curves alone
+    :param max_sparsity: the maximum sparsity of a module, to within one step
+    """
+
+    weighs_errors: ClassVar[bool] = True
+    rule: Literal["error_curve"] = "error_curve"
+    samples: int = Field(default=16, ge=1)
+    trial_samples: int = Field(default=4, ge=0)
+    max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
+
+    def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
+        curves = [statistics[size.name].curve for size in sizes]
+        parameters = (1 - budget.share) * sum(size.num_parameters for size in sizes)
+        kept = allocate_error_curves(sizes, curves, budget.limit or parameters, self.max_sparsity)
+        if budget.limit is None:
+            check_budget(sizes, kept, budget.share)
+        elif not budget.limit.fits(kept):
+            raise ValueError(
+                f"max_sparsity: {self.max_sparsity} is too low for the budget. Raise it, or relax the budget."
+            )
+        loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
+        return make_allocation(sizes, kept, AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity))
+
+    def propose(self, sizes: Sizes, own: UnitAllocation, budget: Budget) -> dict[str, list[int]]:
+        """Return allocations halfway between the rule's own and uniform, and uniform itself, where they meet the budget.
+
+        Curves are used at errors of any size; where they are wrong, it is where a module would lose much more than others.
+        """
+        taken, found = [1 - own.kept[size.name] / size.num_units for size in sizes], dict[str, list[int]]()
+        for name, part in (("half uniform", 0.5), ("uniform", 1.0)):
+            shares = [(1 - part) * sparsity + part * budget.share for sparsity in taken]
+            with suppress(ValueError):
+                found[name] = meet_budget(sizes, shares, budget.share, budget.limit)
+        return found

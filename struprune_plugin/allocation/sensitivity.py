@@ -100,7 +100,7 @@ def measure_fisher(
             for index, _, layer, following in list_visits(model):
                 with torch.no_grad(), context.hold(layer, following):
                     for flow in flows:
-                        flow.leave(flow.enter(index).run(layer, context), context)
+                        flow.advance(index, layer, context)
                 bar.update(len(flows))
             with disable_offloading():
                 for flow in flows:

@@ -22,7 +22,7 @@ from struprune_plugin.model.layers import (
     sum_outputs,
 )
 from struprune_plugin.model.structure.layout import LayerLayout
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.pruning.selection import list_together
 from struprune_plugin.runtime.device_context import find_free_bytes
@@ -134,13 +134,11 @@ def _count_device(
         8 * len(run) * (run[0].num_columns + 1) * (run[0].unit.solve_copies * (run[0].num_columns + 1) + 4 * hidden)
         for run in list_together(groups)
     )
-    by_layer: dict[str, list[UnitGroup]] = {}
-    for group in groups:
-        by_layer.setdefault(group.layer_name, []).append(group)
     tries = _PLANS * modifier.allocation.measures * model.dtype.itemsize * hidden
     copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
     gathered = waiting = 0  # waiting, beside a solve: moments of a layer's experts, or trial weights
-    for layer in by_layer.values():  # all modules of a layer for error curves, else one module, or all its experts
+    for name in dict.fromkeys(group.layer_name for group in groups):
+        layer = select_groups(groups, name)  # all modules for error curves, else one, or all its experts
         experts = _count_moments([group for group in layer if group.experts], hidden)
         one = max(experts, *(_count_moments([group], hidden) for group in layer))
         gathered = max(gathered, _count_moments(layer, hidden) * modifier.allocation.measures, copies * one)

@@ -309,7 +309,7 @@ class AdapterTraining:
             self._seed(step, index)
             with torch.no_grad(), self.context.hold(layer, following):
                 for flow in flows:
-                    flow.leave(flow.enter(index).run(layer, self.context), self.context)
+                    flow.advance(index, layer, self.context)
         return flows
 
     def _run_heads(self, flows: Sequence[BatchFlow], learns: bool) -> float:

@@ -59,29 +59,36 @@ class CurveMeasurer:
 
     def measure(self, batches: Batches, groups: Sequence[UnitGroup], keeps_moments: bool) -> Fit:
         """Return the statistics of every group and, for trials on the same batches, its moments, if they are kept."""
-        context, measured, stored = self.context, dict[str, GroupStatistics](), dict[str, GroupMoments]()
-        statistics = LayerStatistics(TARGETS["local"], context)
+        measured, stored = dict[str, GroupStatistics](), dict[str, GroupMoments]() if keeps_moments else None
+        statistics = LayerStatistics(TARGETS["local"], self.context)
         with calibrating(self.model):
-            for step in stream_layers(self.model, batches, context, "error curves"):
+            for step in stream_layers(self.model, batches, self.context, "error curves"):
                 own = select_groups(groups, step.name)
                 step.observe(statistics, own)
                 for together in list_together(own):
                     modules = [ModuleView(step.layer, group, statistics) for group in together]
-                    gathered = [module.collect_moments("statistics") for module in modules]
-                    for group, found in zip(together, gathered, strict=True) if keeps_moments else ():
-                        parked = move_moments(found.all, partial(context.park, what="moments"))
-                        stored[group.name] = replace(found, all=parked)
-                    with context.solving():
-                        told = compute_on_rank0(partial(self._measure_alike, modules, gathered), torch.device("cpu"))
-                    measured.update(zip((group.name for group in together), told, strict=True))
+                    found = self._measure_alike(modules, stored)
+                    measured.update(zip((group.name for group in together), found, strict=True))
                 statistics.finish_layer()
-        return Fit(measured, len(batches), stored if keeps_moments else None)
+        return Fit(measured, len(batches), stored)
 
-    def _measure_alike(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments]) -> list[GroupStatistics]:
-        """Return the statistics of a group, or of experts of one shape."""
-        problems = pose_problems(modules, moments, self.config, self.sensitivity)
-        ranked = rank_units(problems, self.config, modules[0].group.num_units)
-        return [self._describe(*pair) for pair in zip(problems, ranked, strict=True)]
+    def _measure_alike(
+        self, modules: Sequence[ModuleView], stored: dict[str, GroupMoments] | None
+    ) -> list[GroupStatistics]:
+        """Return the statistics of a group, or of experts of one shape, computed on rank 0; add their moments to those stored."""
+        moments = [module.collect_moments("statistics") for module in modules]
+        if stored is not None:
+            for module, gathered in zip(modules, moments, strict=True):
+                parked = move_moments(gathered.all, partial(self.context.park, what="moments"))
+                stored[module.group.name] = replace(gathered, all=parked)
+
+        def describe() -> list[GroupStatistics]:
+            problems = pose_problems(modules, moments, self.config, self.sensitivity)
+            ranked = rank_units(problems, self.config, modules[0].group.num_units)
+            return [self._describe(*pair) for pair in zip(problems, ranked, strict=True)]
+
+        with self.context.solving():
+            return compute_on_rank0(describe, torch.device("cpu"))
 
     def _describe(self, problem: GroupProblem, ranked: RankedUnits) -> GroupStatistics:
         config, group, errors = self.config, problem.group, problem.weighed

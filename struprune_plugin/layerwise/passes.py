@@ -65,16 +65,13 @@ def stream_layers(
     :param propagates: whether a layer sees the outputs of the changed layers before it, or else of the dense ones
     """
     flows = enter_batches(model, batches, context)
-    try:
-        for index, name, layer, following in tqdm(list(list_visits(model)), desc=progress, disable=not progress):
-            with context.hold(layer, following):
-                yield LayerStep(index, name, layer, flows, context, propagates)
-                for flow in flows if propagates else ():
-                    flow.advance(index, layer, context)
-                for flow in flows:
-                    flow.forget(index, context)
-    finally:
-        context.drop_ahead()
+    for index, name, layer, following in tqdm(list(list_visits(model)), desc=progress, disable=not progress):
+        with context.hold(layer, following):
+            yield LayerStep(index, name, layer, flows, context, propagates)
+            for flow in flows if propagates else ():
+                flow.advance(index, layer, context)
+            for flow in flows:
+                flow.forget(index, context)
 
 
 def list_visits(

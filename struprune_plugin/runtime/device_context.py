@@ -137,18 +137,18 @@ class DeviceContext:
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
-    def drop_ahead(self) -> None:
-        """Release fetched weights that no layer took."""
-        self._ahead.drop()
-
     @contextmanager
     def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
-        """Keep a layer's weights on the device during the block, and fetch those of the following layer."""
+        """Keep a layer's weights on the device during the block, and fetch those of the following layer, unless the block fails."""
         with disable_offloading():
             self._ahead.take(layer)
             if following is not None and not self.offload:
                 self._ahead.fetch(following)
-            yield
+            try:
+                yield
+            except BaseException:
+                self._ahead.drop()
+                raise
 
     @contextmanager
     def save_on_host(self, layer: nn.Module) -> Iterator[None]:

@@ -10,6 +10,7 @@ from helpers.models import make_opt, run_oneshot
 from eval.account import CountedContext, WeightsAtOnce
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.runtime import residence as ahead
+from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.residence import WeightsAhead
 
 CPU = torch.device("cpu")
@@ -82,13 +83,25 @@ def test_a_device_without_room_leaves_the_loading_to_the_host(layers, monkeypatc
         assert layers[1](torch.randn(1, 4, 24)).isfinite().all()
 
 
+def test_a_pass_that_fails_leaves_nothing_that_was_fetched(layers):
+    context = DeviceContext()
+
+    def fail():
+        with context.hold(layers[0], layers[1]):
+            assert context._ahead._layer is layers[1]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert context._ahead._layer is None
+
+
 def test_the_account_counts_both_layers(layers):
     sizes = [sum(tensor.nbytes for tensor in list_weights(layer)) for layer in layers]
     with CountedContext.open() as context, context.watch() as peaks:
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             with context.hold(layer, following):
                 assert all(parameter is not None for parameter in layer.parameters())
-        context.drop_ahead()
     assert peaks[0] == sizes[0] + sizes[1]
     with CountedContext.open(offload=True) as context, context.watch() as peaks, context.hold(layers[0], layers[1]):
         assert all(parameter is not None for parameter in layers[0].parameters())

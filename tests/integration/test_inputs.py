@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoProcessor,
     AutoTokenizer,
@@ -39,6 +40,7 @@ from struprune_plugin.evaluation.text import (
 )
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import build_instance
+from struprune_plugin.modifiers.host_arguments import load_model
 from struprune_plugin.storage import checkpoint
 from struprune_plugin.storage.manifest import read_manifest
 
@@ -149,13 +151,24 @@ def test_a_loaded_model_is_compared_with_its_configuration(llama):
 
 
 @contextmanager
-def record_warnings():
+def record_log(level="WARNING"):
     said = []
-    handle = logger.add(said.append, level="WARNING", format="{message}")
+    handle = logger.add(said.append, level=level, format="{message}")
     try:
         yield said
     finally:
         logger.remove(handle)
+
+
+@pytest.mark.parametrize(
+    ("known", "dtype", "is_told"),
+    [({}, "bfloat16", True), ({"avx512_bw": True}, "bfloat16", False), ({}, "float32", False)],
+)
+def test_a_processor_that_is_slow_in_halves_is_told(known, dtype, is_told, llama, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", **known})
+    with record_log("INFO") as said:
+        load_model(str(llama), AutoConfig.from_pretrained(llama), {"precision": dtype}, None)
+    assert any("--dtype float32" in line for line in said) == is_told
 
 
 @pytest.mark.parametrize("name", AHEAD)
@@ -165,7 +178,7 @@ def test_tensors_that_the_class_does_not_load_are_told(name, llama, tmp_path):
     config, key = json.loads((llama / "config.json").read_text()), AHEAD[name]
     (llama / "config.json").write_text(json.dumps(config | ({key: 1} if key else {})))
     for given, out in ((llama, tmp_path / "out"), (load(llama), tmp_path / "loaded")):
-        with record_warnings() as said:
+        with record_log() as said:
             run(given, output_dir=str(out))
         assert [line for line in said if name in line and "does not load 1 of its tensors" in line]
         assert read_manifest(out).model.left_out == [name]
@@ -201,7 +214,7 @@ def test_mixtures_lose_their_layers_ahead_and_say_so(model_type, tmp_path, capsy
         assert left[0] in (folder / "README.md").read_text()
         assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 0
         assert not load_file(folder / "model.safetensors").keys() & more.keys()
-        with record_warnings() as said:
+        with record_log() as said:
             checkpoint.note_left_out(checkpoint.load_whole(AutoModelForCausalLM, str(folder)), str(folder))
         assert not said
 

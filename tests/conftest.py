@@ -1,22 +1,20 @@
 """Fixtures that all tests share."""
 
-import os
-
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
-os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # results are the CPU's; `python -m eval.accelerator` is for cards
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads take twice as long over tensors this small
 import functools
 import gc
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import lm_eval.tasks.manager
 import pytest
-from helpers.families import make_model
-from helpers.models import ROOT, SHAPES, WIDE_MODELS, run_oneshot, save_model, save_opt
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
+os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # results are the CPU's; `python -m eval.accelerator` is for cards
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads take twice as long over tensors this small
+# Fixtures import what is heavy: the process that hands tests to others would wait ten seconds for what it never uses.
 
 
 def pytest_configure() -> None:
@@ -33,7 +31,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def few_tasks(tmp_path_factory) -> Iterator[None]:
     """Let lm-eval's own tasks be few: its index of them all takes 15 seconds."""
-    manager = lm_eval.tasks.manager
+    from lm_eval.tasks import manager
+
     folder, own = tmp_path_factory.mktemp("tasks"), Path(manager.__file__).parent
     shutil.copytree(own / "arc", folder / "arc")
     with pytest.MonkeyPatch.context() as patch:
@@ -51,18 +50,24 @@ def no_waiting_for_disks(request, monkeypatch) -> None:
 @pytest.fixture(scope="session")
 def save_shape(tmp_path_factory) -> Callable[[str], Path]:
     """A function that saves, once, a tiny OPT of a shape with a tokenizer, to be read only."""
+    from helpers.models import SHAPES, save_opt
+
     return functools.cache(lambda shape: save_opt(tmp_path_factory.mktemp(shape), **SHAPES[shape]))
 
 
 @pytest.fixture(scope="session")
 def save_family(tmp_path_factory) -> Callable[[str], Path]:
     """A function that saves, once, a tiny model of a type, to be read only."""
+    from helpers.families import make_model
+    from helpers.models import save_model
+
     return functools.cache(lambda model_type: save_model(make_model(model_type), tmp_path_factory.mktemp(model_type)))
 
 
 @pytest.fixture(scope="session")
 def prune_once(tmp_path_factory) -> Callable:
     """A function that prunes a folder by an attention unit, once, and returns (model in memory, its folder), to be read only."""
+    from helpers.models import run_oneshot
 
     @functools.cache
     def prune(folder: Path, unit: str, sparsity: float = 0.3):
@@ -78,15 +83,17 @@ def opt(save_shape) -> Path:
     return save_shape("pre_norm")
 
 
-@pytest.fixture(scope="session", params=WIDE_MODELS)
+@pytest.fixture(scope="session", params=["opt", "llama"])
 def wide(request, tmp_path_factory) -> Path:
     """A saved tiny OPT and LLaMA, wide enough for the quantisation recipes."""
+    from helpers.models import WIDE_MODELS
+
     return WIDE_MODELS[request.param](tmp_path_factory.mktemp(f"wide_{request.param}"))
 
 
 @pytest.fixture(scope="session")
 def testbed() -> Path:
-    folder = ROOT.parent / "shared" / "testbed"
+    folder = Path(__file__).parents[2] / "shared" / "testbed"
     if not (folder / "opt-mini").is_dir():
         pytest.skip("the testbed (../shared/testbed) is not here")
     return folder

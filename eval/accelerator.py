@@ -80,7 +80,7 @@ class Shape:
 def make_shapes(tiny: bool) -> dict[str, Shape]:
     """Return the shapes that are pruned, by name."""
     if tiny:
-        sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
         return {"tiny": Shape(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=2048), 2, 8, 32, 4)}
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
@@ -261,7 +261,7 @@ def list_steps(tiny: bool) -> dict[str, Callable[[], Iterator[str]]]:
     for name, case in list(CORRECT.items())[: 1 if tiny else None]:
         steps[f"against the CPU, {name}"] = partial(compare_with_cpu, *case)
     engines = ("eager", "graph", "compiled") if torch.cuda.is_available() else ("eager",)
-    steps["decoding"] = partial(measure_decoding, first, 16 if tiny else 512, engines)
+    steps["decoding"] = partial(measure_decoding, first, 4 if tiny else 512, engines)
     small = Shape(make_opt_config("OPT-1.3B", num_hidden_layers=2), 24, samples=5, batch=1)
     steps["offload under a limit"] = partial(prune_under_limit, first if tiny else small)
     return steps

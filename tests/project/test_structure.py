@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.families import make_model
-from helpers.models import COMPRESSING, ROOT, run_oneshot, save_model, save_wide_opt
+from helpers.models import COMPRESSING, ROOT, run_oneshot
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import StruPruneModifier
@@ -147,8 +146,8 @@ RECIPES = [  # those that a quantiser or the like follows run in test_quantisati
 
 
 @pytest.mark.parametrize(("recipe", "model_type"), RECIPES, ids=[f"{file.stem}-{name}" for file, name in RECIPES])
-def test_every_recipe_runs(recipe, model_type, tmp_path):
-    folder = save_wide_opt(tmp_path) if model_type == "opt" else save_model(make_model(model_type), tmp_path)
+def test_every_recipe_runs(recipe, model_type, save_family):
+    folder = save_family(model_type)
     dense = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     pruned = run_oneshot(str(folder), recipe=str(recipe))
     assert pruned.num_parameters() < dense

@@ -12,8 +12,8 @@ from lm_eval.__main__ import cli_evaluate
 
 from struprune_plugin.cli import main as cli
 
-LLAMA = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
-LLAMA |= {"num_hidden_layers": 3, "max_position_embeddings": 512}
+LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+LLAMA |= {"max_position_embeddings": 512}
 MIXTURE = {"mlp_only_layers": [], "decoder_sparse_step": 1, "moe_intermediate_size": 32, "max_position_embeddings": 512}
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 

@@ -6,6 +6,7 @@ export HF_DATASETS_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 VERSIONS := 5.15.0 5.20.2 5.24.0
+BESIDE_5.15.0 := tokenizers==0.22.2
 
 .PHONY: demo docs versions test newest-test lint audit upgrade-test serve-test llama-test clean
 
@@ -30,10 +31,10 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 .venv-versions/%/installed: | .venv/installed
-	$(BIN)/python -m pip install -q --no-warn-conflicts --target $(@D) transformers==$*
+	$(BIN)/python -m pip install -q --no-deps --no-compile --target $(@D) transformers==$* $(BESIDE_$*)
 	touch $@
 
-versions: $(VERSIONS:%=.venv-versions/%/installed)  ## other versions of transformers, beside the environment's own
+versions: $(VERSIONS:%=.venv-versions/%/installed)  ## other versions of transformers, over the environment's other packages
 
 test: lint versions  ## lint, types and all tests
 	$(BIN)/python -m pytest

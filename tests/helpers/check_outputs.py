@@ -1,11 +1,12 @@
 """Run saved outputs in whatever transformers is installed, and say how each differs from what its writer saw. Needs only torch.
 
-    python check_outputs.py FOLDER …
+    python check_outputs.py DENSE PRUNED DENSE PRUNED …
 
 A folder holds ``expected.safetensors``: ``ids`` [1, tokens], and the ``logits`` that the writer's model gave for them. One line
-of JSON per folder: ``version``; ``logits``: the largest difference relative to the largest logit; for each way to generate its
-tokens, or the error: ``cached``, ``uncached``, ``static`` (static cache, prompt in chunks), ``beam`` and ``beam_uncached``;
-``failed`` alone where the folder does not load.
+of JSON per pair: ``version``; of the pruned model, ``logits``: the largest difference relative to the largest logit; for each way
+to generate its tokens, or the error: ``cached``, ``uncached``, ``static`` (static cache, prompt in chunks), ``beam`` and
+``beam_uncached``; ``failed`` alone where the folder does not load. ``dense`` says the same of the dense model, where the pruned one
+is not right.
 """
 
 import json
@@ -24,6 +25,8 @@ WAYS = {
     "beam": {"num_beams": 3},
     "beam_uncached": {"num_beams": 3, "use_cache": False},
 }
+SAME = (("cached", "uncached"), ("static", "cached"), ("beam", "beam_uncached"))  # ways that give the same tokens
+TOLERANCE = 1e-5
 
 
 def load(folder):
@@ -34,12 +37,15 @@ def load(folder):
 
 @torch.no_grad()
 def check(folder):
-    expected = load_file(f"{folder}/expected.safetensors")
-    model, ids, found = load(folder), expected["ids"], {"version": transformers.__version__}
+    try:
+        model, expected = load(folder), load_file(f"{folder}/expected.safetensors")
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+    ids = expected["ids"]
     logits = model(input_ids=ids).logits
-    found["logits"] = float((logits - expected["logits"]).abs().max() / expected["logits"].abs().max())
+    found = {"logits": float((logits - expected["logits"]).abs().max() / expected["logits"].abs().max())}
     model.generation_config.eos_token_id = None
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 1}
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 1}
     for way, own in WAYS.items():
         try:
             found[way] = model.generate(ids, **options, **own)[0, ids.shape[1] :].tolist()
@@ -48,13 +54,18 @@ def check(folder):
     return found
 
 
+def is_right(found):
+    """Tell whether nothing is to be asked of the dense model."""
+    if "failed" in found or not found["logits"] <= TOLERANCE:
+        return False
+    return all(isinstance(found[way], list) for way in WAYS) and all(found[way] == found[plain] for way, plain in SAME)
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        try:
-            print(json.dumps(check(name)), flush=True)
-        except Exception as error:
-            found = {"version": transformers.__version__, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
-            print(json.dumps(found), flush=True)
+    for dense, pruned in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        found = check(pruned)
+        told = {"version": transformers.__version__, **found} | ({} if is_right(found) else {"dense": check(dense)})
+        print(json.dumps(told), flush=True)

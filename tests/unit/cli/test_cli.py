@@ -26,7 +26,7 @@ def run(tmp_path_factory):
     out, printed = tmp_path_factory.mktemp("cli") / "out", io.StringIO()
     argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(out), *SMALL, "--sparsity", "0.3"]
     with redirect_stdout(printed):
-        assert cli.main([*argv, "--set", "attention_unit=head", "--set", "dampening_frac=0.02"]) == 0
+        assert cli.main([*argv, "--set", "attention_unit=head", "--set", "allocation=uniform"]) == 0
     return out, printed.getvalue()
 
 

@@ -82,7 +82,7 @@ def prune_for(save_shape, tmp_path_factory):
     @functools.cache
     def prune(shape, target, unit):
         out = tmp_path_factory.mktemp("out") / "out"
-        options = {"sparsity": 0.3, "attention_unit": unit, "reconstruct": target}
+        options = {"sparsity": 0.3, "attention_unit": unit, "reconstruct": target, "allocation": "uniform"}
         options |= {"dampening_frac": 0.05, "rotate_values": False}
         return save_shape(shape), run_oneshot(str(save_shape(shape)), **options, output_dir=str(out)).float(), out
 
@@ -142,7 +142,8 @@ def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, targe
 @pytest.mark.parametrize("importance", ["wanda", "magnitude"])
 def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance, tmp_path):
     out = tmp_path / "out"
-    run_oneshot(str(opt), sparsity=0.3, importance=importance, attention_unit="none", output_dir=str(out))
+    fields = {"sparsity": 0.3, "importance": importance, "attention_unit": "none", "allocation": "uniform"}
+    run_oneshot(str(opt), **fields, output_dir=str(out))
     dense = OPTForCausalLM.from_pretrained(opt).eval()
     seen = {}
     block = dense.model.decoder.layers[0]
@@ -374,13 +375,13 @@ def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, me
     out = tmp_path / "out"
     options = {"sparsity": 0.4, "attention_unit": unit, "allocation": "uniform"}  # so that every module loses units
     options |= {"dataset": make_dataset(4), "num_calibration_samples": 4}
-    options["weight_update"] = {"method": "admm", "steps": 3, "attention_method": method}
+    options["weight_update"] = {"method": "admm", "steps": 2, "attention_method": method}
     pruned = run_oneshot(str(save_shape(shape)), output_dir=str(out), **options)
     ids = torch.arange(4, 30)[None]
     assert torch.equal(pruned(ids).logits, AutoModelForCausalLM.from_pretrained(out)(ids).logits)
     for entry in read_manifest(out).groups:
         objective = entry.admm.objective
-        assert len(objective) == 4
+        assert len(objective) == 3
         assert objective[-1] < objective[0]
         if entry.kind == "ffn":
             assert all(b <= a * (1 + 1e-4) for a, b in itertools.pairwise(objective)), objective

@@ -36,13 +36,13 @@ from struprune_plugin.runtime.device_context import DeviceContext
 
 SOME = Adapters(rank=4, alpha=8.0, dropout=0.1)
 FAST = {"learning_rate": 2e-2, "decay": "constant", "warmup_fraction": 0.0}
-UNTRIED = {"rule": "error_curve", "trial_samples": 0}
+PRUNING = {"sparsity": 0.3, "allocation": "uniform", "sensitivity": "none"}
 
 
 def recover(opt, dataset=None, prune=True, **fields):
     """Prune to 0.3 and train; return (model, modifier)."""
     stage = make_stage(**{**fields, "schedule": {"epochs": 1} | fields.get("schedule", {})})
-    recipe = [StruPruneModifier(sparsity=0.3, allocation=UNTRIED), stage] if prune else [stage]
+    recipe = [StruPruneModifier(**PRUNING), stage] if prune else [stage]
     return run_oneshot(opt if isinstance(opt, nn.Module) else str(opt), recipe, dataset), stage
 
 
@@ -269,8 +269,8 @@ def test_where_no_epoch_is_better_nothing_changes(opt, monkeypatch):
 
 
 def test_only_targets_change(opt, prune_once):
-    pruned = prune_once(opt, "value_channels")[0]
-    recovered, stage = recover(opt, adapters={"targets": ["fc1"]}, holdout=None)
+    pruned, folder = prune_once(opt, "value_channels")
+    recovered, stage = recover(folder, adapters={"targets": ["fc1"]}, holdout=None, prune=False)
     names = {f"model.decoder.layers.{i}.fc1.weight" for i in range(3)}
     assert changed(weights_of(pruned), weights_of(recovered)) == names
     assert stage._record["linears"] == 3
@@ -295,7 +295,7 @@ def test_pruned_and_recovered_model_saves_reloads_and_tells_its_curve(opt, tmp_p
 
 def recover_to(opt, folder, **fields):
     stage = make_stage(**fields)
-    recipe = [StruPruneModifier(sparsity=0.3, allocation=UNTRIED), stage]
+    recipe = [StruPruneModifier(**PRUNING), stage]
     return run_oneshot(str(opt), recipe, output_dir=str(folder)), stage
 
 
@@ -309,7 +309,7 @@ def test_without_pruning_the_stage_saves_and_writes_no_manifest(opt, tmp_path):
 
 def test_quantising_afterwards_in_the_same_recipe_saves_and_reloads(opt, tmp_path):
     quantiser = QuantizationModifier(targets=["Linear"], ignore=["lm_head"], scheme="W8A8")
-    recipe = [StruPruneModifier(sparsity=0.3, allocation=UNTRIED), make_stage(holdout=None), quantiser]
+    recipe = [StruPruneModifier(**PRUNING), make_stage(holdout=None), quantiser]
     run_oneshot(str(opt), recipe, output_dir=str(tmp_path / "out"))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"

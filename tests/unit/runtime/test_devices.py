@@ -28,7 +28,7 @@ SIZES_OF = {
     "llama": {"num_key_value_heads": 2, "intermediate_size": 20},
 }
 FAST = {"allocation": "uniform", "sensitivity": "none"}
-COUNTED = {**FAST, "importance": "wanda"}  # an elimination of units takes no more for more text
+COUNTED = {**FAST, "importance": "wanda"}  # what goes to the device is the same for every importance
 FFN_ADMM = {"attention_unit": "none", "weight_update": {"method": "admm", "steps": 1}}
 PATHS = {
     "default": ("opt", {}),

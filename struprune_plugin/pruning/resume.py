@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.surgery import LayerCopy
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
@@ -94,20 +93,19 @@ def describe_run(
 
 
 def describe_weights(model: PreTrainedModel) -> str:
-    """Return a digest of the decoder layers' parameters (names, dtypes, shapes, sums) that distinguishes dense models.
+    """Return a digest of a model's parameters (names, dtypes, shapes, sums) that distinguishes dense models.
 
     Weights are summed as integers, so that every device gives the same sums, and read once all are computed.
     """
     found = []
-    for layer_name, layer in find_decoder_layers(model):
-        for path, module in layer.named_modules():
-            for key, weight in module._parameters.items():
-                if weight is not None:
-                    numbers = weight.detach().view(_INTEGERS[weight.itemsize])
-                    columns = numbers.reshape(-1, *weight.shape[-1:]).sum(0, dtype=torch.int64)
-                    places = torch.arange(1, columns.numel() + 1, device=columns.device)
-                    told = (f"{layer_name}.{path}.{key}", str(weight.dtype), tuple(weight.shape))
-                    found.append((told, columns.sum(), (columns * places).sum()))
+    for path, module in model.named_modules():
+        for key, weight in module._parameters.items():
+            if weight is not None:
+                numbers = weight.detach().view(_INTEGERS[weight.itemsize])
+                columns = numbers.reshape(-1, *weight.shape[-1:]).sum(0, dtype=torch.int64)
+                places = torch.arange(1, columns.numel() + 1, device=columns.device)
+                told = (f"{path}.{key}", str(weight.dtype), tuple(weight.shape))
+                found.append((told, columns.sum(), (columns * places).sum()))
     digest = hashlib.sha256()
     for told, *sums in found:
         digest.update(repr((told, [int(part) for part in sums])).encode())

@@ -111,7 +111,7 @@ def test_another_run_is_refused_by_name(opt, tmp_path, monkeypatch, change, mess
     fields = {"sparsity": 0.3}
     model = str(opt)
     if "versions" in change:
-        monkeypatch.setattr("struprune_plugin.modifiers.setup.describe_versions", lambda: change["versions"])
+        monkeypatch.setattr("struprune_plugin.modifiers.stage_modifier.describe_versions", lambda: change["versions"])
     elif "model" in change:
         model = str(save_model(make_model("opt", seed=3), tmp_path / "other"))
     else:

@@ -159,8 +159,8 @@ def test_a_killed_run_goes_on(mixture, tmp_path, monkeypatch):
     assert list_kept(tmp_path / "first")
     first = load_file(tmp_path / "first" / "model.safetensors")
 
-    def die(log, index, outcome, copy, keep=LayerLog.keep):
-        keep(log, index, outcome, copy)
+    def die(log, index, outcome, keep=LayerLog.keep):
+        keep(log, index, outcome)
         if index == 1:
             raise Killed
 

@@ -23,7 +23,7 @@ def test_every_step_prints_what_it_finds(capsys, monkeypatch):
         "tiny, default: whole pass: ",
         "tiny, FASP's recipe: scaled to 2 layers: ",
         "against the CPU, llama: 100.0% of the units are the same, weights differ by 0.0e+00",
-        "decoding: batch 4, eager: dense ",
+        "decoding: batch 16, eager: dense ",
         "offload under a limit: planned on the device: ",
     ):
         assert told in printed

@@ -66,7 +66,7 @@ def prune(
 ) -> None:
     """Prune a model by a recipe and write a folder that transformers and lm-eval load.
 
-    The recipe may end with quantisers. Without --data, calibration uses a sample of books that ships with the package.
+    The recipe may end with quantisers. Without --data, calibration uses a sample of text that ships with the package.
     """
     screen = Screen(as_json, quiet)
     changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort)

@@ -158,9 +158,15 @@ def make_calibration_dataset(
     if len(tokens) == 0:
         raise ValueError("tokenizer: must turn text into tokens, got none. Check the tokenizer in the model's folder.")
     if len(tokens) < num_samples * seq_length:
+        most = len(tokens) // seq_length
+        remedy = (
+            f"Lower the number of samples to at most {most}"
+            if most
+            else f"Cut sequences to at most {len(tokens)} tokens"
+        )
         raise ValueError(
             f"data: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
-            f"Lower the number of samples to at most {len(tokens) // seq_length} or give more text."
+            f"{remedy}, or give more text."
         )
     return pack_windows(tokens.view(num_samples, seq_length))
 

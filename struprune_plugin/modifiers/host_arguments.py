@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import llmcompressor
 import torch
 from compressed_tensors.offload import load_offloaded_model
 from datasets import Dataset
+from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.pytorch.model_load.helpers import parse_dtype
 from llmcompressor.recipe import Recipe
 from loguru import logger
@@ -28,6 +32,7 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import find_widest_solve
 from struprune_plugin.storage.checkpoint import find_custom_class, is_packed, load_whole
 from struprune_plugin.storage.files import check_place, shorten_error
+from struprune_plugin.storage.registry import suggest
 
 _PRECISIONS = {  # values that llm-compressor knows; it treats any other as auto
     *("auto", "None", "float32", "torch.float32", "full", "bfloat16", "torch.bfloat16"),
@@ -51,6 +56,16 @@ def check_arguments(model: object, recipe: Recipe, offload_folder: Path | None, 
         )
     if offload_folder is not None:
         check_place("offload_folder", offload_folder)
+    known = {*inspect.signature(llmcompressor.oneshot).parameters}
+    known |= {
+        field.name for arguments in (ModelArguments, DatasetArguments, RecipeArguments) for field in fields(arguments)
+    }
+    for name in kwargs.keys() - known:
+        is_field = name in StructuredModifier.model_fields or name == "reconstruct"
+        remedy = f'Pass changes={{"{name}": …}}.' if is_field else suggest(name, known) or "Remove it."
+        raise ValueError(
+            f"{name}: must be an argument of oneshot{', got a field of the recipe' if is_field else ''}. {remedy}"
+        )
     for name, remedy in _IGNORED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}={kwargs[name]!r} has no effect. Remove it. {remedy}")

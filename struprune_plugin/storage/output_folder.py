@@ -72,17 +72,19 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
 
 def _check_replaceable(folder: Path, overwrite: bool) -> None:
     """Raise unless a folder may be overwritten, and holds an output of StruPrune and nothing else."""
-    if not overwrite:
-        raise ValueError(
-            f"output_dir: must be empty or absent, {folder} is neither. Choose another folder, or pass overwrite."
-        )
     try:
         read_manifest(folder)
-    except ValueError as error:
+        is_ours = True
+    except ValueError:
+        is_ours = False
+    if not overwrite:
+        remedy = "another folder, or pass overwrite (--overwrite)" if is_ours else "another folder"
+        raise ValueError(f"output_dir: must be empty or absent, {folder} is neither. Choose {remedy}.")
+    if not is_ours:
         raise ValueError(
-            f"output_dir: must be an earlier output of StruPrune to be overwritten, {folder} is not: {error} "
+            f"output_dir: must be an earlier output of StruPrune to be overwritten, {folder} has no readable {MANIFEST_NAME}. "
             "Choose another path, or remove the folder yourself."
-        ) from None
+        )
     for path in sorted(folder.iterdir()):
         if path.name == TEMPLATES and path.is_dir() and all(file.suffix == ".jinja" for file in path.iterdir()):
             continue

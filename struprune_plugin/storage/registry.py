@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -102,21 +102,26 @@ class Registry(dict[str, type[C]]):
 
     :param base: class of all methods
     :param key: field that holds the name
+    :param needs: functions, one of which a method must define
     """
 
-    def __init__(self, base: type[C], key: str = "method"):
+    def __init__(self, base: type[C], key: str = "method", needs: Sequence[str] = ()):
         super().__init__()
-        self.base, self.key = base, key
+        self.base, self.key, self.needs = base, key, needs
 
     def register(self, method: type[T]) -> type[T]:
         """Register a method; use it as a decorator.
 
-        :raises ValueError: the method has no name as default of its key field, or the name is taken
+        :raises ValueError: the method has no name as default of its key field, lacks a function, or the name is taken
         """
         name = method.model_fields[self.key].default
         if not isinstance(name, str):
             raise ValueError(
                 f"{method.__name__}: {self.key} must have the method's name as default, as in Literal['x'] = 'x', got {name!r}."
+            )
+        if self.needs and all(getattr(method, need) is getattr(self.base, need) for need in self.needs):
+            raise ValueError(
+                f"{method.__name__}: the class must define {' or '.join(self.needs)}, got neither. Add one."
             )
         if name in self:
             raise ValueError(
@@ -155,7 +160,7 @@ class Registry(dict[str, type[C]]):
         return method.model_validate(given)
 
     def _list(self) -> str:
-        return f"The names are {', '.join(self)}."
+        return f"The names are {', '.join(self)}; a method of your own must be imported first."
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

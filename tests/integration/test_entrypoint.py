@@ -46,6 +46,7 @@ def broken_model(tmp_path, name, value=float("inf")):
         ),
         ({"sparsity": 0.01, "width_multiple": 24}, "must let the modules remove .* Lower width_multiple"),
         ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent' .* got 'basic'"),
+        ({"num_calibration_sample": 4}, "must be an argument of oneshot. Did you mean num_calibration_samples?"),
         ({"sparsity": 0.3, "stage": "nope"}, "stage='nope' has no effect. Remove it. Edit the recipe"),
         ({"sparsity": 0.3, "recipe_args": ["sparsity=0.9"]}, r"recipe_args=\['sparsity=0\.9'\] has no effect"),
         (
@@ -96,6 +97,12 @@ def test_oneshot_refuses_before_calibration_and_writes_nothing(opt, tmp_path, fi
     with pytest.raises(ValueError, match=message):
         run_oneshot(str(opt), **fields, output_dir=str(out))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["sparsity", "reconstruct"])
+def test_a_field_of_the_recipe_is_no_argument(opt, name):
+    with pytest.raises(ValueError, match=f'got a field of the recipe. Pass changes={{"{name}"'):
+        oneshot(str(opt), "struprune", **{name: 0.3})
 
 
 def test_oneshot_refuses_to_run_without_calibration_text(opt, tmp_path):

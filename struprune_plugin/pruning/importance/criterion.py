@@ -46,6 +46,11 @@ class Importance(Config):
         group, dense = problem.group, problem.dense
         columns = unit_columns(torch.arange(group.num_units, device=dense.device), group.columns_per_unit)
         scores = self.score(problem, dense, columns.view(group.num_units, -1))
+        if scores.shape != (group.num_units,) or not scores.isfinite().all():
+            raise ValueError(
+                f"importance: {self.method} must give a finite score per unit, shape [{group.num_units}], got shape "
+                f"{[*scores.shape]}{'' if scores.isfinite().all() else ' with NaN or Inf'} for {group.name}. Correct its score()."
+            )
         return order_units(scores, group.num_blocks), scores
 
     def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
@@ -69,7 +74,7 @@ class Importance(Config):
         """
 
 
-IMPORTANCES: Registry[Importance] = Registry(Importance)
+IMPORTANCES: Registry[Importance] = Registry(Importance, needs=("score", "rank"))
 
 
 def sum_columns(per_column: Tensor, columns: Tensor, producer_rows: Iterable[Tensor] = ()) -> Tensor:

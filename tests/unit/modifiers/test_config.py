@@ -89,6 +89,31 @@ class FirstUnits(Importance):
         return torch.arange(len(columns), dtype=torch.float64, device=dense.device)
 
 
+class Faulty(FirstUnits):
+    """An importance whose scores are of a wrong shape, or not numbers."""
+
+    method: Literal["faulty"] = "faulty"
+    shape: bool = False
+
+    def score(self, problem, dense, columns):
+        return dense if self.shape else super().score(problem, dense, columns) / 0 * 0
+
+
+class NoScore(Importance):
+    method: Literal["no_score"] = "no_score"
+
+
+def test_what_a_third_partys_score_must_be_is_told(opt, request):
+    with pytest.raises(ValueError, match="NoScore: the class must define score or rank"):
+        IMPORTANCES.register(NoScore)
+    request.addfinalizer(lambda: IMPORTANCES.pop("faulty"))
+    IMPORTANCES.register(Faulty)
+    fields = {"sparsity": 0.2, "allocation": "uniform", "sensitivity": "none", "attention_unit": "none"}
+    for shape, problem in ((True, r"shape \[40\], got shape \[24, 41\] for"), (False, r"with NaN or Inf for")):
+        with pytest.raises(ValueError, match=f"faulty must give a finite score per unit, .*{problem}"):
+            run_oneshot(str(opt), importance={"method": "faulty", "shape": shape}, **fields)
+
+
 class Taylor(FirstUnits):
     """A name, and a field, that recipes of an earlier version had."""
 

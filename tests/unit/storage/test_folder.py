@@ -57,6 +57,8 @@ def read_weights(folder: Path) -> str:
 
 def test_an_earlier_output_is_replaced(tmp_path):
     out = write(tmp_path / "out", **{"model.safetensors.index.json": "gone"})
+    with pytest.raises(ValueError, match="or pass overwrite"):
+        write(out)
     write(out, "second", overwrite=True)
     assert read_weights(out) == "second"
     assert read_names(out) == ["model.safetensors", "struprune.json"]
@@ -74,6 +76,8 @@ def test_what_is_no_output_of_ours_is_never_replaced(tmp_path, content):
     out.mkdir()
     for name, text in content.items():
         (out / name).write_text(text)
+    with pytest.raises(ValueError, match=r"Choose another folder\.$"):
+        write(out)
     with pytest.raises(
         ValueError, match=r"must be an earlier output of StruPrune to be overwritten, .*struprune\.json"
     ):

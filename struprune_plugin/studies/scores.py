@@ -61,6 +61,7 @@ def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]
     texts = None if asked.text is None else read_texts(asked.text, asked.text_column)
     manager = check_tasks(asked.tasks, asked.include_path) if asked.tasks else None
 
+    @reset_torch()
     def tokenize(path: str) -> Tensor:
         config = read_config(path, trust_remote_code=asked.trust_remote_code)
         tokenizer = load_tokenizer(path, trust_remote_code=asked.trust_remote_code)

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from helpers.cuts import cut_units
+from helpers.own_code import CODE, save_own
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -101,20 +102,6 @@ def test_bfloat16_comes_back_to_the_bit(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **EAGER)
     assert again.dtype == torch.bfloat16
     assert torch.equal(again(read_ids(model)).logits, model(read_ids(model)).logits)
-
-
-def test_a_pruned_model_is_pruned_again(tmp_path):
-    model, _ = make_pruned("olmo2")
-    convert.adopt_config(model)
-    model.save_pretrained(tmp_path / "first")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first", **EAGER)
-    masked = cut_units(again, "none", seed=4)
-    convert.adopt_config(again)
-    again.save_pretrained(tmp_path / "second")
-    third = AutoModelForCausalLM.from_pretrained(tmp_path / "second", **EAGER)
-    ids = read_ids(model)
-    assert torch.equal(third(ids).logits, again(ids).logits)
-    torch.testing.assert_close(third(ids).logits, masked(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_configuration_is_the_dense_one_with_a_layout(tmp_path):
@@ -248,64 +235,6 @@ def test_saving_brings_the_processor_along(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "struprune_gemma3"
 
 
-CODE = {
-    "configuration_mine.py": """
-from transformers import PretrainedConfig
-
-class MineConfig(PretrainedConfig):
-    model_type = "mine"
-    def __init__(self, vocab_size=64, hidden_size=16, width=24, num_hidden_layers=2, **kwargs):
-        self.vocab_size, self.hidden_size, self.width, self.num_hidden_layers = vocab_size, hidden_size, width, num_hidden_layers
-        super().__init__(**kwargs)
-""",
-    "parts_mine.py": """
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.fc = nn.Linear(config.hidden_size, config.width)
-        self.proj = nn.Linear(config.width, config.hidden_size)
-    def forward(self, x):
-        return x + self.proj(self.fc(x).relu())
-""",
-    "modeling_mine.py": """
-from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-from .configuration_mine import MineConfig
-from .parts_mine import Block
-
-class MinePreTrainedModel(PreTrainedModel):
-    config_class = MineConfig
-    base_model_prefix = "model"
-
-class MineModel(MinePreTrainedModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
-        self.post_init()
-    def forward(self, input_ids, **kwargs):
-        x = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-class MineForCausalLM(MinePreTrainedModel, GenerationMixin):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model = MineModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-    def prepare_inputs_for_generation(self, input_ids, **kwargs):
-        return {"input_ids": input_ids}
-    def forward(self, input_ids, **kwargs):
-        return CausalLMOutput(logits=self.lm_head(self.model(input_ids)))
-""",
-}
-
-
 def cut_block(layer, width):
     """Leave the first channels of one of its blocks."""
     layer.fc.weight, layer.fc.bias = nn.Parameter(layer.fc.weight[:width]), nn.Parameter(layer.fc.bias[:width])
@@ -316,15 +245,7 @@ def cut_block(layer, width):
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
     """(the sliced model, its folder) of a class that came with its checkpoint."""
-    folder = tmp_path_factory.mktemp("mine")
-    for name, text in CODE.items():
-        (folder / name).write_text(text)
-    auto_map = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "width": 28, "auto_map": auto_map}))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    torch.manual_seed(0)
-    dense = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    dense.save_pretrained(folder)
+    folder = save_own(tmp_path_factory.mktemp("mine"), vocab_size=64, width=28, num_hidden_layers=2)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     for index, layer in enumerate(model.model.layers):
         for linear in (layer.fc, layer.proj):
@@ -340,11 +261,11 @@ def test_code_of_a_folder_travels_unchanged(mine, tmp_path):
     model, out = mine
     assert {name: (out / name).read_text() for name in CODE} == CODE
     config = json.loads((out / "config.json").read_text())
-    assert config["model_type"] == "struprune_custom_mine"
+    assert config["model_type"] == "struprune_custom_own"
     assert config["auto_map"] == {
-        "AutoConfig": "modeling_struprune_custom.StruPruneMineConfig",
-        "AutoModel": "modeling_struprune_custom.StruPruneMineModel",
-        "AutoModelForCausalLM": "modeling_struprune_custom.StruPruneMineForCausalLM",
+        "AutoConfig": "modeling_struprune_custom.StruPruneOwnConfig",
+        "AutoModel": "modeling_struprune_custom.StruPruneOwnModel",
+        "AutoModelForCausalLM": "modeling_struprune_custom.StruPruneOwnForCausalLM",
     }
     again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     ids = read_ids(model)
@@ -365,7 +286,7 @@ def test_uniform_layers_of_such_code_are_saved_as_it_came(mine, tmp_path):
     assert {file.name: file.read_text() for file in tmp_path.glob("*.py")} == CODE
     assert json.loads((tmp_path / "config.json").read_text())["width"] == 20
     again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    assert type(again).__name__ == "MineForCausalLM"
+    assert type(again).__name__ == "OwnForCausalLM"
     assert torch.equal(again(read_ids(model)).logits, logits)
 
 
@@ -399,7 +320,7 @@ def test_a_fresh_process_without_the_package_loads_by_the_flag(mine, tmp_path):
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    names = ["MineForCausalLM", "GPT2LMHeadModel", "Gemma3ForConditionalGeneration", "FalconH1ForCausalLM"]
+    names = ["OwnForCausalLM", "GPT2LMHeadModel", "Gemma3ForConditionalGeneration", "FalconH1ForCausalLM"]
     assert done.stdout.split() == [f"StruPrune{name}" for name in names]
 
 

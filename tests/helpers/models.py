@@ -90,7 +90,7 @@ def run_oneshot(model, recipe=None, dataset=None, **kwargs):
 
 
 def save_wide_opt(folder: Path) -> Path:
-    return save_opt(folder, hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
+    return save_opt(folder, hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_hidden_layers=2)
 
 
 def save_wide_llama(folder: Path) -> Path:

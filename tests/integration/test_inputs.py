@@ -2,7 +2,7 @@
 
 import json
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import llmcompressor
@@ -448,13 +448,18 @@ def autocast():
         yield
 
 
+@contextmanager
+def join(*states):
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state)
+        yield
+
+
 STATES = {
-    "inference": torch.inference_mode,
-    "autocast": autocast,
+    "inference, float64, products": lambda: join(torch.inference_mode(), set_dtype(torch.float64), set_precision()),
+    "autocast, bfloat16": lambda: join(autocast(), set_dtype(torch.bfloat16)),
     "meta": lambda: torch.device("meta"),
-    "float64": lambda: set_dtype(torch.float64),
-    "bfloat16": lambda: set_dtype(torch.bfloat16),
-    "products": set_precision,
 }
 
 

@@ -24,6 +24,7 @@ from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.tables import summarize_manifest
 
 LINEARS = {"targets": ["Linear"], "ignore": ["lm_head"]}
+on_llama = pytest.mark.parametrize("wide", ["llama"], indirect=True)  # OPT adds no case
 
 
 def make_modifier(name, **fields):
@@ -149,6 +150,7 @@ def test_eval_counts_the_parameters_that_are_left_not_packed_ones(compress, caps
     assert scores["parameters"] == read_manifest(out).model.parameters_after
 
 
+@on_llama
 @pytest.mark.parametrize("name", ["SparseGPTModifier", "WandaPruningModifier"])
 def test_two_of_four_weights_are_zero(wide, compress, name, tmp_path):
     if name == "SparseGPTModifier":
@@ -234,6 +236,7 @@ def test_auto_rounds_wide_ffns_to_what_matrix_units_need(width, step):
     assert found[ffn.name].because == (("width_multiple: auto",) if step > 1 else ())
 
 
+@on_llama
 @pytest.mark.parametrize(("unit", "allocation"), [("head", "softmax"), ("value_channels", "stage")])
 def test_every_allocation_meets_the_budget_before_a_quantiser(wide, unit, allocation, tmp_path):
     """A quantiser's own parameters, there from the start and without values yet, must not count."""
@@ -276,6 +279,7 @@ def test_widths_that_no_plan_rounds_are_refused(opt, tmp_path):
 # -- two runs -----------------------------------------------------------------------------------------------------
 
 
+@on_llama
 def test_one_recipe_gives_what_two_runs_give(wide, tmp_path):
     """So the quantiser is calibrated on the pruned model, and nothing of the dense one is left in it."""
     prune, four_bits = {"sparsity": 0.3, "width_multiple": 16, "attention_unit": "none"}, 16
@@ -299,6 +303,7 @@ def pruned_for_groups(wide, tmp_path_factory):
     return out
 
 
+@on_llama
 @pytest.mark.parametrize(("oneshot", "scheme"), [(run_oneshot, "W4A16"), (host_oneshot, "W8A8")])
 def test_a_pruned_folder_can_be_quantised(pruned_for_groups, oneshot, scheme, tmp_path):
     quantiser = {"W8A8": make_modifier("QuantizationModifier", scheme="W8A8", **LINEARS), "W4A16": quantise(16)}[scheme]

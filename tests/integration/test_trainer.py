@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.cuts import cut_units
-from helpers.models import WIDE_MODELS, make_dataset, run_oneshot
+from helpers.models import make_dataset, run_oneshot, save_wide_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -34,9 +34,8 @@ def adapt(folder):
     )  # peft finds the modules, as for the dense type
 
 
-@pytest.mark.parametrize("kind", WIDE_MODELS)
-def test_an_output_is_trained_resumed_merged_and_pruned_again(kind, tmp_path):
-    folder, out = WIDE_MODELS[kind](tmp_path / "dense"), tmp_path / "out"
+def test_an_output_is_trained_resumed_merged_and_pruned_again(tmp_path):
+    folder, out = save_wide_llama(tmp_path / "dense"), tmp_path / "out"
     run_oneshot(str(folder), sparsity=0.3, output_dir=str(out))
     make_trainer(adapt(out), tmp_path / "run", 2).train()
     trainer = make_trainer(adapt(out), tmp_path / "run", 6)

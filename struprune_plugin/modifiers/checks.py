@@ -189,7 +189,8 @@ def check_calibration(model: PreTrainedModel, loader: Iterable | None, where: st
             f"({num_words / num_tokens:.2%}) and {num_distinct:,} distinct sequences among {num_sequences:,} "
             f"({num_distinct / num_sequences:.0%}). The weights are fitted to this text. Use more varied text."
         )
-    again = [batch["input_ids"] for batch in (() if loader is None else loader)]
+    assert loader is not None  # refused by read_rows
+    again = [batch["input_ids"] for batch in loader]
     if not again:
         raise ValueError(
             "dataset: a loader must give its batches in every pass, got none in the second. Pass a list of them, or a Dataset."

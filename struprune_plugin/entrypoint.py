@@ -80,8 +80,8 @@ def oneshot(
     :param recipe: a shipped recipe's name, a YAML file, a YAML text, its content as a mapping, or modifiers
     :param output_dir: folder to write. None saves nothing
     :param overwrite: let ``output_dir`` replace an earlier output of StruPrune
-    :param offload_folder: folder for weights beyond the host's free memory, less 5 GB, for a model given by name; the returned
-        model reads them, so the caller removes the folder
+    :param offload_folder: for a model given by name, folder for the weights that would leave less than 5 GB of the host's memory
+        free; the returned model reads them, so the caller removes the folder
     :param checkpoint_dir: folder for finished parts, until the run ends; after a kill the same call continues from there and ends
         with the same weights
     :param seed: seed of torch in the run, e.g. of llm-compressor's shuffling, after which torch's state is as before; None leaves

@@ -91,15 +91,15 @@ class CurveMeasurer:
             return compute_on_rank0(describe, torch.device("cpu"))
 
     def _describe(self, problem: GroupProblem, ranked: RankedUnits) -> GroupStatistics:
-        config, group, errors = self.config, problem.group, problem.weighed
+        config, group = self.config, problem.group
         if config.weight_update.solves and config.importance.eliminates:
             curve = sum_increases(ranked.scores[ranked.order])
         elif config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
-            curve = measure_restored_curve(errors, ranked.order, group.columns_per_unit, group.name)
+            curve = measure_restored_curve(problem.weighed, ranked.order, group.columns_per_unit, group.name)
         else:
             root = self.sensitivity.fisher_sqrt.get(group.output_name)
             moved = problem.dense if root is None else self.context.to_solver(root) @ problem.dense
-            curve = measure_deletion_curve(errors, moved, ranked.order, group.columns_per_unit)
+            curve = measure_deletion_curve(problem.weighed, moved, ranked.order, group.columns_per_unit)
         weight, host = self.rule.weigh(self.model, group, ranked.scores), self.context.to_host
         basis = None if ranked.basis is None else host(ranked.basis)
         return GroupStatistics(weight, host(curve), host(ranked.scores), host(ranked.order), basis)

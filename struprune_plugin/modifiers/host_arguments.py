@@ -61,7 +61,7 @@ def check_arguments(model: object, recipe: Recipe, offload_folder: Path | None, 
         field.name for arguments in (ModelArguments, DatasetArguments, RecipeArguments) for field in fields(arguments)
     }
     for name in kwargs.keys() - known:
-        is_field = name in StructuredModifier.model_fields or name == "reconstruct"
+        is_field = any(name in type(modifier).model_fields for modifier in recipe.modifiers)
         remedy = f'Pass changes={{"{name}": …}}.' if is_field else suggest(name, known) or "Remove it."
         raise ValueError(
             f"{name}: must be an argument of oneshot{', got a field of the recipe' if is_field else ''}. {remedy}"
@@ -191,7 +191,7 @@ def _check_loaded(model: PreTrainedModel) -> None:
 def load_model(path: str, config: PretrainedConfig, kwargs: dict[str, Any], folder: Path | None) -> PreTrainedModel:
     """Load a model as llm-compressor does; wrappers around a text decoder are loaded whole, packed weights are unpacked.
 
-    :param folder: folder for weights that do not fit in memory, less 5 GB
+    :param folder: folder for the weights that would leave less than 5 GB of the host's memory free; None loads all to memory
     """
     options = {
         "revision": kwargs.get("model_revision", "main"),

@@ -39,7 +39,6 @@ class GroupProblem:
     :param gathered: moments of the consumer's inputs and targets
     :param dense: the consumer's present weights, shape [d, n + 1], float64
     :param damped: moments of all sequences, damped towards these weights
-    :param weighed: the same, with errors weighted by the sensitivity of the module's output, where it was measured
     :param sensitivity: measurements of the dense model
     :param sparsity: sparsity asked of the whole model
     :param dampening_frac: dampening of every solve but the closing one
@@ -49,7 +48,6 @@ class GroupProblem:
     gathered: GroupMoments
     dense: Tensor
     damped: SecondMoments
-    weighed: SecondMoments
     sensitivity: Sensitivity
     sparsity: float
     dampening_frac: float
@@ -66,9 +64,7 @@ class GroupProblem:
         """Return the problem of a module in its present state."""
         dense, sensitivity = module.read_weights(), sensitivity or Sensitivity()
         damped = damp_moments(gathered.all, dense, dampening_frac, module.has_bias)
-        root = sensitivity.fisher_sqrt.get(module.group.output_name)
-        weighed = damped if root is None else weigh_outputs(damped, module.context.to_solver(root), dense)
-        return cls(module, gathered, dense, damped, weighed, sensitivity, sparsity, dampening_frac)
+        return cls(module, gathered, dense, damped, sensitivity, sparsity, dampening_frac)
 
     @property
     def group(self) -> UnitGroup:
@@ -78,6 +74,14 @@ class GroupProblem:
     def moments(self) -> SecondMoments:
         """Moments of all sequences, not damped."""
         return self.gathered.all
+
+    @property
+    def weighed(self) -> SecondMoments:
+        """Damped moments with errors weighted by the sensitivity of the module's output, where it was measured; computed anew."""
+        root = self.sensitivity.fisher_sqrt.get(self.group.output_name)
+        if root is None:
+            return self.damped
+        return weigh_outputs(self.damped, self.module.context.to_solver(root), self.dense)
 
     def rotate(self, basis: Tensor) -> GroupProblem:
         """Return the problem of rotated inputs."""

@@ -99,7 +99,7 @@ def test_oneshot_refuses_before_calibration_and_writes_nothing(opt, tmp_path, fi
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["sparsity", "reconstruct"])
+@pytest.mark.parametrize("name", ["sparsity", "reconstruct", "output"])
 def test_a_field_of_the_recipe_is_no_argument(opt, name):
     with pytest.raises(ValueError, match=f'got a field of the recipe. Pass changes={{"{name}"'):
         oneshot(str(opt), "struprune", **{name: 0.3})

@@ -46,10 +46,11 @@ class Importance(Config):
         group, dense = problem.group, problem.dense
         columns = unit_columns(torch.arange(group.num_units, device=dense.device), group.columns_per_unit)
         scores = self.score(problem, dense, columns.view(group.num_units, -1))
-        if scores.shape != (group.num_units,) or not scores.isfinite().all():
+        is_finite = bool(scores.isfinite().all())
+        if scores.shape != (group.num_units,) or not is_finite:
             raise ValueError(
                 f"importance: {self.method} must give a finite score per unit, shape [{group.num_units}], got shape "
-                f"{[*scores.shape]}{'' if scores.isfinite().all() else ' with NaN or Inf'} for {group.name}. Correct its score()."
+                f"{[*scores.shape]}{'' if is_finite else ' with NaN or Inf'} for {group.name}. Correct its score()."
             )
         return order_units(scores, group.num_blocks), scores
 

@@ -132,13 +132,26 @@ def check_layers(model: PreTrainedModel) -> None:
         )
 
 
-def read_rows(batches: Iterable | None) -> list[tuple[Tensor, Tensor]]:
+def read_batches(loader: Iterable[dict[str, Tensor]] | None) -> list[dict[str, Tensor]]:
+    """Return a loader's batches, read once: in every pass a shuffling one gives them in another order.
+
+    :raises ValueError: there are no data, or the loader gives nothing to the stages behind
+    """
+    if loader is None:
+        raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
+    batches = list(loader)
+    if batches and next(iter(loader), None) is None:
+        raise ValueError(
+            "dataset: a loader must give its batches in every pass, got none in the second. Pass a list of them, or a Dataset."
+        )
+    return batches
+
+
+def read_rows(batches: Iterable) -> list[tuple[Tensor, Tensor]]:
     """Return the token ids of every calibration sequence, padding included, and the mask of those that count, shape [S] each.
 
-    :raises ValueError: there are no data, or a batch has no such ids
+    :raises ValueError: a batch has no such ids
     """
-    if batches is None:
-        raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
     rows: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -154,16 +167,18 @@ def read_rows(batches: Iterable | None) -> list[tuple[Tensor, Tensor]]:
     return rows
 
 
-def check_calibration(model: PreTrainedModel, loader: Iterable | None, where: str, needed: int) -> CalibrationRecord:
+def check_calibration(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], where: str, needed: int
+) -> CalibrationRecord:
     """Return the record of the calibration data over all processes, without padding; warn if the data vary little.
 
     The number of distinct tokens of natural text grows with at least the square root of its length (Heaps' law).
 
     :param where: module of the largest solve, for messages
     :param needed: tokens in distinct sequences that this solve needs
-    :raises ValueError: no data, too few tokens, the same data in several processes, or as :func:`check_sequences`
+    :raises ValueError: too few tokens, the same data in several processes, or as :func:`check_sequences`
     """
-    rows = read_rows(loader)
+    rows = read_rows(batches)
     texts = [ids[kept] for ids, kept in rows]
     words = {word for text in texts for word in text.tolist()}
     longest, largest = (max((int(measure(ids)) for ids, _ in rows), default=0) for measure in (len, torch.max))
@@ -189,13 +204,7 @@ def check_calibration(model: PreTrainedModel, loader: Iterable | None, where: st
             f"({num_words / num_tokens:.2%}) and {num_distinct:,} distinct sequences among {num_sequences:,} "
             f"({num_distinct / num_sequences:.0%}). The weights are fitted to this text. Use more varied text."
         )
-    assert loader is not None  # refused by read_rows
-    again = [batch["input_ids"] for batch in loader]
-    if not again:
-        raise ValueError(
-            "dataset: a loader must give its batches in every pass, got none in the second. Pass a list of them, or a Dataset."
-        )
-    return CalibrationRecord(num_sequences, num_tokens, digest_tokens(again))
+    return CalibrationRecord(num_sequences, num_tokens, digest_tokens(batch["input_ids"] for batch in batches))
 
 
 def tell_few_tokens(where: str, needed: int, found: str) -> str:

@@ -40,13 +40,11 @@ class Planner:
     """Planner that measures the dense model on calibration data and makes the plan.
 
     :param recipe: fields of the pruning stage
-    :param batches: calibration batches
     """
 
     recipe: StructuredModifier
     setup: RunSetup
     model: PreTrainedModel
-    batches: Batches
     context: DeviceContext
 
     def decide(self, store: ResumeStore | None) -> tuple[UnitAllocation, Sensitivity]:
@@ -55,7 +53,7 @@ class Planner:
             return done
         setup, recipe, groups = self.setup, self.recipe, self.setup.groups
         sensitivity = measure_sensitivity(
-            self.model, self.batches, groups, self.context, recipe.importance, recipe.sensitivity_samples
+            self.model, self.setup.batches, groups, self.context, recipe.importance, recipe.sensitivity_samples
         )
         plan = self._add_experts(setup.early or self._allocate(sensitivity))
         if setup.early is None:
@@ -99,12 +97,12 @@ class Planner:
         than two sequences."""
         rule = self.recipe.allocation
         if not hasattr(rule, "samples"):
-            return self.batches, [], []
+            return self.setup.batches, [], []
         samples = -(-getattr(rule, "trial_samples", 0) // count_ranks())  # an equal share per process
-        fit, held = hold_batches(self.batches, 2 * samples)
+        fit, held = hold_batches(self.setup.batches, 2 * samples)
         count = sum(len(batch["input_ids"]) for batch in held)
         if min(gather(count)) < 2:
-            fit, held = self.batches, []
+            fit, held = self.setup.batches, []
         return take_batches(fit, self.setup.groups, rule.samples), *split_batches(held, count // 2)
 
     def _measure_curves(self, fit: Batches, sensitivity: Sensitivity, keeps: bool) -> Fit:
@@ -146,7 +144,7 @@ class Planner:
         experts = None
         if left is not None:
             with self.context.stage("experts"), calibrating(self.model):
-                experts = mixture.keep_best(score_experts(self.model, self.batches, mixture, self.context), left)
+                experts = mixture.keep_best(score_experts(self.model, self.setup.batches, mixture, self.context), left)
             groups = experts.list_left(groups)
         whole = {group.name: group.num_units for group in groups}
         return replace(plan, kept={**whole, **plan.kept}, experts=experts)

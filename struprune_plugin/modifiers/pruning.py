@@ -79,24 +79,23 @@ class StruPruneModifier(StructuredModifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         self._stages = self.split_recipe()
         self._setup = prepare_run(self, state.model, state.data.calib, self._stages, self.output == "uniform")
-        self.open_store(state)
+        self.open_store(state, self._setup.batches)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         self.check_alone()
-        model, setup, loader = state.model, self._setup, state.data.calib
+        model, setup = state.model, self._setup
         if not all(isinstance(other, StructuredModifier) for other in self._stages[0]):  # REAP has changed the model
-            setup = self._setup = prepare_run(self, model, loader, self._stages, self.output == "uniform")
+            setup = self._setup = prepare_run(self, model, state.data.calib, self._stages, self.output == "uniform")
         assert setup is not None
-        batches = list(loader)
         with enter_device_context(model, self.offload) as context, context.stage("whole pass"):
-            context.kept = keep_on_device(model, self, batches)
-            plan, sensitivity = Planner(self, setup, model, batches, context).decide(self._store)
+            context.kept = keep_on_device(model, self, setup.batches)
+            plan, sensitivity = Planner(self, setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
             pruner = Pruner(self.make_config(self.reconstruct), plan, sensitivity, context)
             log = None if self._store is None else LayerLog(self._store)
             with calibrating(model):
-                records = pruner.prune_model(model, batches, setup.all_groups, log)
+                records = pruner.prune_model(model, setup.batches, setup.all_groups, log)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
         self._finish = partial(setup.finish, self, plan, records, sensitivity, context)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from struprune_plugin.export.convert import wrap_save
 from struprune_plugin.layerwise.passes import enter_device_context
-from struprune_plugin.modifiers.checks import check_sequences, check_stage, read_rows
+from struprune_plugin.modifiers.checks import check_sequences, check_stage, read_batches, read_rows
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recovery.training import (
     AdapterTraining,
@@ -52,6 +52,8 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             LoRARecoveryModifier: {adapters: {rank: 8}, schedule: {learning_rate: 1.0e-3}}
     """
 
+    _samples: tuple[list[Tensor], list[Tensor]] = PrivateAttr(default=([], []))  # to train on, held out
+    _micro_size: int = PrivateAttr(default=1)
     _linears: list[str] = PrivateAttr(default_factory=list)
     _record: dict[str, Any] = PrivateAttr(default_factory=dict)  # of the manifest; empty before the training
 
@@ -60,18 +62,18 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         check_stage(self, state.model, *self.split_recipe())
         check_one_process("LoRARecoveryModifier", "Prune with several, then train the output in one.")
-        samples = read_samples(state.data.calib)[0]
+        batches = read_batches(state.data.calib)
+        samples, self._micro_size = read_samples(batches)
         check_sequences(state.model, max(map(len, samples)), max(int(sample.max()) for sample in samples))
-        self._split_samples(samples)
+        self._samples = self._split_samples(samples)
         self._linears = match_linears(state.model, self.adapters)
-        self.open_store(state)
+        self.open_store(state, batches)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         self.check_alone()
         began, model = time.perf_counter(), state.model
-        samples, micro_size = read_samples(state.data.calib)
-        train, held_out = self._split_samples(samples)
+        train, held_out = self._samples
         with (
             seed_random(self.seed),
             DisableQuantization(model),
@@ -79,7 +81,7 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             context.stage("training"),
             attach_adapters(model, self._linears, self.adapters) as parameters,
         ):
-            curve = AdapterTraining(model, parameters, self, micro_size, context).run(train, held_out)
+            curve = AdapterTraining(model, parameters, self, self._micro_size, context).run(train, held_out)
         self._record = {
             "settings": self.dump_fields(),
             "steps": len(curve.losses),
@@ -123,14 +125,13 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         return samples[: len(samples) - num_held], samples[len(samples) - num_held :]
 
 
-def read_samples(loader: Sequence[dict[str, Tensor]] | None) -> tuple[list[Tensor], int]:
+def read_samples(batches: Sequence[dict[str, Tensor]]) -> tuple[list[Tensor], int]:
     """Return the token ids of the calibration sequences, without padding, shape [S], int64, and the largest batch size.
 
-    :raises ValueError: there are no data, or no sequence of two tokens
+    :raises ValueError: there is no sequence of two tokens
     """
-    batches = None if loader is None else list(loader)
     samples = [ids[kept] for ids, kept in read_rows(batches) if kept.sum() > 1]
-    if batches is None or not samples:
+    if not samples:
         raise ValueError(
             "dataset: calibration text must hold at least one sequence of two tokens, got none. Give longer samples."
         )

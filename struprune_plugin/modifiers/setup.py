@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from llmcompressor.modifiers import Modifier
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
@@ -38,6 +39,7 @@ from struprune_plugin.modifiers.checks import (
     check_layers,
     check_stage,
     check_uniform,
+    read_batches,
 )
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.pruning.config import UnitAllocation
@@ -64,7 +66,8 @@ class RunSetup:
     :param sizes: sizes of the groups for the budget, beside whole experts
     :param budget: the budget on this model
     :param mixture: whole experts that may be removed; None if none may
-    :param calibration: record of the calibration data
+    :param batches: calibration batches
+    :param calibration: record of them
     :param num_parameters: parameters of the model
     :param early: plan, if it needs no calibration data
     :param uniform: whether all layers get one size, for stock classes
@@ -76,6 +79,7 @@ class RunSetup:
     sizes: Sequence[GroupSize]
     budget: Budget
     mixture: Mixture | None
+    batches: list[dict[str, Tensor]]
     calibration: CalibrationRecord
     num_parameters: int
     early: UnitAllocation | None
@@ -181,14 +185,15 @@ def prepare_run(
             f"max_sparsity: must be at least {budget.share:.4f}, the mean over the modules to prune at "
             f"sparsity={budget.sparsity:g}, got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
         )
-    calibration = check_calibration(model, loader, *find_widest_solve(modifier, [*groups, *whole]))
+    batches = read_batches(loader)
+    calibration = check_calibration(model, batches, *find_widest_solve(modifier, [*groups, *whole]))
     early = _plan_early(modifier, model, sizes, budget, uniform)
     if early is not None:
         check_widths(groups, early.kept, roundings)  # if uniform counts do not fit, no others do
     if sizes and modifier.allocation.measures:
         early = None
     count = count_parameters(model)
-    return RunSetup(groups, whole, roundings, sizes, budget, mixture, calibration, count, early, uniform)
+    return RunSetup(groups, whole, roundings, sizes, budget, mixture, batches, calibration, count, early, uniform)
 
 
 def find_widest_solve(modifier: StructuredModifier, groups: Sequence[UnitGroup]) -> tuple[str, int]:

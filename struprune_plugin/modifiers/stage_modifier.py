@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
 from pydantic import PrivateAttr, model_validator
+from torch import Tensor
 from torch.utils.data import RandomSampler
 
 from struprune_plugin.pruning.resume import describe_run
@@ -63,7 +65,7 @@ class StageModifier(Modifier):
         """Set the store of finished parts, from which a killed run resumes."""
         self._store = store
 
-    def open_store(self, state: State) -> None:
+    def open_store(self, state: State, batches: Sequence[dict[str, Tensor]]) -> None:
         """Begin or resume the run that the recipe describes; do nothing without a store.
 
         :raises ValueError: the store belongs to another run; the sampler shuffles; there are several processes
@@ -77,7 +79,7 @@ class StageModifier(Modifier):
                 "Pass shuffle_calibration_samples=False."
             )
         recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
-        self._store.open(describe_run(recipe, describe_versions(), state.model, state.data.calib))
+        self._store.open(describe_run(recipe, describe_versions(), state.model, batches))
 
     def dump_fields(self) -> dict[str, Any]:
         """Return the recipe fields, without llm-compressor's bookkeeping."""

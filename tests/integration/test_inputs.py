@@ -41,6 +41,8 @@ from struprune_plugin.evaluation.text import (
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import build_instance
 from struprune_plugin.modifiers.host_arguments import load_model
+from struprune_plugin.pruning.prune_layer import Pruner
+from struprune_plugin.pruning.resume import digest_tokens
 from struprune_plugin.storage import checkpoint
 from struprune_plugin.storage.manifest import read_manifest
 
@@ -367,6 +369,16 @@ def test_data_that_cannot_calibrate_are_refused_by_name(kind, llama):
     data, told = BROKEN[kind]
     with pytest.raises(ValueError, match=f"dataset: {told}"):
         run(llama, dataset=data(), max_seq_length=32)
+
+
+def test_a_loader_that_shuffles_is_recorded_in_the_order_that_was_used(llama, tmp_path, monkeypatch):
+    used, prune = [], Pruner.prune_model
+    monkeypatch.setattr(
+        Pruner, "prune_model", lambda self, m, batches, *rest: used.append(batches) or prune(self, m, batches, *rest)
+    )
+    loader = DataLoader(make_dataset().with_format("torch"), batch_size=4, shuffle=True)
+    run(llama, dataset=loader, allocation="uniform", sensitivity="none", output_dir=str(tmp_path / "out"))
+    assert read_manifest(tmp_path / "out").calibration.sha256 == digest_tokens(batch["input_ids"] for batch in used[0])
 
 
 CHATS = {

@@ -30,11 +30,9 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
 
     :param config: configuration of the dense model
     :param tokenizer: its ``tokenizer.json``
-    :raises ValueError: the library is missing, the model has another type, rotary positions or biases that the architecture lacks,
-        or llama.cpp has no name for the tokenizer's splitting
+    :raises ValueError: the model has another type, rotary positions or biases that the architecture lacks, llama.cpp has no name
+        for the tokenizer's splitting, or the library is missing
     """
-    if find_spec("gguf") is None:
-        raise ValueError("gguf: the package gguf must be installed, got none. Run `pip install 'gguf>=0.19,<0.20'`.")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, wanted, got in (
         ("model_type", "llama", config.model_type),
@@ -49,6 +47,8 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
                 "Convert to uniform-padded, and try llama.cpp's own converter."
             )
     _name_splitting(_read_tokenizer(tokenizer))
+    if find_spec("gguf") is None:
+        raise ValueError("gguf: the package gguf must be installed, got none. Run `pip install 'gguf>=0.19,<0.20'`.")
 
 
 def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) -> None:

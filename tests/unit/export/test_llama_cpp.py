@@ -1,4 +1,5 @@
 import shutil
+import sys
 
 import numpy
 import pytest
@@ -70,7 +71,9 @@ def test_pair_channels_brings_a_heads_halves_together():
     assert _pair_channels(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def test_gguf_refuses_other_types_and_tokenizers(opt, prune_once, save_family, tmp_path, capsys):
+def test_gguf_refuses_other_types_and_tokenizers(opt, prune_once, tmp_path, monkeypatch, capsys):
+    """Before it asks for the library."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
     out = tmp_path / "out"
     assert cli.main(["convert", str(prune_once(opt, "value_channels")[1]), "--to", "gguf", "--output", str(out)]) == 2
     assert "gguf: model_type must be 'llama'" in capsys.readouterr().err
@@ -80,7 +83,7 @@ def test_gguf_refuses_other_types_and_tokenizers(opt, prune_once, save_family, t
 
 
 def test_gguf_without_its_library_says_what_to_install(pruned, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert cli.main(["convert", str(pruned["value_channels"]), "--to", "gguf", "--output", str(tmp_path / "out")]) == 2
     assert "pip install" in capsys.readouterr().err
 

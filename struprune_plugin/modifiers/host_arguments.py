@@ -39,6 +39,7 @@ _PRECISIONS = {  # values that llm-compressor knows; it treats any other as auto
     *("float16", "torch.float16", "half"),
 }
 
+_OWN = ("overwrite", "offload_folder", "checkpoint_dir", "seed", "changes")  # parameters of our oneshot alone
 _IGNORED = dict.fromkeys(("stage", "recipe_args"), "Edit the recipe.") | {
     "config_name": "Edit the model's config.json."
 }
@@ -56,7 +57,7 @@ def check_arguments(model: object, recipe: Recipe, offload_folder: Path | None, 
         )
     if offload_folder is not None:
         check_place("offload_folder", offload_folder)
-    known = {*inspect.signature(llmcompressor.oneshot).parameters}
+    known = {*_OWN, *inspect.signature(llmcompressor.oneshot).parameters}
     known |= {
         field.name for arguments in (ModelArguments, DatasetArguments, RecipeArguments) for field in fields(arguments)
     }
@@ -170,7 +171,7 @@ def _check_loaded(model: PreTrainedModel) -> None:
         model.generation_config.validate()
     except ValueError as error:
         raise ValueError(
-            f"model: generation_config must be one that transformers can save, got {shorten_error(error)} Correct it."
+            f"model: generation_config must be one that transformers can save, got {shorten_error(error)}. Correct it."
         ) from None
     find_structure(model)
     if is_pruned(type(model)):

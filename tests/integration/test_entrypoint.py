@@ -47,6 +47,7 @@ def broken_model(tmp_path, name, value=float("inf")):
         ({"sparsity": 0.01, "width_multiple": 24}, "must let the modules remove .* Lower width_multiple"),
         ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent' .* got 'basic'"),
         ({"num_calibration_sample": 4}, "must be an argument of oneshot. Did you mean num_calibration_samples?"),
+        ({"overwrit": True}, "must be an argument of oneshot. Did you mean overwrite?"),
         ({"sparsity": 0.3, "stage": "nope"}, "stage='nope' has no effect. Remove it. Edit the recipe"),
         ({"sparsity": 0.3, "recipe_args": ["sparsity=0.9"]}, r"recipe_args=\['sparsity=0\.9'\] has no effect"),
         (

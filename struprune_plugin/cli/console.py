@@ -13,6 +13,16 @@ from typing import Any, NoReturn, TextIO
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+_OPTIONS = {  # arguments in Python's messages -> options
+    "checkpoint_dir": "--checkpoint",
+    "dataset": "--data",
+    "offload_folder": "--offload",
+    "output_dir": "--output",
+    "recipe": "--recipe",
+    "tasks": "--tasks",
+    "text": "--text",
+}
+
 
 class Screen:
     """Output of one command; what else is printed goes to stderr, under ``--quiet`` nowhere, until :func:`run_command` ends.
@@ -90,7 +100,8 @@ def run_command(run: Callable[[], object]) -> int:
         failed = " (os error " in str(error)  # how compiled libraries report a full disk, in their own classes
         if not failed and not isinstance(error, (ValueError, OSError)):
             raise
-        show_error(f"error: {' '.join(str(error).split())}")
+        place, colon, told = " ".join(str(error).split()).partition(": ")
+        show_error(f"error: {_OPTIONS.get(place, place)}{colon}{told}")
         return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # 1: not bad input
     except (KeyboardInterrupt, _Terminated) as stop:
         print(file=sys.stderr)  # below a bar, or the terminal's ^C

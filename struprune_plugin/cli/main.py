@@ -29,7 +29,7 @@ from struprune_plugin.reporting.tables import (
     summarize_manifest,
     summarize_output,
 )
-from struprune_plugin.storage.files import check_place, format_bytes, write_whole
+from struprune_plugin.storage.files import format_bytes, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest, read_manifest
 
 _OFFLOAD = "folder for weights that do not fit in memory, during the run"
@@ -70,8 +70,6 @@ def prune(
     """
     screen = Screen(as_json, quiet)
     changes = opt.read_changes(settings, sparsity=sparsity, budget=budget, effort=effort)
-    if offload is not None:
-        check_place("--offload", offload)
     opt.prepare(screen, recipe, [model], [data], device, verbose)
     from struprune_plugin.entrypoint import oneshot
 
@@ -130,7 +128,8 @@ def plan(
     work = Workload(opt.count_samples(num_samples, changes), seq_length, batch_size)
     found = plan_run(model, modifiers, work, dtype, trust_remote_code)
     record = {"model": model, "recipe": recipe, **asdict(found)}
-    screen.show(record, f"{model} by {recipe}, sparsity {found.sparsity:g}", *format_plan(found))
+    told = f"sparsity {found.sparsity:g} of the layers' linear parameters (embeddings and head stay)"
+    screen.show(record, f"{model} by {recipe}, {told}", *format_plan(found))
 
 
 def score(

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from struprune_plugin.cli.console import Screen
 from struprune_plugin.recipes.shipped import find_recipe, list_recipes
-from struprune_plugin.storage.files import is_hub_name
+from struprune_plugin.storage.files import check_model, check_text
 
 
 def option(name: str, help: str, metavar: str | None = None, panel: str | None = None, **more: Any) -> Any:
@@ -55,14 +55,14 @@ _LIMIT = "limit for the pruned model, e.g. '{bytes: 400MB}' or '{speedup: 1.3, c
 _EFFORT = "fast saves time; best improves quality, with four times the text"
 _SET = "set a field of the recipe, e.g. prune_ffn=false; may be repeated"
 _REMOVE = "fraction of the decoder layers' parameters to remove, in [0, 1) [default: the recipe's, 0.2 in struprune]"
-Sparsity = Annotated[float | None, option("--sparsity", _REMOVE, "R", _CHANGES)]
+Sparsity = Annotated[str | None, option("--sparsity", _REMOVE, "R", _CHANGES)]
 Budget = Annotated[str | None, option("--budget", _LIMIT, "YAML", _CHANGES)]
 Effort = Annotated[Literal["fast", "default", "best"] | None, option("--effort", _EFFORT, None, _CHANGES)]
 Settings = Annotated[list[str] | None, option("--set", _SET, "FIELD=VALUE", _CHANGES)]
 
 _SCORING = "Scoring"
 _TASKS = "lm-eval tasks, e.g. arc_easy,hellaswag"
-_FOLDER = "folder with lm-eval task files, e.g. eval/tasks"
+_FOLDER = "folder with further lm-eval task files"
 ScoredText = Annotated[
     Path | None, option("--text", "text for the perplexity [default: a shipped sample]", "FILE.jsonl", _SCORING)
 ]
@@ -106,9 +106,11 @@ def read_changes(settings: Sequence[str] | None, **fields: Any) -> dict[str, Any
 
     :param settings: values of ``--set``
     :param fields: fields that have their own option; None where it was not given
-    :raises ValueError: a setting is not FIELD=VALUE, is not valid YAML, or sets a field twice
+    :raises ValueError: a sparsity outside [0, 1); a setting is not FIELD=VALUE, is not valid YAML, or sets a field twice
     """
     changes = {name: value for name, value in fields.items() if value is not None}
+    if "sparsity" in changes:
+        changes["sparsity"] = _read_share(changes["sparsity"])
     if "budget" in changes:
         changes["budget"] = read_yaml("--budget", changes["budget"])
     for setting in settings or ():
@@ -122,6 +124,16 @@ def read_changes(settings: Sequence[str] | None, **fields: Any) -> dict[str, Any
             )
         changes[name] = value
     return changes
+
+
+def _read_share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ValueError(f"--sparsity: must be at least 0 and below 1, got {text!r}. For 30 %, write 0.3.")
+    return share
 
 
 def read_tasks(tasks: str | None, include_path: str | None) -> list[str]:
@@ -203,17 +215,10 @@ def prepare(
     if recipe is not None and "\n" not in recipe:  # otherwise it is a YAML text
         find_recipe(recipe)
     for text in texts:
-        if text is not None and Path(text).suffix in (".json", ".jsonl") and not Path(text).is_file():
-            raise ValueError(f"text: must be an existing JSON-lines file, got {os.fspath(text)!r}. Correct the path.")
+        if text is not None and Path(text).suffix in (".json", ".jsonl"):
+            check_text(text)
     for model in models:
-        problem = "" if is_hub_name(model) else "no such folder"
-        if Path(model).is_dir():
-            problem = "" if (Path(model) / "config.json").is_file() else "a folder without a config.json"
-        if problem:
-            raise ValueError(
-                f"model: {model!r} must be a model folder or a hub name that can be loaded, got {problem}. Correct the path or "
-                "the name."
-            )
+        check_model(model)
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if kind == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

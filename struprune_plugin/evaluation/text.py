@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.registry import standardize_lookup_name
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
+from llmcompressor.transformers.data import TextGenerationDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +22,7 @@ from struprune_plugin.evaluation.sampling import SELF, sample_windows
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.runtime.distributed import count_ranks, split_range
 from struprune_plugin.storage.checkpoint import load_tokenizer
-from struprune_plugin.storage.files import shorten_error, shorten_value
+from struprune_plugin.storage.files import check_text, shorten_error, shorten_value
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.jsonl", DEMO / "test.jsonl"
@@ -46,11 +48,9 @@ def read_texts(
     :param tokenizer: tokenizer whose chat template makes texts of lines with ``messages``; None refuses such lines
     :raises ValueError: no such file, or a line that is not UTF-8, not a JSON object, or without a text in the column
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"text: must be an existing JSON-lines file, got {str(path)!r}. Correct the path.")
+    check_text(path)
     texts = []
-    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+    for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
@@ -60,9 +60,11 @@ def read_texts(
             if not isinstance(value, str) and not (isinstance(value, list) and tokenizer is not None):
                 raise TypeError(f"{type(value).__name__} in place of a text")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            found = shorten_value(line.decode("utf-8", "replace"))
             raise ValueError(
-                f"{path}, line {number}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
-                f"{error!r:.200}. Correct the line, or name the column of the text (--text-column)."
+                f"{path}, line {number}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got {found} "
+                f"({error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)}). Write one "
+                f'{{"{text_column}": "…"}} per line, or name the column of the text (--text-column).'
             ) from None
         texts.append(value if isinstance(value, str) else render_chat(tokenizer, value))  # type: ignore[arg-type]
     if not texts:
@@ -94,7 +96,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # a template raises errors of many classes
         raise ValueError(
-            f"dataset: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)} Correct the messages."
+            f"dataset: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)}. Correct the messages."
         ) from None
     start = tokenizer.bos_token or ""
     return text.removeprefix(start) if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else text
@@ -121,13 +123,13 @@ def stream_texts(
         columns = next(iter(rows)).keys()
     except Exception as error:  # load_dataset raises errors of many classes
         raise ValueError(
-            f"data: {name!r} must be a JSON-lines file or a hub data set that can be loaded, got: {shorten_error(error)} Give a "
-            "local file."
+            f"dataset: {name!r} must be a JSON-lines file or a hub data set that can be loaded, got: {shorten_error(error)}. "
+            "Correct the name, or give a local file."
         ) from None
     column = find_column(columns, text_column)
     if column is None:
         raise ValueError(
-            f"data: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name the column of "
+            f"dataset: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name the column of "
             "the text (--text-column)."
         )
     values = (row[column] for row in rows)
@@ -165,7 +167,7 @@ def make_calibration_dataset(
             else f"Cut sequences to at most {len(tokens)} tokens"
         )
         raise ValueError(
-            f"data: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
+            f"dataset: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
             f"{remedy}, or give more text."
         )
     return pack_windows(tokens.view(num_samples, seq_length))
@@ -188,15 +190,17 @@ def check_dataset(dataset: object, splits: object) -> None:
         )
     if splits is not None and not (isinstance(dataset, (DatasetDict, IterableDatasetDict)) or is_from_host(dataset)):
         raise ValueError(
-            f"splits: must be left out for a file, c4, wikitext2, a Dataset or a loader, which have no splits to choose from, got "
-            f"{splits!r}. Pass the part that you mean as dataset."
+            f"splits: must be left out for a file, a hub data set by its name, a Dataset or a loader, got {splits!r}. Pass the "
+            "part that you mean as dataset."
         )
 
 
 def is_from_host(dataset: object) -> bool:
-    """Return whether data are a name or a folder that llm-compressor resolves."""
-    ours = (SELF, *HUB_DATASETS)
-    return isinstance(dataset, (str, os.PathLike)) and not (str(dataset) in ours or Path(dataset).is_file())
+    """Return whether data are a name that llm-compressor resolves, or a class of its kind as ``file.py:Class``."""
+    if not isinstance(dataset, str) or dataset in (SELF, *HUB_DATASETS) or Path(dataset).is_file():
+        return False
+    known = [*TextGenerationDataset.registered_names(), *TextGenerationDataset.registered_aliases()]
+    return ":" in dataset or standardize_lookup_name(dataset) in known
 
 
 def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:

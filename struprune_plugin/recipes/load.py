@@ -194,12 +194,11 @@ def _find_holders(where: str, name: str, field: str, held: list[tuple[str, dict]
         return named
     found = [each for each in named if field in MODIFIERS[each[0]].model_fields]
     if not found:
-        known = sorted(
-            {f for other, _ in named for f in set(MODIFIERS[other].model_fields) - set(Modifier.model_fields)}
-        )
+        refuse_gone([field])
+        known = {f for other, _ in named for f in set(MODIFIERS[other].model_fields) - set(Modifier.model_fields)}
+        remedy = suggest(field, known) or f"The fields are {', '.join(sorted(known)) or 'none'}."
         raise ValueError(
-            f"{where}: {name or 'no modifier of the recipe'} has {'no' if name else 'a'} field {field!r}. The fields are "
-            f"{', '.join(known) or 'none'}."
+            f"{where}: {name or 'no modifier of the recipe'} has {'no' if name else 'a'} field {field!r}. {remedy}"
         )
     return found
 

@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from loguru import logger
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.shrinking import walk_parts
-from struprune_plugin.storage.files import shorten_error
+from struprune_plugin.storage.files import check_model, shorten_error
 
 _DERIVED = re.compile(
     r"inv_freq$|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|num_batches_tracked$"
@@ -72,18 +74,22 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
 
     :raises ValueError: there is no readable configuration
     """
+    check_model(model)
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # a broken config.json raises errors of many classes
-        remedy = ""
+        problem = f": {shorten_error(error)}"
+        remedy = (
+            "Correct its config.json." if Path(model).is_dir() else "Correct the name, or log in (`hf auth login`)."
+        )
         if "custom code" in str(error):
-            remedy = " If you trust its code, pass trust_remote_code_model=True, or --trust-remote-code."
-        elif (Path(model) / "adapter_config.json").is_file():
-            remedy = (
-                " Merge the adapter into its model first (peft's merge_and_unload), and pass the merged model's folder."
-            )
+            remedy = "If you trust its code, pass trust_remote_code_model=True, or --trust-remote-code."
+        elif isinstance(error.__cause__, LocalEntryNotFoundError):
+            told = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+            problem = f" no folder of that name, and the hub cannot be reached{told}"
+            remedy = f"Correct it, or where there is a network, `hf download {model} --local-dir FOLDER`, and pass the folder."
         raise ValueError(
-            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}{remedy}"
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got{problem}. {remedy}"
         ) from None
 
 
@@ -101,8 +107,8 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files raise errors of many classes
         raise ValueError(
-            f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)} Copy it again, "
-            "with its model."
+            f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)}. Copy it "
+            "again, with its model."
         ) from None
     tokenizer.chat_template = tokenizer.chat_template or _read_processor_template(where, revision)
     return tokenizer

@@ -54,6 +54,31 @@ def check_place(where: str, folder: Path) -> None:
         )
 
 
+def check_text(path: str | os.PathLike) -> None:
+    """Raise if there is no such file of texts."""
+    if not Path(path).is_file():
+        raise ValueError(f"{os.fspath(path)}: must be an existing JSON-lines file. Correct the path.")
+
+
+def check_model(model: str) -> None:
+    """Raise if a text is neither a model's folder nor may be its name on the hub."""
+    place = Path(model)
+    if place.is_dir():
+        problem = "" if (place / "config.json").is_file() else "a folder without a config.json"
+    else:
+        problem = "a file" if place.is_file() else "" if is_hub_name(model) else "no such folder"
+    remedy = "Correct the path or the name."
+    if problem and (place.suffix == ".gguf" or any(place.glob("*.gguf"))):
+        problem, remedy = "GGUF, which is for llama.cpp", "Pass the folder of safetensors that it was made from."
+    elif problem and (place / "adapter_config.json").is_file():
+        problem = "an adapter"
+        remedy = "Merge the adapter into its model first (peft's merge_and_unload), and pass the merged model's folder."
+    if problem:
+        raise ValueError(
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got {problem}. {remedy}"
+        )
+
+
 def is_hub_name(name: str) -> bool:
     """Return whether a text may be the name of a model on the hub, with or without its owner."""
     from huggingface_hub.errors import HFValidationError
@@ -99,7 +124,7 @@ def shorten_value(value: object, limit: int = 100) -> str:
 
 
 def shorten_error(error: BaseException) -> str:
-    """Return the first line of an error's message, with its class unless it is an OSError or ValueError with a message."""
+    """Return the first line of an error's message, without full stop; with its class unless it is an OSError or ValueError."""
     lines = str(error).strip().splitlines()
-    told = lines[0] if lines else ""
+    told = lines[0].rstrip(".") if lines else ""
     return told[:300] if isinstance(error, (OSError, ValueError)) and told else f"{type(error).__name__}: {told[:300]}"

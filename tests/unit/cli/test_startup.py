@@ -32,6 +32,7 @@ COMMANDS = [
     (["prune", str(ROOT), "--recipe", "struprune", "--output", "o"], 2),
     (["prune", "m", "--recipe", "struprune", "--output", "o", "--set", "sparsity=["], 2),
     (["eval", "/no/such"], 2),
+    (["plan", "m", "--sparsity", "30%"], 2),
     (["convert", "/no/such", "--to", "uniform-padded", "--output", "o"], 2),
     (["inspect", "OUT"], 0),
 ]

@@ -54,9 +54,9 @@ def test_read_texts_keeps_unusual_line_breaks_inside_a_text(tmp_path):
     ("content", "message"),
     [
         ("", "must hold at least one text"),
-        ("not json\n", "line 1: must be a JSON object in UTF-8 with a text in the column 'text'"),
-        ('{"text": "fine"}\n{"other": 1}\n', "line 2: .* KeyError"),
-        ('{"text": 5}\n', "line 1: must be a JSON object .* TypeError"),
+        ("not json\n", "line 1: must be a JSON object in UTF-8 with a text in the column 'text', got 'not json'"),
+        ('{"text": "fine"}\n{"other": 1}\n', 'line 2: .*KeyError.* Write one {"text": "…"} per line'),
+        ('{"text": 5}\n', "line 1: must be a JSON object .*TypeError"),
         ('["list"]\n', "line 1: must be a JSON object"),
     ],
 )

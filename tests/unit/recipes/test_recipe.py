@@ -87,7 +87,7 @@ def test_load_recipe_sets_fields_in_our_modifiers_only():
     assert loaded.modifiers[0].targets == ["re:.*fc2"]
     assert loaded.modifiers[0].sparsity == 0.1
     assert loaded.modifiers[1].targets == ["Linear"]
-    with pytest.raises(ValueError, match=r"no modifier of the recipe has a field 'sparsty'. The fields are .*sparsity"):
+    with pytest.raises(ValueError, match=r"no modifier of the recipe has a field 'sparsty'. Did you mean sparsity\?"):
         load_recipe(yaml.safe_dump(recipe), {"sparsty": 0.1})
 
 

@@ -94,10 +94,21 @@ def test_quantised_checkpoints_are_whole_too(tmp_path, scheme):
         load_checkpoint(str(tmp_path / "out"))
 
 
-def test_the_folder_of_an_adapter_is_refused_with_the_remedy(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="Merge the adapter into its model first"):
-        check_checkpoint(str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "path", "told"),
+    [
+        ("adapter_config.json", "", "got an adapter. Merge the adapter into its model first"),
+        ("model.gguf", "", "got GGUF, .* Pass the folder of safetensors that it was made from"),
+        ("model.gguf", "model.gguf", "got GGUF"),
+        ("model.bin", "model.bin", "got a file. Correct"),
+        ("model.bin", "", "got a folder without a config.json"),
+        ("model.bin", "no/such", "got no such folder"),
+    ],
+)
+def test_what_is_no_model_folder_is_refused_with_the_remedy(name, path, told, tmp_path):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"must be a model folder or a hub name that can be loaded, {told}"):
+        check_checkpoint(str(tmp_path / path))
 
 
 def test_what_is_not_on_this_machine_has_no_folder():

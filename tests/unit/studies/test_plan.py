@@ -72,6 +72,7 @@ def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys)
     assert 2 * layer < needs["device"]
     assert cli.main([*argv, "--quiet", *SMALL]) == 0
     printed = capsys.readouterr().out
+    assert "sparsity 0.3 of the layers' linear parameters (embeddings and head stay)" in printed
     assert "stored in mxfp4, dequantised as it is loaded" in printed
     assert "on the device  " in printed
 

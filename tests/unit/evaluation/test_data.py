@@ -69,7 +69,7 @@ def test_read_texts_names_file_line_and_contract(content, message, tmp_path):
 
 def test_stream_texts_unreachable_hub_name_says_so():
     with pytest.raises(
-        ValueError, match=r"'wikitext2' must be a JSON-lines file or a hub data set .* Give a local file"
+        ValueError, match=r"'wikitext2' must be a JSON-lines file or a hub data set .* give a local file"
     ):
         stream_texts("wikitext2")
 

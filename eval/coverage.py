@@ -69,18 +69,14 @@ NOT_DECODERS = {name: kind for kind, names in _NOT_DECODERS.items() for name in 
 EXTRA = ("mistral3",)  # known to AutoModelForImageTextToText alone
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_COMPASS = _ROPE | {"mrope_section": [22, 22, 20]}
 _QSA: dict[str, Any] = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048}
 _QSA |= {"indexer_compress_ratio": 4, "eos_token_id": 248044, "ple_layer_ids": [2]}
 _QSA |= {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}}
-OPEN: dict[
-    str, dict[str, Any]
-] = {  # what default configurations leave open, or only say for their own number of layers
+# what default configurations leave open, or only say for their own number of layers
+OPEN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [3, 7]},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            kind: _ROPE | {"mrope_section": [22, 22, 20]} for kind in ("full_attention", "sliding_attention")
-        }
-    },
+    "cohere_compass_text": {"rope_parameters": {f"{kind}_attention": {**_COMPASS} for kind in ("full", "sliding")}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 5e5},
         "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
@@ -349,8 +345,12 @@ def run_type(model_type: str, layers: int = LAYERS, is_forced: bool = False) -> 
     try:
         case = Case(model_type, work, layers)
         for name, stage in STAGES.items():
-            if NEEDS.get(name) not in failed:
-                row[name] = attempt(stage, case, failed, name)
+            if NEEDS.get(name) in failed:
+                continue
+            try:
+                row[name] = stage(case)
+            except Exception as error:
+                row[name], failed[name] = "✗", tell(error)
             if name in failed and name in ("builds", "units (layers)"):
                 break
     except Exception as error:
@@ -358,14 +358,6 @@ def run_type(model_type: str, layers: int = LAYERS, is_forced: bool = False) -> 
     finally:
         shutil.rmtree(work)
     return row | {"verdict": judge(failed)}
-
-
-def attempt(stage: Callable[[Case], str], case: Case, failed: dict[str, str], name: str) -> str:
-    try:
-        return stage(case)
-    except Exception as error:
-        failed[name] = tell(error)
-        return "✗"
 
 
 def tell(error: Exception) -> str:
@@ -378,10 +370,8 @@ def judge(failed: dict[str, str]) -> str:
     if not failed:
         return "pruned"
     first = next(iter(failed))
-    word = {"builds": "not built", "units (layers)": "refused", "stock class": "pruned, but stock class"}.get(
-        first, first
-    )
-    return f"{word}: {failed[first]}"
+    words = {"builds": "not built", "units (layers)": "refused", "stock class": "pruned, but stock class"}
+    return f"{words.get(first, first)}: {failed[first]}"
 
 
 def format_markdown(rows: Sequence[Mapping[str, str]]) -> str:

@@ -68,30 +68,18 @@ def make_opt_config(name: str, **changes: Any) -> OPTConfig:
     """Return the configuration of a published OPT."""
     width, layers, heads = OPT_SIZES[name]
     odd = {"do_layer_norm_before": False, "word_embed_proj_dim": 512} if name == "OPT-350M" else {}
-    values: dict[str, Any] = {
-        "hidden_size": width,
-        "ffn_dim": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "word_embed_proj_dim": width,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-    }
+    values: dict[str, Any] = {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 4 * width}
+    values |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    values |= {"vocab_size": 50272, "max_position_embeddings": 2048}
     return OPTConfig(**values | odd | changes)
 
 
 def make_llama_config(name: str, **changes: Any) -> LlamaConfig:
     """Return the configuration of a published LLaMA-2."""
     width, ffn, layers, heads, kv_heads = LLAMA2_SIZES[name]
-    values: dict[str, Any] = {
-        "hidden_size": width,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": 32000,
-        "tie_word_embeddings": False,
-    }
+    values: dict[str, Any] = {"hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": layers}
+    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    values |= {"vocab_size": 32000, "tie_word_embeddings": False}
     return LlamaConfig(**values | changes)
 
 

@@ -128,14 +128,8 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
     blank = join(["–" for _ in sparsities])
     lines.insert(0, ["dense", blank, blank, *(f"{dense[text]:.2f}" for text in work.texts), "", ""])
     at = join([f"{sparsity:g}" for sparsity in sparsities])
-    header = [
-        "method",
-        "paper: WikiText-2",
-        "paper: C4",
-        *(f"{model}: {text}" for text in work.texts),
-        "removed",
-        "seconds",
-    ]
+    header = ["method", "paper: WikiText-2", "paper: C4", *(f"{model}: {text}" for text in work.texts)]
+    header += ["removed", "seconds"]
     notes = [
         f"Every cell: sparsity {at}. The paper's figures are for OPT-125M calibrated on C4 and are its own, not measured here.",
         f"{model}: calibrated on {work.num_samples} windows of {work.window} tokens of {Path(work.calibration).name}, scored in "

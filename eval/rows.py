@@ -23,7 +23,7 @@ from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplex
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_prunable_parameters
-from struprune_plugin.reporting.tables import Table, measure_weight_bytes
+from struprune_plugin.reporting.tables import measure_weight_bytes
 
 _TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 PROTOCOLS = {"short": (64, 256), "long": (64, 2048)}  # calibration windows, and tokens of these and of scored windows
@@ -269,31 +269,6 @@ def read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, work: Workload)
     return tokenize_texts(tokenizer, read_texts(source), work.max_tokens)
 
 
-def format_rows(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one line a row: perplexities, what is gone, bytes on disk and seconds; below, why rows were refused."""
-    dense = rows["dense"]
-    header = ["sparsity | method", *dense["perplexity"], "removed", "weights on disk", "seconds"]
-    table = [
-        [
-            key,
-            *(f"{value:.2f}" for value in row["perplexity"].values()),
-            f"{row['removed']:.2%}",
-            _format_size(row["bytes"], dense["bytes"]),
-            f"{row['seconds']:.1f}",
-        ]
-        if "refused" not in row
-        else [key, *["refused"] * len(dense["perplexity"]), "", "", ""]
-        for key, row in rows.items()
-    ]
-    return "\n\n".join([str(Table(header, table)), *list_refusals(rows)])
-
-
 def list_refusals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return one sentence a refused row."""
     return [f"{key}: refused, {row['refused']}" for key, row in rows.items() if "refused" in row]
-
-
-def _format_size(count: int | None, dense: int | None) -> str:
-    if count is None:
-        return "not saved"
-    return f"{count:,} ({count / dense:.1%})" if dense else f"{count:,}"

@@ -8,9 +8,7 @@ writes the new tokens, and each is timed. Models take turns: seconds are those o
 median ratio of two models in the same turn. Other jobs may share the machine, so many short turns are better than a few long ones.
 
 *ideal*: the speed-up by the kept weights of all linears, including the head. *linears*: the seconds of all linears alone. *else*:
-the rest. *reachable*: the speed-up of this model's linears with the dense model's rest, which pruning does not change; a larger
-speed-up means that this model's rest is faster than the dense model's. ``--compile`` compiles dense and pruned models by
-torch.compile, with a static cache for new tokens.
+the rest. `python -m eval.accelerator` compiles models, too.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from eval.measure import count_own_seconds, time_turns
@@ -49,7 +47,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=4, help="new tokens per turn")
     parser.add_argument("--repeats", type=int, default=20, help="number of turns")
-    parser.add_argument("--compile", action="store_true", help="also measure with torch.compile; takes minutes")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.new_tokens < 2:
@@ -64,9 +61,7 @@ def main() -> None:
             models[f"{sparsity}, multiple {multiple}"] = prune_fast(args, float(sparsity), int(multiple))
     with count_own_seconds():
         rows = [row for batch in args.batch.split(",") for row in measure_models(models, args, int(batch))]
-    device = models[args.dense].device
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    name += ", compiled" if args.compile else ""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     heading = (
         f"{args.dense}, {args.length} tokens of prompt, {args.new_tokens} new ones, {models[args.dense].dtype}, {name}"
     )
@@ -101,18 +96,10 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     """Return parameters, prefill and decode tokens a second of every model at one batch size."""
     dense = models[args.dense]
     ids = torch.randint(4, dense.config.vocab_size, (batch, args.length)).to(dense.device)
-    options: dict[str, Any] = {
-        "max_new_tokens": args.new_tokens,
-        "do_sample": False,
-        "pad_token_id": 1,
-    }
+    options: dict[str, Any] = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": 1}
     for model in models.values():  # else an early end, or the search for it in all logits
         model.generation_config.eos_token_id = None
-    called = models
-    if args.compile:
-        called = {path: torch.compile(model, dynamic=False) for path, model in models.items()}
-        options |= {"cache_implementation": "static", "compile_config": make_compile_config()}
-    prefill = time_turns({path: partial(m, ids) for path, m in called.items()}, args.repeats)
+    prefill = time_turns({path: partial(m, ids) for path, m in models.items()}, args.repeats)
     prompt = {path: partial(run_linears, m, batch, args.length) for path, m in models.items()}
     token = {path: partial(run_linears, m, batch, 1) for path, m in models.items()}
     tokens = time_tokens(models, ids[:, :32], options, args.repeats)
@@ -126,12 +113,9 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
         row["linears"] = _count_linears(model) / _count_linears(dense)
         for name, (wholes, products) in seconds.items():
             whole, linears = pick_tenth(wholes[path]), pick_tenth(products[path])
-            dense_whole, dense_linears = pick_tenth(wholes[args.dense]), pick_tenth(products[args.dense])
             row[name] = batch * (args.length if name == "prefill" else 1) / whole
             row[f"{name}_seconds"], row[f"{name}_linears_seconds"] = whole, linears
             row[f"{name}_speedup"] = compare_turns(wholes[args.dense], wholes[path])
-            row[f"{name}_linears_speedup"] = compare_turns(products[args.dense], products[path])
-            row[f"{name}_reachable"] = dense_whole / (linears + dense_whole - dense_linears)
         rows.append(row)
     return rows
 
@@ -181,13 +165,6 @@ def run_linears(model: PreTrainedModel, batch: int, length: int) -> None:
             module(module.weight.new_ones(batch, length, module.in_features))
 
 
-def make_compile_config() -> CompileConfig:
-    """Return what lets ``generate`` compile on a CPU, too."""
-    config = CompileConfig(fullgraph=False, dynamic=False, mode="default")
-    config._compile_all_devices = True
-    return config
-
-
 def _count_linears(model: PreTrainedModel) -> int:
     """Count what every token is multiplied by: the weights of all linears, the head's too."""
     return sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
@@ -196,7 +173,7 @@ def _count_linears(model: PreTrainedModel) -> int:
 def format_rows(rows: list[dict[str, Any]]) -> str:
     header = ["model", "batch", "parameters", "ideal"]
     for name in ("prompt", "new token"):
-        header += [f"{name}: tok/s", "ms", "linears", "else", "speed-up", "of ideal", "reachable"]
+        header += [f"{name}: tok/s", "ms", "linears", "else", "speed-up", "of ideal"]
     cells = []
     for row in rows:
         cells.append([row["model"], str(row["batch"]), f"{row['parameters']:.3f}", f"{1 / row['linears']:.2f} ×"])
@@ -204,7 +181,7 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
             whole, linears = 1e3 * row[f"{name}_seconds"], 1e3 * row[f"{name}_linears_seconds"]
             speedup = row[f"{name}_speedup"]
             cells[-1] += [f"{row[name]:,.0f}", f"{whole:.1f}", f"{linears:.1f}", f"{whole - linears:.1f}"]
-            cells[-1] += [f"{speedup:.2f} ×", f"{speedup * row['linears']:.2f}", f"{row[f'{name}_reachable']:.2f} ×"]
+            cells[-1] += [f"{speedup:.2f} ×", f"{speedup * row['linears']:.2f}"]
     return str(Table(header, cells))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,16 +19,13 @@ from struprune_plugin.layerwise.calls import (
     States,
     find_batch_axis,
     find_tokens,
-    list_parts,
     list_tensors,
     split_call,
     store,
 )
 from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.runtime.device_context import DeviceContext
-
-_TASTED = 8  # number of tokens
-_PARTS: dict[type[nn.Module], int] = {}  # number of parts of a layer's output, by class; 0 where it is a tensor
 
 
 @dataclass
@@ -78,14 +75,11 @@ def enter_layers(
 ) -> BatchFlow:
     """Return a batch at the first layer, with the calls of all layers; no layer runs.
 
-    For a new class of layers, the first layer runs on a few tokens to determine the form of its output.
-
     :param known: calls of another batch, whose equal tensors are shared
     :raises ValueError: the model does not call its layers one after the other, each once, on the previous layer's hidden states
     """
     named = find_decoder_layers(model)
-    taste_layer(model, batch, named[0][1])
-    recorder, num_parts = _Recorder(batch, context, known), _PARTS[type(named[0][1])]
+    recorder, num_parts = _Recorder(batch, context, known), find_structure(model).num_parts
     forwards = [recorder.make_forward(index, name, num_parts) for index, (name, _) in enumerate(named)]
     with replace_layers([layer for _, layer in named], forwards):
         run_to_head(model, batch)
@@ -171,24 +165,6 @@ def _is_same(value: Tensor, mark: Tensor) -> bool:
     return value is mark or (value.shape == mark.shape and torch.equal(value, mark))
 
 
-@torch.no_grad()
-def taste_layer(model: PreTrainedModel, batch: dict[str, Tensor], layer: nn.Module) -> None:
-    """Run the first layer on a few tokens, unless its class is known, to determine the number of parts of its output."""
-    if type(layer) in _PARTS:
-        return
-
-    def see(_module: nn.Module, _args: tuple, output: Any) -> None:
-        _PARTS[type(layer)] = 0 if isinstance(output, Tensor) else len(list_parts(output))
-        raise _Reached
-
-    handle = layer.register_forward_hook(see)
-    try:
-        with suppress(_Reached):
-            model(input_ids=batch["input_ids"][:1, :_TASTED], use_cache=False)
-    finally:
-        handle.remove()
-
-
 class _Reached(Exception):
     """Signal, not an error, that ends a forward pass at the wanted module."""
 
@@ -219,8 +195,6 @@ def compute_logits(
 ) -> Tensor:
     """Return the model's own logits for one sequence of a batch, shape [tokens, V].
 
-    :func:`enter_layers` has run on the model before.
-
     :param row: index of the sequence in the batch
     :param hidden: the last decoder layer's hidden states of the whole batch, anywhere
     """
@@ -228,7 +202,7 @@ def compute_logits(
     last = hidden.narrow(find_batch_axis(hidden, ids.shape), row, 1)
     part = {"input_ids": ids[row : row + 1], "attention_mask": None if mask is None else mask[row : row + 1]}
     layers = [layer for _, layer in find_decoder_layers(model)]
-    num_parts = _PARTS[type(layers[0])]
+    num_parts = find_structure(model).num_parts
 
     def make_forward(is_last: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

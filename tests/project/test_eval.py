@@ -158,7 +158,8 @@ def test_shares_of_experts_are_of_their_parameters(texts, tmp_path):
 def test_a_row_that_is_refused_does_not_stop_the_others(work, tmp_path):
     chosen = {"too much": rows.Row(methods.spell(attention_unit="none")), "FASP": methods.FASP}
     found = rows.run_rows(ledger.Ledger(tmp_path / "rows.json"), work, chosen, [0.6])
-    assert "0.6 | too much: refused, sparsity=0.6: the chosen units must hold" in rows.format_rows(found)
+    (told,) = rows.list_refusals(found)
+    assert told.startswith("0.6 | too much: refused, sparsity=0.6: the chosen units must hold")
     assert found["0.6 | FASP"]["removed"] == pytest.approx(0.6, abs=0.01)
 
 

@@ -79,7 +79,8 @@ def measure_structure(model: Any) -> Structure:
     layouts = [_find_units(each, shared, run) for each in measured]
     kind_of = {index: kind for kind, alike in enumerate(kinds.values()) for index in alike}
     layouts = find_experts(model, measured, layouts, TOKENS, run)
-    return Structure(path, tuple(layouts), tuple(kind_of[index] for index in range(len(layers))))
+    num_parts = 0 if isinstance(calls[0].output, Tensor) else len(calls[0].output)
+    return Structure(path, tuple(layouts), tuple(kind_of[index] for index in range(len(layers))), num_parts)
 
 
 def _record_calls(model: Any, path: str, tokens: Tensor) -> list[Call]:

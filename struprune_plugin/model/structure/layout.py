@@ -135,11 +135,13 @@ class Structure:
     :param layers: name of the list of decoder layers
     :param kinds: layouts of the kinds of layers
     :param kind_of: the kind of each layer, an index into ``kinds``
+    :param num_parts: number of parts of a layer's output; 0 where it is a tensor
     """
 
     layers: str
     kinds: Sequence[LayerLayout]
     kind_of: Sequence[int]
+    num_parts: int
 
     @property
     def has_experts(self) -> bool:

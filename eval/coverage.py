@@ -55,6 +55,7 @@ from struprune_plugin.storage.manifest import Manifest
 
 LAYERS = 8
 SPARSITY, FEW = 0.3, 0.05
+QUICK: dict[str, Any] = {"allocation": "uniform", "sensitivity": "none"}
 _NOT_DECODERS = {  # of today's kind -> types
     "encoder": "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
     "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod xlm xlnet",
@@ -228,7 +229,7 @@ def find_units(case: Case) -> str:
 def prune_ffn(case: Case) -> str:
     if "ffn" not in case.kinds:
         return "none"
-    pruned = case.prune(case.dense, "ffn", attention_unit="none", experts="none", effort="fast")
+    pruned = case.prune(case.dense, "ffn", attention_unit="none", experts="none", **QUICK)
     check_equal(case, pruned, case.work / "ffn")
     return describe_size(case, pruned)
 
@@ -249,7 +250,7 @@ def reload_stock(case: Case) -> str:
     """Save with one width for all layers, and load with code of transformers alone."""
     if not {"ffn", "experts"} & case.kinds:
         return "none"
-    pruned = case.prune(case.dense, "uniform", output="uniform", attention_unit="none", effort="fast")
+    pruned = case.prune(case.dense, "uniform", output="uniform", attention_unit="none", **QUICK)
     stock = case.load(case.work / "uniform", trust_remote_code=False)
     check(type(stock).__module__.startswith("transformers."), f"loaded as {type(stock).__name__}")
     return check_close(case.run(stock), case.run(pruned), "the stock class differs")
@@ -268,7 +269,7 @@ def generate(case: Case) -> str:
 
 
 def prune_again(case: Case) -> str:
-    again = case.prune(case.work / "all", "again", sparsity=0.2, attention_unit=case.unit, effort="fast")
+    again = case.prune(case.work / "all", "again", sparsity=0.2, attention_unit=case.unit, **QUICK)
     check_close(case.run(case.load(case.work / "again")), case.run(again), "the loaded model differs")
     return describe_size(case, again)
 

@@ -14,6 +14,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # results are the CPU's; `python -m eval.accelerator` is for cards
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads take twice as long over tensors this small
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # where a test asks for two, neither burns the core it waits on
 # Fixtures import what is heavy: the process that hands tests to others would wait ten seconds for what it never uses.
 
 
@@ -66,13 +67,14 @@ def save_family(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def prune_once(tmp_path_factory) -> Callable:
-    """A function that prunes a folder by an attention unit, once, and returns (model in memory, its folder), to be read only."""
-    from helpers.models import run_oneshot
+    """A function that prunes a folder by the default, once, and returns (model in memory, its folder), to be read only."""
+    from helpers.models import DEFAULT, run_oneshot
 
     @functools.cache
     def prune(folder: Path, unit: str, sparsity: float = 0.3):
         out = tmp_path_factory.mktemp(f"{folder.name}_{unit}") / "out"
-        return run_oneshot(str(folder), sparsity=sparsity, attention_unit=unit, output_dir=str(out)).eval(), out
+        fields = {"sparsity": sparsity, "attention_unit": unit, **DEFAULT}
+        return run_oneshot(str(folder), **fields, output_dir=str(out)).eval(), out
 
     return prune
 
@@ -81,14 +83,6 @@ def prune_once(tmp_path_factory) -> Callable:
 def opt(save_shape) -> Path:
     """A saved tiny OPT of the usual shape."""
     return save_shape("pre_norm")
-
-
-@pytest.fixture(scope="session", params=["opt", "llama"])
-def wide(request, tmp_path_factory) -> Path:
-    """A saved tiny OPT and LLaMA, wide enough for the quantisation recipes."""
-    from helpers.models import WIDE_MODELS
-
-    return WIDE_MODELS[request.param](tmp_path_factory.mktemp(f"wide_{request.param}"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import sys
 import lm_eval.tasks.manager
 import pytest
 import torch
-from helpers.cuts import cut_units
+from helpers.cuts import cut_units, save_pruned
 from helpers.families import MODEL_TYPES, make_model
-from helpers.models import ROOT, make_dataset, run_oneshot, save_wide_llama
+from helpers.models import DEFAULT, ROOT, make_dataset, run_oneshot, save_wide_llama
+from helpers.own_code import save_own
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticCache
 
@@ -211,8 +213,8 @@ def test_uniform_output_is_a_stock_model(dense, whole, unit, tmp_path):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"attention_unit": "none"}, {"attention_unit": "head", "prune_ffn": False}),
-        ({"attention_unit": "value_channels", "allocation": "uniform"}, {"attention_unit": "none"}),
+        ({"attention_unit": "none", **DEFAULT}, {"attention_unit": "head", "prune_ffn": False}),
+        ({"attention_unit": "value_channels"}, {"attention_unit": "none"}),
     ],
 )
 def test_uniform_output_refuses_layers_that_an_earlier_run_made_different(first, second, save_family, tmp_path):
@@ -265,7 +267,7 @@ def test_offload_changes_no_choice(model_type, save_family, prune_once, tmp_path
     folder = save_family(model_type)
     _, whole = prune_once(folder, "value_channels")
     with count_memory():
-        run_oneshot(str(folder), sparsity=0.3, offload=True, output_dir=str(tmp_path / "out"))
+        run_oneshot(str(folder), sparsity=0.3, offload=True, output_dir=str(tmp_path / "out"), **DEFAULT)
     told = [read_manifest(path).groups for path in (whole, tmp_path / "out")]
     assert [group.keep for group in told[0]] == [group.keep for group in told[1]]
 
@@ -278,14 +280,21 @@ import contextlib, io, json, os, sys, torch
 from lm_eval import simple_evaluate
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.tasks import TaskManager, manager
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+sys.modules["struprune_plugin"] = None  # importing it fails, as where it is not installed
 job = json.loads(sys.argv[1])
+terminal, nobody, ids = os.dup(0), os.open(os.devnull, os.O_RDONLY), []
+for asked, options in ((nobody, {}), (terminal, {}), (terminal, {"trust_remote_code": False})):
+    os.dup2(asked, 0)
+    ids.append(AutoTokenizer.from_pretrained(job["folders"]["opt-vo"], **options)("one two").input_ids)
 manager.__file__ = job["tasks"]
 prompts, logits, accuracy, written = torch.load(job["prompts"]), {}, {}, {}
 for name, out in job["folders"].items():
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
-    logits[name] = model(prompts).logits.detach()
+    logits[name] = model(prompts % model.config.get_text_config().vocab_size).logits.detach()
+for name in job["others"]:
+    assert not AutoModel.from_pretrained(job["folders"][name], trust_remote_code=True).get_output_embeddings()
 for name, (folder, code) in job["cards"].items():
     os.chdir(folder)
     printed = io.StringIO()
@@ -299,20 +308,25 @@ for name in job["scored"]:
     args = f"pretrained={job['folders'][name]},trust_remote_code=True"
     results = simple_evaluate(model="hf", model_args=args, **options)["results"]
     accuracy[name] = results["struprune_demo_word_order"]["acc,none"]
-torch.save({"logits": logits, "accuracy": accuracy, "written": written}, job["results"])
+torch.save({"logits": logits, "accuracy": accuracy, "written": written, "ids": ids}, job["results"])
 sys.argv = ["lm_eval", *job["command"]]  # the README's line
 cli_evaluate()
-assert "struprune_plugin" not in sys.modules
 """
 SHAPED = {"pre_norm": "head", "post_norm": "value_channels", "no_bias": "head"}  # of OPT
 PRUNED = [f"{model_type}-vo" for model_type in MODEL_TYPES] + [f"opt-{shape}" for shape in SHAPED]
 QUANTISED = ["quantised-llama"]
+OTHERS = [
+    "gpt2",
+    "gemma3",
+    "falcon_h1",
+    "own",
+]  # transposed linears, a wrapper, buffers in no file, a checkpoint's code
 SCORED = ["llama-vo", *QUANTISED]
 
 
 @pytest.fixture(scope="module")
 def folders(save_family, save_shape, prune_once, tmp_path_factory):
-    """name -> an output folder: every type, every shape of OPT, and what a shipped recipe prunes and quantises."""
+    """name -> an output folder: every type, every shape of OPT, what a shipped recipe prunes and quantises, and others."""
     found = {f"{name}-vo": prune_once(save_family(name), "value_channels")[1] for name in MODEL_TYPES}
     found |= {f"opt-{shape}": prune_once(save_shape(shape), unit, 0.4)[1] for shape, unit in SHAPED.items()}
     recipe = str(ROOT / "recipes" / "struprune_w4a16_gptq.yaml")
@@ -320,6 +334,11 @@ def folders(save_family, save_shape, prune_once, tmp_path_factory):
     place = tmp_path_factory.mktemp("quantised")
     found["quantised-llama"] = place / "out"
     run_oneshot(str(save_wide_llama(place / "dense")), recipe, output_dir=str(place / "out"), **options)
+    found |= {name: place / name for name in OTHERS}
+    for name in OTHERS[:-1]:
+        save_pruned(name, found[name])
+    own = save_own(place / "dense_own")
+    run_oneshot(str(own), sparsity=0.3, output_dir=str(found["own"]), trust_remote_code_model=True)
     return found
 
 
@@ -339,26 +358,37 @@ def stock(folders, cards, tmp_path_factory):
     place = tmp_path_factory.mktemp("stock")
     torch.save(PROMPTS, place / "prompts.pt")
     job = {"folders": folders, "scored": SCORED, "prompts": place / "prompts.pt", "results": place / "results.pt"}
-    job |= {"cards": cards, "root": ROOT}
+    job |= {"cards": cards, "root": ROOT, "others": OTHERS}
     command = f"--model hf --model_args pretrained={folders['llama-vo']},trust_remote_code=True --device cpu --limit 4"
     told = f"--tasks struprune_demo_word_order --include_path eval/tasks --output_path {place}"
     job["tasks"] = lm_eval.tasks.manager.__file__
     job["command"] = [*command.split(), *told.split()]
     environment = os.environ | {"HF_MODULES_CACHE": str(place / "modules")}
     command = [sys.executable, "-c", SCRIPT, json.dumps(job, default=str)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    ours, theirs = pty.openpty()
+    os.write(ours, b"n\n")  # waits in the terminal until it is asked for
+    options = {"stdin": theirs, "capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, env=environment, cwd=ROOT, **options)
+    os.close(ours)
+    os.close(theirs)
     assert done.returncode == 0, done.stdout + done.stderr
     (scores,) = place.rglob("results_*.json")
     told = json.loads(scores.read_text())["results"]["struprune_demo_word_order"]["acc,none"]
-    return {**torch.load(place / "results.pt"), "told": told}
+    return {**torch.load(place / "results.pt"), "told": told, "printed": done.stdout}
 
 
-@pytest.mark.parametrize("name", PRUNED + QUANTISED)
+def test_at_a_terminal_transformers_asks_once(stock, save_family):
+    """Stock transformers reads the model's configuration before the tokenizer's, and asks whether to trust it."""
+    assert stock["ids"] == [AutoTokenizer.from_pretrained(save_family("opt"))("one two").input_ids] * 3
+    assert stock["printed"].count("Do you wish to run the custom code?") == 2, "the first question goes unheard"
+
+
+@pytest.mark.parametrize("name", [*PRUNED, *QUANTISED, *OTHERS])
 def test_stock_transformers_loads_with_trust_and_gives_the_same_logits(stock, folders, name):
     config = json.loads((folders[name] / "config.json").read_text())
-    assert config["auto_map"]["AutoModelForCausalLM"].startswith("modeling_struprune.StruPrune")
-    ours = AutoModelForCausalLM.from_pretrained(folders[name]).eval()
-    assert torch.equal(stock["logits"][name], ours(PROMPTS).logits)
+    assert config["auto_map"]["AutoModelForCausalLM"].startswith("modeling_struprune")
+    ours = load(folders[name], trust_remote_code=name == "own")
+    assert torch.equal(stock["logits"][name], ours(PROMPTS % ours.config.get_text_config().vocab_size).logits)
 
 
 @pytest.mark.parametrize("name", SCORED)

@@ -4,9 +4,12 @@ import copy
 
 import torch
 
-from struprune_plugin.export.convert import adopt_paddings
+from eval.coverage import make_config
+from struprune_plugin.export.any_class import replace_conv1d
+from struprune_plugin.export.convert import adopt_config, adopt_paddings
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
+from struprune_plugin.model.structure.tiny import build_tiny
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
 from struprune_plugin.model.units import find_groups
 
@@ -31,3 +34,13 @@ def cut_units(model, unit, seed=3, prune_ffn=True, is_uneven=False):
         slice_group(layer, group, keep, weight)
         mask_group(masked.get_submodule(group.layer_name), group, keep, weight)
     return masked
+
+
+def save_pruned(model_type, folder):
+    """Save a tiny model of a type that keeps two thirds of its channels; return it."""
+    model = build_tiny(make_config(model_type, 2))
+    replace_conv1d(model)
+    cut_units(model, "value_channels")
+    adopt_config(model)
+    model.save_pretrained(folder)
+    return model

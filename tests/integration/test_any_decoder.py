@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from helpers.models import make_dataset, run_oneshot, save_model
+from helpers.models import CHEAP, make_dataset, run_oneshot, save_model
 from helpers.own_code import CODE, save_own
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform import AWQModifier
@@ -64,7 +64,7 @@ def test_keys_that_all_heads_share_are_found_beside_the_values(model_type, heads
     model.save_pretrained(tmp_path / "dense")
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")
     data, ids = make_tokens(model.config)
-    fields = {"sparsity": 0.03, "prune_ffn": False, "allocation": "uniform"}
+    fields = {"sparsity": 0.03, "prune_ffn": False}
     pruned = run_oneshot(str(tmp_path / "dense"), dataset=data, output_dir=str(tmp_path / "out"), **fields)
     assert all(record.kept < record.num_units for record in read_manifest(tmp_path / "out").groups)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -80,7 +80,7 @@ def test_padded_linears_are_trained_and_quantised_like_others(model_type, tmp_pa
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
     groups = {"linears": {"targets": ["Linear"], "weights": weights}}
     recipe = [
-        StruPruneModifier(sparsity=0.2, allocation="uniform"),
+        StruPruneModifier(sparsity=0.2, **CHEAP),
         LoRARecoveryModifier(adapters={"rank": 2}, schedule={"max_steps": 1}),
         GPTQModifier(config_groups=groups, ignore=["lm_head"]),
     ]
@@ -102,11 +102,7 @@ def test_smoothing_and_quantised_activations_work_behind_padded_linears(tmp_path
     stages = {"awq": [AWQModifier(mappings=[mapping], duo_scaling=False, n_grid=3)], "w8a8": []}
     for name, smoothing in stages.items():
         quantiser = QuantizationModifier(targets=["Linear"], scheme="W8A8", ignore=["lm_head"])
-        recipe = [
-            StruPruneModifier(sparsity=0.2, allocation="uniform"),
-            *smoothing,
-            quantiser,
-        ]
+        recipe = [StruPruneModifier(sparsity=0.2, **CHEAP), *smoothing, quantiser]
         options = {"num_calibration_samples": 16, "output_dir": str(tmp_path / name)}
         quantised = run_oneshot(str(tmp_path / "dense"), recipe, data, **options)
         assert list_padded(quantised)
@@ -118,10 +114,10 @@ def test_heads_are_refused_where_values_are_padded(tmp_path):
     model = build_tiny(make_config("cohere2", 2))
     save_model(model, tmp_path / "dense")
     data, options = make_tokens(model.config, 16)[0], {"num_calibration_samples": 16}
-    fields = {"sparsity": 0.2, "allocation": "uniform"}
-    run_oneshot(str(tmp_path / "dense"), dataset=data, output_dir=str(tmp_path / "once"), **options, **fields)
+    options |= {"sparsity": 0.2}
+    run_oneshot(str(tmp_path / "dense"), dataset=data, output_dir=str(tmp_path / "once"), **options)
     with pytest.raises(ValueError, match="has lost value channels, after which whole heads cannot be removed"):
-        run_oneshot(str(tmp_path / "once"), dataset=data, attention_unit="head", **options, **fields)
+        run_oneshot(str(tmp_path / "once"), dataset=data, attention_unit="head", **options)
 
 
 def test_a_stock_class_that_no_quantiser_reads_is_refused(tmp_path):
@@ -131,9 +127,7 @@ def test_a_stock_class_that_no_quantiser_reads_is_refused(tmp_path):
         StruPruneModifier(sparsity=0.2, output="uniform", attention_unit="none"),
         GPTQModifier(targets=["Linear"], scheme="W4A16", ignore=["lm_head"]),
     ]
-    with pytest.raises(
-        ValueError, match=r"gives gpt2 its stock class, whose transposed weights .* Set `output: per_layer`"
-    ):
+    with pytest.raises(ValueError, match=r"gives gpt2 its stock class, whose transposed .* Set `output: per_layer`"):
         run_oneshot(str(tmp_path / "dense"), recipe, make_tokens(model.config, 16)[0], output_dir=str(tmp_path / "out"))
 
 
@@ -274,7 +268,7 @@ def test_packed_weights_are_unpacked(model_type, on_disk, tmp_path, monkeypatch)
     data, ids = make_tokens(config)
     monkeypatch.setattr("compressed_tensors.offload.load._get_cpu_memory", lambda *_: {"cpu": 100_000})
     options = {"offload_folder": tmp_path / "disk"} if on_disk else {}
-    fields = {"dataset": data, "precision": "float32", "sparsity": 0.1, "allocation": "uniform"}
+    fields = {"dataset": data, "precision": "float32", "sparsity": 0.1}
     pruned = run_oneshot(str(packed), output_dir=str(out), **fields, **options)
     wanted = run_oneshot(str(dense), **fields)
     torch.testing.assert_close(pruned(ids).logits, wanted(ids).logits)

@@ -56,18 +56,12 @@ def test_parameters_in_a_budget_are_the_sparsity():
     ("fields", "told"),
     [
         ({"budget": {}}, "must give one of parameters, bytes and speedup, got none"),
-        (
-            {"budget": {"bytes": 9, "parameters": 0.2}},
-            "must give one of parameters, bytes and speedup, got parameters, bytes",
-        ),
+        ({"budget": {"bytes": 9, "parameters": 0.2}}, "must give one of .*, got parameters, bytes"),
         ({"budget": {"speedup": 1.2}}, "speedup and costs, its table, must come together"),
         ({"budget": {"bytes": "400MiB"}}, "must be a number of bytes, e.g. 500MB or 4GB, got '400MiB'"),
         ({"budget": {"speedup": 0.5}}, "greater than or equal to 1"),
         ({"budget": {"cache": 0.5}}, "`cache` is gone. A smaller cache needs fewer heads"),
-        (
-            {"budget": {"speedup": 1.2, "engine": "vllm"}},
-            "`engine` is gone. Give `budget: {speedup: 1.3, costs: FILE}`",
-        ),
+        ({"budget": {"speedup": 1.2, "engine": "vllm"}}, "`engine` is gone. Give `budget: {speedup: 1.3, costs"),
         ({"budget": [{"bytes": 9}, {"parameters": 0.2}]}, "budget\n.*should be a valid dictionary"),
         ({"budget": {"parameters": 0.3}, "sparsity": 0.2}, "sparsity and budget are two budgets"),
         ({"budget": {"bytes": 9}, "sparsity": 0.2}, "sparsity and budget are two budgets"),
@@ -82,10 +76,7 @@ def test_a_budget_that_means_nothing_is_refused(fields, told):
     ("fields", "told"),
     [
         ({"budget": {"bytes": 5000}}, r"^budget: bytes must be at least .* MB, .*, got 5 kB"),
-        (
-            {"budget": {"bytes": 10**6}, "importance": "l0"},
-            "`importance: l0` needs sparsity, on which its scores depend",
-        ),
+        ({"budget": {"bytes": 10**6}, "importance": "l0"}, "`importance: l0` needs sparsity"),
     ],
 )
 def test_what_cannot_be_met_is_refused_before_any_work(llama, tmp_path, fields, told):

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -6,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from helpers.models import ROOT, make_dataset, make_opt, run_oneshot, save_opt, start_process
+from helpers.models import CHEAP, DEFAULT, ROOT, make_dataset, make_opt, run_oneshot, save_opt, start_process
 from llmcompressor.core import reset_session
 from llmcompressor.logger import LoggerConfig, configure_logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -32,56 +33,28 @@ def broken_model(tmp_path, name, value=float("inf")):
         ({"sparsity": 0.9, "attention_unit": "none"}, r"removable .* Lower sparsity to at most 0\.\d+"),
         ({"sparsity": 0.3, "targets": ["re:.*nothing"]}, "'re:.*nothing' must match"),
         ({"sparsity": 0.3, "width_multiple": 64}, r"multiples of 64 \(width_multiple: 64\), more than the width 40"),
-        (
-            {"sparsity": 0.3, "dataset": make_dataset(2, 16)},
-            r"fc2: the solve must have at least 41 calibration tokens .* got at most 32",
-        ),
-        (
-            {"sparsity": 0.3, "dataset": make_dataset(4, 80)},
-            "at most 64 tokens long, the model's number of positions, got 80",
-        ),
-        (
-            {"sparsity": 0.3, "allocation": {"rule": "softmax", "max_sparsity": 0.2}},
-            r"max_sparsity: must be at least 0\.4",
-        ),
+        ({"sparsity": 0.3, "dataset": make_dataset(2, 16)}, "fc2: .* at least 41 calibration tokens .* got at most 32"),
+        ({"sparsity": 0.3, "dataset": make_dataset(4, 80)}, "at most 64 tokens long, .* got 80"),
+        ({"sparsity": 0.3, "allocation": {"rule": "softmax", "max_sparsity": 0.2}}, r"max_sparsity: must be .* 0\.4"),
         ({"sparsity": 0.01, "width_multiple": 24}, "must let the modules remove .* Lower width_multiple"),
         ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent' .* got 'basic'"),
         ({"num_calibration_sample": 4}, "must be an argument of oneshot. Did you mean num_calibration_samples?"),
         ({"overwrit": True}, "must be an argument of oneshot. Did you mean overwrite?"),
         ({"sparsity": 0.3, "stage": "nope"}, "stage='nope' has no effect. Remove it. Edit the recipe"),
         ({"sparsity": 0.3, "recipe_args": ["sparsity=0.9"]}, r"recipe_args=\['sparsity=0\.9'\] has no effect"),
-        (
-            {"recipe": [SparsityAllocatorModifier(sparsity=0.3)]},
-            "exactly one SparsityAllocatorModifier must come before",
-        ),
+        ({"recipe": [SparsityAllocatorModifier(sparsity=0.3)]}, "exactly one SparsityAllocatorModifier must"),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), SparsityAllocatorModifier(sparsity=0.3)]},
-            "exactly one SparsityAllocatorModifier must come before",
+            "exactly one SparsityAllocatorModifier must",
         ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
-            "recipe: must have one StruPruneModifier, got 2",
+            "must have one StruPr.*, got 2",
         ),
+        ({"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]}, r"must be 0\.3 as in"),
         (
-            {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
-            r"sparsity must be 0\.3 as in",
-        ),
-        (
-            {
-                "recipe": [
-                    StruPruneModifier(sparsity=0.3, attention_unit="none"),
-                    QuantizationModifier(
-                        config_groups={
-                            "group": {
-                                "targets": ["Linear"],
-                                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
-                            }
-                        },
-                        ignore=["lm_head"],
-                    ),
-                ]
-            },
-            r"multiples of 64 \(QuantizationModifier: weights in groups of 64\), more than the width 40",
+            {"recipe": [StruPruneModifier(sparsity=0.3), QuantizationModifier(scheme="W4A16", ignore=["lm_head"])]},
+            r"multiples of 128 \(QuantizationModifier: weights in groups of 128\), more than the width",
         ),
         (
             {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier()], "pipeline": "sequential"},
@@ -112,7 +85,7 @@ def test_oneshot_refuses_to_run_without_calibration_text(opt, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["layers.1.fc1.bias", "layers.0.self_attn.q_proj.weight", "embed_positions.weight"])
+@pytest.mark.parametrize("name", ["layers.1.fc1.bias", "embed_positions.weight"])
 def test_oneshot_refuses_broken_weights_by_name(tmp_path, name):
     options = broken_model(tmp_path, f"model.decoder.{name}")
     with pytest.raises(ValueError, match=rf"{name}: must be finite, got NaN or Inf"):
@@ -129,9 +102,7 @@ def test_oneshot_refuses_broken_activations_by_name(tmp_path):
 
 def test_oneshot_refuses_other_architectures_by_config_alone(tmp_path):
     MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"'mamba' must have layers with attention or an FFN that can be cut, got none"
-    ):
+    with pytest.raises(ValueError, match="'mamba' must have layers with attention or an FFN that can be cut"):
         run_oneshot(str(tmp_path), sparsity=0.3)
 
 
@@ -253,7 +224,7 @@ def test_the_calibration_order_does_not_depend_on_what_was_drawn_before(opt):
     for name, before, how in (("a", 0, {}), ("b", 1, {}), ("c", 1, {"seed": 7})):
         torch.manual_seed(before)
         data = {"dataset": make_dataset(32), "num_calibration_samples": 8}
-        found[name] = oneshot(str(opt), StruPruneModifier(sparsity=0.3), **data, **how).state_dict()
+        found[name] = oneshot(str(opt), StruPruneModifier(sparsity=0.3, **CHEAP), **data, **how).state_dict()
         drawn.append(torch.rand(1))
     torch.manual_seed(1)
     assert torch.equal(drawn[1], torch.rand(1)), "the process' own state is as before"
@@ -283,16 +254,14 @@ def test_an_earlier_output_is_overwritten_and_nothing_else(opt, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-def test_inputs_are_never_overwritten(opt, tmp_path, loaded):
+def test_inputs_are_never_overwritten(opt, prune_once, tmp_path):
     """The model is here an earlier output of ours, which alone could be replaced."""
-    model = tmp_path / "model"
-    run_oneshot(str(opt), sparsity=0.1, output_dir=str(model))
+    model = shutil.copytree(prune_once(opt, "value_channels")[1], tmp_path / "model")
     before = {path.name: path.stat().st_mtime_ns for path in model.iterdir()}
     options = {"sparsity": 0.3, "output_dir": model, "overwrite": True, "tokenizer": str(opt)}
-    given = AutoModelForCausalLM.from_pretrained(model) if loaded else model
-    with pytest.raises(ValueError, match="must not be or hold the input"):
-        run_oneshot(given, **options)
+    for given in (model, AutoModelForCausalLM.from_pretrained(model)):
+        with pytest.raises(ValueError, match="must not be or hold the input"):
+            run_oneshot(given, **options)
     with pytest.raises(ValueError, match="must not be or hold the input"):
         run_oneshot(str(opt), recipe=str(model / "recipe.yaml"), output_dir=model, overwrite=True, tokenizer=str(opt))
     assert {path.name: path.stat().st_mtime_ns for path in model.iterdir()} == before
@@ -308,8 +277,10 @@ def test_a_disk_without_room_is_refused_before_the_run(opt, tmp_path, monkeypatc
 def test_bfloat16_models_stay_bfloat16(opt, tmp_path):
     make_opt().bfloat16().save_pretrained(tmp_path / "m")
     model = run_oneshot(str(tmp_path / "m"), sparsity=0.3, tokenizer=str(opt), output_dir=str(tmp_path / "out"))
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in (*model.parameters(), *again.parameters())} == {torch.bfloat16}
+    ids = torch.arange(4, 20)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_oneshot_refuses_a_model_that_came_from_no_folder():
@@ -319,9 +290,10 @@ def test_oneshot_refuses_a_model_that_came_from_no_folder():
 
 def test_a_model_larger_than_the_memory_is_pruned_off_the_disk(opt, tmp_path, monkeypatch):
     """Most weights lie on the disk, the first few in memory: the same model comes out, bit by bit."""
-    plain = run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "plain"))
+    fields = {"sparsity": 0.3, **DEFAULT}
+    plain = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "plain"))
     monkeypatch.setattr("compressed_tensors.offload.load._get_cpu_memory", lambda *_: {"cpu": 200_000})
-    offloaded = run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "out"), offload_folder=tmp_path / "disk")
+    offloaded = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"), offload_folder=tmp_path / "disk")
     kinds = {type(module._parameters).__name__ for module in offloaded.modules()}
     assert {"DiskCache", "CPUCache"} <= kinds
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("plain", "out"))

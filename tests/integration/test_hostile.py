@@ -52,12 +52,9 @@ RECIPES = {
         "    QuantizationModifier: {scheme: W8A8, ignore: [lm_head]}\n",
         "llm-compressor finds no SmoothQuantModifier mappings for",
     ),
-    "line break": (
-        's_stage:\n  s_modifiers:\n    "a\\nb": 1\n',
-        r"s_stage\.s_modifiers\.'a\\nb' must be a mapping of fields",
-    ),
+    "line break": ('s_stage:\n  s_modifiers:\n    "a\\nb": 1\n', r"s_stage\.s_modifiers\.'a\\nb' must be a mapping"),
     "rank": (
-        "b_stage:\n  b_modifiers:\n    LoRARecoveryModifier: {adapters: {rank: 100000}}\n",
+        "b_stage:\n  b_modifiers: {LoRARecoveryModifier: {adapters: {rank: 100000}}}",
         "adapters.rank: must be at most 192",
     ),
 }

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from helpers.families import make_model
-from helpers.models import make_dataset, run_oneshot, save_model, start_cli
+from helpers.models import CHEAP, make_dataset, run_oneshot, save_model, start_cli
 
 from eval.coverage import make_config
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
@@ -21,9 +21,9 @@ ADMM = {"weight_update": {"method": "admm", "steps": 1, "inner_steps": 1}}
 RECIPES = {
     "default": lambda: [StruPruneModifier(sparsity=0.3)],
     "stage": lambda: [SparsityAllocatorModifier(sparsity=0.3, importance="snip"), StruPruneModifier(importance="snip")],
-    "admm": lambda: [StruPruneModifier(sparsity=0.3, allocation="uniform", attention_unit="head", **ADMM)],
+    "admm": lambda: [StruPruneModifier(sparsity=0.3, attention_unit="head", **CHEAP, **ADMM)],
     "lora": lambda: [
-        StruPruneModifier(sparsity=0.3),
+        StruPruneModifier(sparsity=0.3, **CHEAP),
         LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1}),
     ],
 }
@@ -165,9 +165,7 @@ def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):
     save = journal.save_file
     with monkeypatch.context() as patch:
         patch.setattr(journal, "save_file", fail)
-        with pytest.raises(
-            OSError, match=r"checkpoint_dir: layer-00001 cannot be written .* No space left.* Free disk space"
-        ):
+        with pytest.raises(OSError, match=r"checkpoint_dir: layer-00001 cannot be written .* No space .* Free disk"):
             run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
     assert sorted(path.name for path in (tmp_path / "c").glob("*.safetensors")) == [
         "allocation.safetensors",
@@ -181,18 +179,8 @@ def test_a_process_killed_for_real_goes_on(opt, tmp_path):
     """kill -9 once a layer is done."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("s_stage: {s_modifiers: {StruPruneModifier: {sparsity: 0.3}}}")
-    command = [
-        "prune",
-        str(opt),
-        "--recipe",
-        str(recipe),
-        "--num-samples",
-        "8",
-        "--seq-length",
-        "32",
-        "--device",
-        "cpu",
-    ]
+    options = ["--num-samples", "8", "--seq-length", "32", "--device", "cpu"]
+    command = ["prune", str(opt), "--recipe", str(recipe), *options]
     first = [*command, "--output", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "c")]
     process = start_cli(first, tmp_path / "log")
     deadline = time.monotonic() + 120

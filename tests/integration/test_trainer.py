@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.cuts import cut_units
+from helpers.cuts import save_pruned
 from helpers.models import make_dataset, run_oneshot, save_wide_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
@@ -13,10 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from eval.coverage import make_config
-from struprune_plugin.export.any_class import replace_conv1d
-from struprune_plugin.export.convert import adopt_config
-from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.storage.manifest import read_manifest
 
 
@@ -29,9 +26,7 @@ def make_trainer(model, folder, num_steps):
 
 def adapt(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return get_peft_model(
-        model, LoraConfig(r=4, task_type="CAUSAL_LM")
-    )  # peft finds the modules, as for the dense type
+    return get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))  # peft finds the modules
 
 
 def test_an_output_is_trained_resumed_merged_and_pruned_again(tmp_path):
@@ -63,16 +58,6 @@ def test_an_output_is_trained_resumed_merged_and_pruned_again(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert again.num_parameters() < merged.num_parameters()
     assert torch.isfinite(again(input_ids=ids).logits).all()
-
-
-def save_pruned(model_type, folder):
-    """Save a tiny model of a type that keeps two thirds of its channels; return it."""
-    model = build_tiny(make_config(model_type, 2))
-    replace_conv1d(model)
-    cut_units(model, "value_channels")
-    adopt_config(model)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "falcon", "gpt_neox", "gemma2"])

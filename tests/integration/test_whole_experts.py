@@ -107,12 +107,12 @@ def mixture(tmp_path_factory):
 
 def prune(mixture, out, **fields):
     model, options, _ = mixture[1]
-    allocation = {} if "output" in fields else {"allocation": {"rule": "error_curve", "trial_samples": 4}}
-    return run_oneshot(model, output_dir=str(out), **{**allocation, **options, **fields}).eval()
+    return run_oneshot(model, output_dir=str(out), **options, **fields).eval()
 
 
 def test_one_budget_over_experts_ffns_and_values(mixture, tmp_path):
-    pruned, tokens = prune(mixture, tmp_path / "out", experts="whole", sparsity=0.4), mixture[1][2]
+    fields = {"allocation": {"rule": "error_curve", "trial_samples": 4}, "sensitivity": "fisher"}
+    pruned, tokens = prune(mixture, tmp_path / "out", experts="whole", sparsity=0.4, **fields), mixture[1][2]
     manifest = read_manifest(tmp_path / "out")
     step = 2 * 8 * 4 * 288  # four channels of every expert
     assert abs(manifest.budget.removed_parameters - 0.4 * manifest.budget.prunable_parameters) < step
@@ -205,17 +205,3 @@ def test_the_host_s_modifier_beside_whole_experts_is_refused(mixture, tmp_path):
     recipe = [REAPPruningModifier(sparsity=0.25), StruPruneModifier(sparsity=0.1, experts="whole")]
     with pytest.raises(ValueError, match="`experts: whole` cannot be combined with REAPPruningModifier"):
         prune(mixture, tmp_path / "out", recipe=recipe)
-
-
-@pytest.mark.parametrize(
-    ("experts", "message"),
-    [
-        ("both", "`both` is gone"),
-        ({"units": "both"}, "`both` is gone"),
-        ({"units": "whole", "criterion": "reap"}, "`criterion` is gone"),
-        ({"units": "whole", "widths": "per_layer"}, "`widths: per_layer` has no effect"),
-    ],
-)
-def test_fields_without_an_effect_are_refused(experts, message):
-    with pytest.raises(ValueError, match=message):
-        StruPruneModifier(sparsity=0.1, experts=experts)

@@ -3,7 +3,6 @@
 import ast
 import inspect
 import re
-import runpy
 import shlex
 
 import pytest
@@ -169,16 +168,3 @@ def test_stops_are_defined_in_the_files_that_they_link_to(name, file):
 
 
 # -- the site -------------------------------------------------------------------------------------------------------
-
-
-def test_every_page_is_in_the_site_and_links_follow_it():
-    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} | {*hooks["PAGES"].values()}
-    assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == pages
-    moved = hooks["move_links"](
-        "[a](docs/cost.md#memory) [b](CONTRIBUTING.md) [c](https://x.y) ![d](docs/quality.svg)", ""
-    )
-    assert moved == "[a](cost.md#memory) [b](contributing.md) [c](https://x.y) ![d](quality.svg)"
-    moved = hooks["move_links"]("[`x`](../eval/demo.py) [y](../README.md#install) [z](models.md) [here](#a)", "docs")
-    assert moved == "`x` [y](index.md#install) [z](models.md) [here](#a)"

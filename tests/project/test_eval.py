@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from helpers.families import make_model
 from helpers.models import ROOT, save_model
 from transformers import AutoTokenizer
 
-from eval import growth, ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
+from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import text as data
@@ -76,24 +75,6 @@ def test_ledger_makes_a_row_once_and_again_when_it_is_made_otherwise(tmp_path):
     for how, count in (({"x": 1}, 1), ({"x": 1}, 1), ({"x": 2}, 2)):
         row = ledger.Ledger(tmp_path / "rows.json").finish("row", how, lambda: made.append(1) or {"value": len(made)})
         assert row["value"] == len(made) == count
-
-
-def test_a_turn_begins_no_row_once_its_time_is_over(capsys):
-    turn = ledger.Turn(60)
-    assert turn.takes(None)
-    over = ledger.Turn(-1)
-    assert [over.takes(found) for found in (None, {"row": 1}, None)] == [False, True, False]
-    for one in (turn, over):
-        one.tell()
-    assert capsys.readouterr().out == "2 rows are left. Run the same command again.\n"
-
-
-def test_names_that_nobody_knows_are_refused(capsys):
-    parser = argparse.ArgumentParser()
-    assert ledger.read_names(parser, "--only", "a,b", ["a", "b", "c"]) == ["a", "b"]
-    with pytest.raises(SystemExit):
-        ledger.read_names(parser, "--only", "a,x", ["a", "b"])
-    assert "--only: must be of a, b, got x. Correct it." in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -215,18 +196,6 @@ def test_perplexity_tables_stand_beside_the_papers_and_resume(opt, texts, tmp_pa
     assert "0.2 | FASP" in (tmp_path / "paper.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["OPT-125M", "OPT-350M"])
-def test_count_sizes_is_the_formula(name):
-    d, layers, _ = paper_sizes.OPT_SIZES[name]
-    size = paper_sizes.count_sizes(name, paper_sizes.make_opt_config(name))
-    assert (size.ffn, size.attention) == (8 * d**2 + 5 * d, 4 * d**2 + 4 * d)
-    assert size.layer == size.ffn + size.attention + 4 * d  # two norms
-    ends = 50272 * d + 2050 * d + 2 * d
-    if name == "OPT-350M":  # embeddings of 512 with projections in and out, no last norm
-        ends = 50272 * 512 + 2050 * d + 2 * 512 * d
-    assert size.total == layers * size.layer + ends
-
-
 def test_params_and_figure_need_no_model(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_sizes, "OPT_SIZES", dict(list(paper_sizes.OPT_SIZES.items())[:2]))
     monkeypatch.setattr(paper_tables, "OPT_SIZES", paper_sizes.OPT_SIZES)
@@ -289,30 +258,6 @@ def test_format_quality_compares_peers_at_equal_parameters():
     assert lines["0.3 | FASP"].split()[-1] == "2.50"
 
 
-def test_format_quality_shows_refused_rows_and_accuracies():
-    scores = {"acc": 0.5, "acc_stderr": 0.05, "acc_norm": 0.25, "acc_norm_stderr": 0.025}
-    dense = {"perplexity": {"t": 10.0}, "removed": 0.0, "seconds": 0.0, "zeroshot": {"PIQA": scores}}
-    rows_ = {"dense": dense, "0.3 | FASP": {"refused": "too much"}, "0.3 | FLAP": {**dense, "removed": 0.3}}
-    text = quality.format_quality(rows_)
-    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["dense"][-6:] == ["50.0%", "±", "5.0%", "25.0%", "±", "2.5%"]
-    assert lines["0.3 | FASP"][-1] == "refused"
-    assert "0.3 | FASP: refused, too much" in text
-    assert {"acc", "acc_norm"} <= set(text.splitlines()[0].split())
-
-
-@pytest.mark.slow
-def test_quality_ladder_of_peers_runs_on_llama_with_grouped_queries(texts, tmp_path, monkeypatch, capsys):
-    folder = save_model(make_model("llama", num_hidden_layers=3), tmp_path / "llama")
-    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.25"]
-    command = ["quality", "--model", str(folder), "--data", str(texts), *sizes, "--rows", "peers"]
-    command += ["--only", ",".join(methods.PEERS)]
-    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "out")])
-    quality.main()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("0.25 | ") and "%" in line]
-    assert [line.split("  ")[0].removeprefix("0.25 | ") for line in lines] == list(methods.PEERS)
-
-
 # -- zero-shot ------------------------------------------------------------------------------------------------------
 
 
@@ -327,29 +272,6 @@ def items(tmp_path, monkeypatch):
         file.write_text(file.read_text().replace("../shared/testbed/zeroshot", str(tmp_path)))
     monkeypatch.setattr(zeroshot, "TASKS_FOLDER", folder)
     return tmp_path
-
-
-def test_zeroshot_columns_have_both_accuracies_and_their_standard_errors(opt, texts, items, monkeypatch, capsys):
-    monkeypatch.setitem(methods.SETS, "ladder", {"FASP": methods.FASP})
-    sizes = ["--num-samples", "8", "--window", "32", "--max-tokens", "320", "--sparsity", "0.3", "--zeroshot"]
-    out = items / "out"
-    command = ["quality", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(out)]
-    monkeypatch.setattr(sys, "argv", command)
-    quality.main()
-    header = capsys.readouterr().out.splitlines()
-    assert any("HellaSwag acc_norm" in line and "PIQA acc" in line for line in header)
-    row = json.loads((out / "rows.json").read_text())["0.3 | FASP"]
-    for scores in row["zeroshot"].values():
-        for metric in zeroshot.METRICS:
-            p = scores[metric]
-            assert scores[f"{metric}_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 5))
-    before = row["how"]["tasks"]
-    with (items / "piqa.jsonl").open("a") as stream:
-        stream.write(json.dumps({"query": "Q", "choices": ["a", "b"], "gold": 0}) + "\n")
-    assert zeroshot.identify_tasks(tuple(zeroshot.TASKS)) != before
-    (items / "piqa.jsonl").unlink()
-    with pytest.raises(SystemExit, match="must hold the items of PIQA"):
-        quality.main()
 
 
 def test_zeroshot_prefers_the_likelier_choice_by_length_for_acc_norm(opt, items):
@@ -386,15 +308,3 @@ def test_estimate_growth_finds_the_exponents():
 def test_fit_exponent_finds_it():
     assert memory.fit_exponent([1e6, 1e8, 1e10], [1e3, 1e4, 1e5]) == pytest.approx(0.5)
     assert memory.fit_exponent([1e6], [1e3]) is None
-
-
-def test_growth_tells_and_draws_the_lead_by_tokens_read(opt, texts, tmp_path, monkeypatch, capsys):
-    sizes = ["--window", "32", "--max-tokens", "320", "--windows", "8,16", "--sparsity", "0.3"]
-    command = ["growth", "--model", str(opt), "--data", str(texts), *sizes, "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", command)
-    growth.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith(("256", "512"))] == ["256", "512"]
-    assert "<svg" in (tmp_path / "growth.svg").read_text()
-    monkeypatch.setattr(growth, "run_row", lambda *_: pytest.fail("a finished row was made again"))
-    growth.main()

@@ -10,7 +10,6 @@ from struprune_plugin.model.experts import list_experts, take_apart
 from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.pruning.config import KeptExperts
 from struprune_plugin.runtime.device_context import DeviceContext
 
 
@@ -82,13 +81,3 @@ def test_scores_are_means_of_router_weight_times_output_norm_without_padding(tak
             if e == expert
         ]
         assert score == pytest.approx(sum(given) / max(len(given), 1), rel=1e-4)
-
-
-def test_experts_that_stay_are_numbered_anew(taken_apart):
-    _, routing, groups = taken_apart
-    names = dict.fromkeys(group.output_name for group in groups)
-    kept = KeptExperts(routing, {name: [1, 3, 4, 6] for name in names})
-    left = kept.list_left(groups)
-    assert [group.expert_index for group in left] == [0, 1, 2, 3] * len(names)
-    renamed = kept.rename(groups, {group.name: group.expert_index for group in groups})
-    assert renamed == {group.name: [1, 3, 4, 6][group.expert_index] for group in left}

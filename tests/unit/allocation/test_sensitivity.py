@@ -46,10 +46,7 @@ def _naive_fisher(model, batch, groups):
 
 @pytest.mark.parametrize(
     ("unit", "shape", "padded"),
-    [
-        ("value_channels", {}, True),
-        ("head", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}, False),
-    ],
+    [("value_channels", {}, True), ("head", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}, False)],
 )
 def test_measure_fisher_layer_by_layer_equals_whole_model_gradients(unit, shape, padded):
     model = make_opt(**shape)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.models import ROOT
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from struprune_plugin import read_manifest
 from struprune_plugin.cli import main as cli
@@ -26,7 +25,12 @@ def run(tmp_path_factory):
     out, printed = tmp_path_factory.mktemp("cli") / "out", io.StringIO()
     argv = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", str(out), *SMALL, "--sparsity", "0.3"]
     with redirect_stdout(printed):
-        assert cli.main([*argv, "--set", "attention_unit=head", "--set", "allocation=uniform"]) == 0
+        assert (
+            cli.main(
+                [*argv, "--set", "attention_unit=head", "--set", "allocation=uniform", "--set", "sensitivity=none"]
+            )
+            == 0
+        )
     return out, printed.getvalue()
 
 
@@ -65,17 +69,15 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
     ("argv", "message"),
     [
         (["prune", "nowhere", "--recipe", RECIPE, "--output", "OUT"], "must be a model folder or a hub name"),
-        (
-            ["prune", str(DEMO_MODEL), "--recipe", "nowhere.yaml", "--output", "OUT"],
-            "recipe: 'nowhere.yaml' is neither an existing file",
-        ),
+        (["prune", str(DEMO_MODEL), "--recipe", "nowhere.yaml", "--output", "OUT"], "'nowhere.yaml' is neither an"),
         ([*PRUNE, "--sparsity", "30"], "--sparsity: must be at least 0 and below 1, got '30'. For 30 %, write 0.3"),
         ([*PRUNE, "--sparsity", "30%"], "For 30 %, write 0.3"),
         ([*PRUNE, "--sparsity", "0.99"], "Lower sparsity"),
         ([*PRUNE, "--set", "prune_fnn=1"], r"has a field 'prune_fnn'. Did you mean prune_ffn\?"),
         ([*PRUNE, "--set", "loss=kl"], "`loss` is gone"),
         ([*PRUNE, "--set", "damping"], "must be FIELD=VALUE"),
-        ([*PRUNE, "--data", "no.jsonl"], "no.jsonl: must be an existing JSON-lines file"),
+        ([*PRUNE, "--set", "sparsity=0.1", "--sparsity", "0.2"], "--set: sparsity must be set once, got 0.2 and 0.1"),
+        ([*PRUNE, "--data", "no.jsonl"], "no.jsonl: must be an existing JSON-lines"),
         ([*PRUNE, "--data", "no/such"], "--data: 'no/such' must be a JSON-lines file or a hub data set"),
         ([*PRUNE, "--num-samples", "9999"], "Lower the number of"),
         ([*PRUNE, "--num-samples", "2"], "at least 769 calibration tokens"),
@@ -93,15 +95,10 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
         (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
         (["eval", str(DEMO_MODEL), "--window", "8", "--stride", "9"], r"stride in \[1, window\]"),
         (["eval", str(DEMO_MODEL), "--tasks", ","], "--tasks: must be names separated by commas"),
-        (
-            ["eval", str(DEMO_MODEL), "--tasks", "x", "--include-path", "none"],
-            "--include-path: must be a folder with task files",
-        ),
-        (
-            ["eval", str(DEMO_MODEL), "--limit", "3"],
-            "--limit: has no effect without --tasks, got 3. Add --tasks, or remove --limit",
-        ),
+        (["eval", str(DEMO_MODEL), "--tasks", "x", "--include-path", "none"], "--include-path: must be a folder with"),
+        (["eval", str(DEMO_MODEL), "--limit", "3"], "--limit: has no effect without --tasks, got 3. Add"),
         (["eval", str(DEMO_MODEL), "--tasks", "x", "--stride", "3"], "--stride: has no effect without --text, got 3"),
+        (["convert", str(DEMO_MODEL), "--to", "gguf", "--output", "OUT"], "must be a pruned folder in the per"),
         ([*PRUNE, "--offload", RECIPE], "--offload: must be in a folder that can be written"),
         ([*PRUNE, "--checkpoint", f"{ROOT}/LICENSE/c"], "--checkpoint: must be in a folder that can be written"),
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"--tasks: \['no_such_task'\] must be known to lm-eval"),
@@ -118,53 +115,11 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(argv, message, tmp_p
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        [],
-        ["prune"],
-        ["eval"],
-        ["prune", "m", "--num-samples", "0"],
-        ["nonsense"],
-        ["prune", "m", "--seq-length", "1"],
-    ],
+    [[], ["prune"], ["eval"], ["prune", "m", "--num-samples", "0"], ["nonsense"], ["prune", "m", "--seq-length", "1"]],
 )
 def test_usage_errors_exit_2_with_one_line(argv, capsys):
     assert cli.main(argv) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-OPTIONS = {
-    "prune": "--recipe --output --data --text-column --num-samples --seq-length --set --device --trust-remote-code",
-    "report": "OUT --output --overwrite",
-    "sweep": "--sparsity --pick --trust-remote-code",
-    "eval": "--trust-remote-code --text --window --stride --max-tokens --tasks --json --quiet",
-    "inspect": "OUT --json",
-    "recipes": "",
-    "plan": "MODEL --recipe --sparsity --json",
-    "convert": "--trust-remote-code OUT --to uniform-padded gguf --output --overwrite",
-}
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_help_names_every_option(command, capsys):
-    assert cli.main([command, "--help"]) == 0
-    printed = capsys.readouterr().out
-    for option in OPTIONS[command].split():
-        assert option in printed
-
-
-def test_convert_writes_a_folder_whole_or_not_at_all(pruned, tmp_path, capsys):
-    argv = ["convert", str(pruned), "--output", str(tmp_path / "padded"), "--to"]
-    assert cli.main([*argv, "uniform-padded"]) == 0
-    assert "of weights)" in capsys.readouterr().out
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "padded")
-    assert type(model).__name__ == "OPTForCausalLM"
-    assert cli.main([*argv, "uniform-padded"]) == 2
-    assert "must be empty or absent" in capsys.readouterr().err
-    assert cli.main(["convert", str(pruned), "--to", "gguf", "--output", str(tmp_path / "x")]) == 2
-    assert "model_type must be 'llama'" in capsys.readouterr().err
-    assert AutoConfig.from_pretrained(tmp_path / "padded").model_type == "opt"
-    assert cli.main(["convert", str(DEMO_MODEL), "--to", "uniform-padded", "--output", str(tmp_path / "x")]) == 2
-    assert not (tmp_path / "x").exists()
 
 
 def test_prune_leaves_no_offloaded_weights(opt, tmp_path):

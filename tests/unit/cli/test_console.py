@@ -1,6 +1,5 @@
 """What all commands have in common: JSON alone on stdout, silence, versions, completions."""
 
-import io
 import json
 import os
 import resource
@@ -46,25 +45,6 @@ def test_what_a_command_prints_under_json_goes_to_stderr(capsys):
     assert console.run_command(run) == 0
     printed = capsys.readouterr()
     assert (json.loads(printed.out), printed.err) == ([1], "chatter\n")
-
-
-def test_colours_are_for_terminals_alone(monkeypatch):
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    console.show_error("no [such] thing")
-    assert terminal.getvalue() == "\x1b[31mstruprune:\x1b[0m no [such] thing\n"
-    for changes in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        with monkeypatch.context() as changed:
-            terminal.seek(0)
-            terminal.truncate()
-            for name, value in changes.items():
-                changed.setenv(name, value)
-            console.show_error("again")
-            assert terminal.getvalue() == "struprune: again\n"
 
 
 def test_a_shell_is_told_commands_options_and_recipes():

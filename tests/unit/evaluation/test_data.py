@@ -68,9 +68,7 @@ def test_read_texts_names_file_line_and_contract(content, message, tmp_path):
 
 
 def test_stream_texts_unreachable_hub_name_says_so():
-    with pytest.raises(
-        ValueError, match=r"'wikitext2' must be a JSON-lines file or a hub data set .* give a local file"
-    ):
+    with pytest.raises(ValueError, match=r"'wikitext2' must be a JSON-lines file or a hub data set .* give a local"):
         stream_texts("wikitext2")
 
 

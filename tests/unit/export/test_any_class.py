@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -92,18 +89,6 @@ def test_any_class_is_pruned_saved_and_loaded(model_type, tmp_path):
     assert torch.equal(again.generate(ids, **options), again.generate(ids, use_cache=False, **options))
 
 
-def test_bfloat16_comes_back_to_the_bit(tmp_path):
-    wide, _ = make_pruned("starcoder2")
-    convert.adopt_config(wide)
-    wide.save_pretrained(tmp_path / "wide")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=torch.bfloat16, **EAGER)
-    convert.adopt_config(model)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **EAGER)
-    assert again.dtype == torch.bfloat16
-    assert torch.equal(again(read_ids(model)).logits, model(read_ids(model)).logits)
-
-
 def test_configuration_is_the_dense_one_with_a_layout(tmp_path):
     model, _ = make_pruned("gpt2")
     dense = model.config.to_dict()
@@ -127,15 +112,12 @@ def test_uniform_layers_become_a_stock_model_by_measure(model_type, tmp_path):
     """One width in all layers; values grow back with zeros."""
     model = make_tiny(model_type)
     dense = model.num_parameters()
-    masked = cut_units(
-        model, "value_channels", prune_ffn=model_type != "bloom"
-    )  # whose configuration has no key for it
+    masked = cut_units(model, "value_channels", prune_ffn=model_type != "bloom")  # its configuration has no key
     convert.adopt_config(model)
     model.save_pretrained(tmp_path / "pruned")
     convert_folder(tmp_path / "pruned", "uniform-padded", tmp_path / "stock")
-    again = (AutoModelForImageTextToText if model_type in WRAPPERS else AutoModelForCausalLM).from_pretrained(
-        tmp_path / "stock", **EAGER
-    )
+    auto = AutoModelForImageTextToText if model_type in WRAPPERS else AutoModelForCausalLM
+    again = auto.from_pretrained(tmp_path / "stock", **EAGER)
     assert type(again) is type(masked)
     assert not [*(tmp_path / "stock").glob("*.py")]
     torch.testing.assert_close(again(read_ids(model)).logits, masked(read_ids(model)).logits, rtol=1e-4, atol=1e-5)
@@ -207,9 +189,7 @@ def test_a_view_runs_the_stock_code_on_padded_linears():
 
 
 def test_a_class_that_does_not_read_the_linear_is_refused():
-    with pytest.raises(
-        ValueError, match=r"Pair: its code in transformers .* must call the linear 'third', and does not"
-    ):
+    with pytest.raises(ValueError, match=r"Pair: its code in transformers .* must call the linear 'third', and"):
         modeling_struprune.adopt_padding(Pair(), "third", {})
 
 
@@ -220,19 +200,6 @@ def test_padded_and_narrow_are_inverse():
     assert wide.shape == (2, 20)
     assert torch.equal(narrow(wide, form), states)
     assert wide[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 6, 7, 0, 8, 9, 10, 11, 12, 13, 0, 14, 15, 0]
-
-
-def test_saving_brings_the_processor_along(tmp_path):
-    model, _ = make_pruned("gemma3")
-    (tmp_path / "dense").mkdir()
-    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
-        (tmp_path / "dense" / name).write_text("{}")
-    convert.adopt_config(model)
-    model.config._name_or_path = str(tmp_path / "dense")
-    convert.wrap_save(model, lambda _: None)
-    model.save_pretrained(tmp_path / "out")
-    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "struprune_gemma3"
 
 
 def cut_block(layer, width):
@@ -288,40 +255,6 @@ def test_uniform_layers_of_such_code_are_saved_as_it_came(mine, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     assert type(again).__name__ == "OwnForCausalLM"
     assert torch.equal(again(read_ids(model)).logits, logits)
-
-
-ALONE = """
-import sys
-import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
-
-sys.modules["struprune_plugin"] = None  # importing it fails, as where it is not installed
-for folder in sys.argv[1:]:
-    auto = AutoModelForImageTextToText if "gemma3" in folder else AutoModelForCausalLM
-    model = auto.from_pretrained(folder, trust_remote_code=True)
-    expected = torch.load(folder + "/logits.pt", weights_only=True)
-    ids = torch.arange(5, 16)[None]
-    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
-    assert not AutoModel.from_pretrained(folder, trust_remote_code=True).get_output_embeddings()
-    print(type(model).__name__, flush=True)
-"""
-
-
-def test_a_fresh_process_without_the_package_loads_by_the_flag(mine, tmp_path):
-    folders = {"mine": mine[1]}
-    torch.save(mine[0](read_ids(mine[0])).logits, mine[1] / "logits.pt")
-    for model_type in ("gpt2", "gemma3", "falcon_h1"):
-        model, _ = make_pruned(model_type)
-        convert.adopt_config(model)
-        folders[model_type] = tmp_path / model_type
-        model.save_pretrained(folders[model_type])
-        torch.save(model(read_ids(model)).logits, folders[model_type] / "logits.pt")
-    command = [sys.executable, "-c", ALONE, *map(str, folders.values())]
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    names = ["OwnForCausalLM", "GPT2LMHeadModel", "Gemma3ForConditionalGeneration", "FalconH1ForCausalLM"]
-    assert done.stdout.split() == [f"StruPrune{name}" for name in names]
 
 
 def test_code_that_no_checkpoint_brought_is_refused():

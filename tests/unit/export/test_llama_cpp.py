@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval import llamacpp
 from struprune_plugin.cli import main as cli
 from struprune_plugin.export.forms import convert_folder
-from struprune_plugin.export.llama_cpp_gguf import _name_splitting, _pair_channels
+from struprune_plugin.export.llama_cpp_gguf import _name_splitting
 
 gguf = pytest.importorskip("gguf")
 
@@ -66,11 +65,6 @@ def test_gguf_carries_the_chat_template(pruned, kind, tmp_path):
         assert reader.get_field("tokenizer.chat_template.tool_use").contents() == "{{ tools }}"
 
 
-def test_pair_channels_brings_a_heads_halves_together():
-    rows = torch.arange(8.0)[:, None]
-    assert _pair_channels(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
 def test_gguf_refuses_other_types_and_tokenizers(opt, prune_once, tmp_path, monkeypatch, capsys):
     """Before it asks for the library."""
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -86,13 +80,3 @@ def test_gguf_without_its_library_says_what_to_install(pruned, tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert cli.main(["convert", str(pruned["value_channels"]), "--to", "gguf", "--output", str(tmp_path / "out")]) == 2
     assert "pip install" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("dense", "pruned", "passed"), [(8e-3, 1.3e-2, True), (8e-3, 0.1, False), (1e-7, 5e-4, True)])
-def test_pruned_files_are_judged_by_how_far_off_the_dense_one_is(dense, pruned, passed):
-    rows = [
-        {"model": "m", "kind": "F32", "form": form, "worst": off}
-        for form, off in (("dense", dense), ("value_channels", pruned))
-    ]
-    assert [llamacpp.passes(row, rows) for row in rows] == [True, passed]
-    assert not llamacpp.passes(rows[1], rows[1:])  # no dense file to compare with

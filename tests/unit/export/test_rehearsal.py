@@ -32,9 +32,7 @@ def test_what_is_rehearsed_passes_and_is_remembered(unit, monkeypatch):
 
 def test_a_class_that_loses_weights_on_saving_is_refused(monkeypatch):
     monkeypatch.setattr(OPTForCausalLM, "_keys_to_ignore_on_save", ["model.decoder.layers.1.fc2.bias"], raising=False)
-    with pytest.raises(
-        ValueError, match=r"tiny instance of OPTForCausalLM .* the same logits loaded as before it was saved"
-    ):
+    with pytest.raises(ValueError, match=r"OPTForCausalLM .* the same logits loaded as before it was saved"):
         rehearsal.rehearse(build("opt", num_hidden_layers=2), "none", True)
 
 
@@ -51,20 +49,3 @@ def test_rows_that_do_not_go_with_their_columns_are_refused(monkeypatch):
 def test_layers_that_do_not_run_in_order_are_refused():
     with pytest.raises(ValueError, match=r"each once, got a pass that runs 0, 1, 2, 4"):
         find_structure_of(CONFIG_MAPPING["mllama"]())
-
-
-def test_experts_that_fail_stay_whole_and_what_is_wrong_without_them_is_refused(monkeypatch):
-    model = build("mixtral", num_hidden_layers=2)
-    assert rehearsal.rehearse_with_experts(model, "value_channels", True)
-    monkeypatch.setattr("struprune_plugin.model.structure.tiny._PROVED", {})
-
-    def fail(_model):
-        raise RuntimeError("another order")
-
-    monkeypatch.setattr(rehearsal, "take_apart", fail)
-    assert not rehearsal.rehearse_with_experts(model, "value_channels", True)
-    with pytest.raises(ValueError, match="RuntimeError: another order"):
-        rehearsal.rehearse(model, "value_channels", True, prune_experts=True)
-    monkeypatch.setattr(rehearsal, "slice_group", fail)
-    with pytest.raises(ValueError, match="TypeError"):
-        rehearsal.rehearse_with_experts(build("llama", num_hidden_layers=2), "value_channels", True)

@@ -1,48 +1,11 @@
 import inspect
 import json
-import os
-import pty
-import subprocess
-import sys
-from contextlib import suppress
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from struprune_plugin.export import modeling_struprune
-
-ALONE = """
-import os, sys
-from types import ModuleType, SimpleNamespace
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-
-folder, terminal = sys.argv[1], os.dup(0)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-print(1, AutoTokenizer.from_pretrained(folder)("one two").input_ids, flush=True)  # nobody to ask
-os.dup2(terminal, 0)
-print(2, AutoTokenizer.from_pretrained(folder)("one two").input_ids, flush=True)  # the one that asks
-print(3, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)("one two").input_ids, flush=True)
-"""
-
-
-def test_at_a_terminal_transformers_asks_once(opt, prune_once, tmp_path):
-    """Stock transformers reads the model's configuration before the tokenizer's, and asks whether to trust it."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", ALONE, str(prune_once(opt, "value_channels")[1])]
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path)}
-    with subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        os.write(ours, b"n\n")  # waits in the terminal until it is asked for
-        said = b""
-        with suppress(OSError):  # the other end is closed
-            while piece := os.read(ours, 4096):
-                said += piece
-    os.close(ours)
-    ids = AutoTokenizer.from_pretrained(opt)("one two").input_ids
-    assert process.returncode == 0, said.decode()
-    assert [f"{number} {ids}" in said.decode() for number in (1, 2, 3)] == [True] * 3
-    assert said.count(b"Do you wish to run the custom code?") == 2, "the first question goes unheard"
 
 
 def test_auto_map_names_what_engines_ask_for(opt, prune_once):

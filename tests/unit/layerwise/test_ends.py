@@ -36,7 +36,6 @@ MODELS = {  # type -> (its list of layers, fields of its configuration)
     "recurrent_gemma": ("model.layers", {"num_hidden_layers": 3}),  # all positional; capped logits
     "granite": ("model.layers", {"num_hidden_layers": 3, "logits_scaling": 6.0}),
 }
-CPU = torch.device("cpu")
 
 
 def make_batches(model):

@@ -63,17 +63,6 @@ def test_round_kept_counts_ties_keep_earlier_layers_larger():
     assert round_kept_counts(groups, [0.375] * 4) == [3, 3, 2, 2]
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.3, 0.45])
-def test_round_uniform_counts_are_equal_allowed_and_close(sparsity):
-    groups = make_groups()
-    kept = round_uniform_counts(groups, sparsity, lambda kind, count: kind == "ffn" or count in (2, 4, 8))
-    assert len(set(kept[::2])) == len(set(kept[1::2])) == 1
-    assert kept[0] in (2, 4, 8)
-    total = sum(g.num_parameters for g in groups)
-    assert abs(count_removed(groups, kept) - sparsity * total) <= measure_uniform_slack(groups) == 4 * 129
-    check_budget(groups, kept, sparsity, measure_uniform_slack(groups))
-
-
 @pytest.mark.parametrize("multiple", [1, 256, 512])
 @pytest.mark.parametrize("sparsity", [0.1, 0.2, 0.3, 0.5])
 def test_round_uniform_counts_meet_the_budget_with_few_head_counts(multiple, sparsity):
@@ -133,9 +122,8 @@ def test_allocate_softmax_keeps_the_budget_where_the_printed_one_misses_it():
 
 def test_allocate_softmax_constant_importance_is_uniform():
     """R8."""
-    torch.testing.assert_close(
-        allocate_softmax(torch.full((5,), 3.0), torch.ones(5), 0.3, 1.0), torch.full((5,), 0.3, dtype=torch.float64)
-    )
+    found = allocate_softmax(torch.full((5,), 3.0), torch.ones(5), 0.3, 1.0)
+    torch.testing.assert_close(found, torch.full((5,), 0.3, dtype=torch.float64))
 
 
 def test_allocate_softmax_inverse_follows_the_text_and_as_printed_the_formula():
@@ -239,13 +227,6 @@ def test_allocate_error_curves_of_any_shape_is_optimal_to_within_one_step_of_the
             fits = used + (more - kept[i]) * groups[i].unit_cost <= budget
             if more % min(groups[i].step, groups[i].num_units) == 0 and fits:
                 assert curves[i][more] >= curves[i][kept[i]]
-
-
-def test_allocate_error_curves_gives_to_the_group_that_needs_it_whatever_its_kind():
-    groups = [GroupSize("a", "attention", 10, 10, 1), GroupSize("f", "ffn", 10, 10, 1)]
-    flat, steep = torch.linspace(1, 0, 11), torch.linspace(100, 0, 11)
-    assert allocate_error_curves(groups, [flat, steep], 110) == [1, 10]
-    assert allocate_error_curves(groups, [steep, flat], 110) == [10, 1]
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.001, 0.01, 0.05, 0.2])

@@ -4,21 +4,11 @@ from helpers.models import make_opt
 from helpers.problems import make_problem, naive_restored_error
 
 from struprune_plugin.linalg.elimination import keep_last
-from struprune_plugin.linalg.rotation import (
-    Rotation,
-    find_directions,
-    order_directions,
-    rotate_columns,
-    rotate_moments,
-)
+from struprune_plugin.linalg.rotation import Rotation, find_directions, order_directions, rotate_columns, rotate_moments
 from struprune_plugin.model.surgery import rotate_group
 from struprune_plugin.model.units import find_groups
 
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2)]  # blocks, copies
-
-
-def _rotate(damped, rotation, copies):
-    return rotate_moments(damped, rotation.basis, copies)
 
 
 @pytest.mark.parametrize(("blocks", "copies"), LAYOUTS)
@@ -27,7 +17,9 @@ def test_find_directions_increase_is_that_of_a_naive_solve(blocks, copies, seed)
     width = 4
     _, _, damped = make_problem(n=blocks * copies * width, seed=seed, tokens=80)
     rotation = find_directions(damped, blocks, copies, "x")
-    rotated = _rotate(damped, rotation, copies)
+    identity = torch.eye(width, dtype=torch.float64).expand(blocks, width, width)
+    torch.testing.assert_close(rotation.basis @ rotation.basis.mT, identity, rtol=0, atol=1e-8)
+    rotated = rotate_moments(damped, rotation.basis, copies)
     start = naive_restored_error(rotated, range(blocks * copies * width))
     for gone in range(1, width + 1):
         columns = [i for i in range(blocks * copies * width) if i // copies % width >= gone]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from struprune_plugin.linalg import elimination, solve
 from struprune_plugin.linalg.elimination import eliminate_units, keep_last, order_units, unit_columns
 from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve, solve_nested_weights
-from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, measure_error
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, solve_kept_weights, weigh_outputs
 
@@ -150,21 +149,6 @@ def test_eliminate_units_stops_where_asked_and_keeps_the_same_prefix():
     assert eliminate_units(damped, 1, "fc2", num_remove=0).order.numel() == 0
 
 
-def test_nothing_changes_the_moments_that_it_reads():
-    moments, dense, damped = make_problem(n=12)
-    held = dataclasses.replace(moments, gram=moments.gram / 4, cross=moments.cross / 4)
-    before = [part.clone() for part in (moments.gram, moments.cross, damped.gram, damped.cross, dense)]
-    order = eliminate_units(damped, 1, "x").order
-    for has_bias in (True, False):
-        solve_kept_weights(damp_moments(moments, dense, 0.1, has_bias), torch.arange(5), "x")
-        choose_damping(moments, held, dense, torch.arange(5), has_bias, "x")
-    measure_restored_curve(damped, order, 1, "x")
-    measure_deletion_curve(damped, dense, order, 1)
-    find_directions(damped, 2, 1, "x")
-    after = (moments.gram, moments.cross, damped.gram, damped.cross, dense)
-    assert all(map(torch.equal, before, after))
-
-
 def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
     inputs, targets, weight, bias = make_case()
     inputs[:, 3] = 0
@@ -180,9 +164,8 @@ def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
 
 def test_weigh_outputs_counts_errors_by_the_root():
     moments, dense, _ = make_problem(n=6, d=3)
-    damped = damp_moments(
-        dataclasses.replace(moments, cross=dense @ moments.gram), dense, 0.01
-    )  # its own output: local
+    moments = dataclasses.replace(moments, cross=dense @ moments.gram)  # its own output: local
+    damped = damp_moments(moments, dense, 0.01)
     root = torch.randn(3, 3, dtype=torch.float64)
     weighed = weigh_outputs(damped, root, dense)
     columns = torch.tensor([0, 2, 5])

@@ -1,6 +1,9 @@
 import pytest
 import torch
+from helpers.examples import examples
 from helpers.problems import gather, make_case
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from struprune_plugin.linalg import second_moments as statistics
@@ -106,3 +109,29 @@ def test_a_card_multiplies_bfloat16_into_float32():
         assert (product.device.type, product.dtype, product.shape) == ("cuda", torch.float32, (300, 300))
         assert not statistics._multiplies_narrow(inputs, torch.float64)
         assert not statistics._multiplies_narrow(inputs.half(), torch.float32)
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@examples(25)
+@given(st.integers(1, 1100), st.integers(1, 300), DTYPES, st.integers(0, 2**31))
+@example(length=5, n=16, dtype=torch.float32, seed=0).via("an AMD processor with AVX-512: the last bit of `cross`")
+def test_the_number_of_threads_changes_sums_by_rounding_alone(length, n, dtype, seed):
+    """No BLAS promises the order of a sum's terms; any two orders differ by at most ``2 n eps sum |x||y|``."""
+    inputs, targets, _, _ = make_case(length, n, 5, seed)
+    inputs, targets = inputs.to(dtype), targets.to(dtype)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            sums = MomentSums((n, 5), "cpu", torch.float32)
+            sums.add(inputs, targets)
+            found.append(sums.assemble())
+        finally:
+            torch.set_num_threads(before)
+    terms = gather(inputs.double().abs(), targets.double().abs(), length)
+    rounding = 2 * (length + 8) * torch.finfo(torch.float32).eps
+    for name in PARTS:
+        one, two = (getattr(sums, name).double() for sums in found)
+        assert ((one - two).abs() <= rounding * getattr(terms, name)).all(), name

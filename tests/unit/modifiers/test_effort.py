@@ -12,8 +12,7 @@ def read_effort(modifier):
 
 
 @pytest.mark.parametrize(
-    ("effort", "wanted"),
-    [("default", (16, 16, 4, True)), ("fast", (8, 8, 0, False)), ("best", (64, 64, 16, True))],
+    ("effort", "wanted"), [("default", (16, 16, 4, True)), ("fast", (8, 8, 0, False)), ("best", (64, 64, 16, True))]
 )
 def test_an_effort_sets_what_the_recipe_leaves(effort, wanted):
     found = load_recipe("struprune", changes={"effort": effort}).modifiers[0]

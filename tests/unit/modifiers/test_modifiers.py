@@ -7,27 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from helpers.models import make_dataset, make_opt, run_oneshot, save_opt
+from helpers.models import DEFAULT, make_dataset, make_opt, run_oneshot, save_opt
+from helpers.recovery_loop import changed, weights_of
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
-from eval.account import count_memory
 from eval.coverage import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP
 from struprune_plugin.pruning.importance.gradients import check_gradient_memory
-
-
-def weights_of(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_same_weights(first, second):
-    first, second = weights_of(first), weights_of(second)
-    assert first.keys() == second.keys()
-    for name, weight in first.items():
-        assert torch.equal(weight, second[name]), name
 
 
 @pytest.mark.parametrize(
@@ -47,8 +36,8 @@ def test_pruned_model_equals_the_dense_one_masked_with_the_same_indices(save_sha
 def test_zero_sparsity_is_the_identity(opt, fields, tmp_path):
     dense = OPTForCausalLM.from_pretrained(opt)
     pruned = run_oneshot(str(opt), sparsity=0.0, output_dir=str(tmp_path / "out"), **fields)
-    assert_same_weights(dense, pruned)
-    assert_same_weights(dense, AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    for model in (pruned, AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
+        assert not changed(weights_of(dense), weights_of(model))
 
 
 WATCHED = {  # consumer -> submodule whose input is the residual stream before it: pre-norm, post-norm
@@ -82,7 +71,7 @@ def prune_for(save_shape, tmp_path_factory):
     @functools.cache
     def prune(shape, target, unit):
         out = tmp_path_factory.mktemp("out") / "out"
-        options = {"sparsity": 0.3, "attention_unit": unit, "reconstruct": target, "allocation": "uniform"}
+        options = {"sparsity": 0.3, "attention_unit": unit, "reconstruct": target}
         options |= {"dampening_frac": 0.05, "rotate_values": False}
         return save_shape(shape), run_oneshot(str(save_shape(shape)), **options, output_dir=str(out)).float(), out
 
@@ -142,7 +131,7 @@ def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, targe
 @pytest.mark.parametrize("importance", ["wanda", "magnitude"])
 def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance, tmp_path):
     out = tmp_path / "out"
-    fields = {"sparsity": 0.3, "importance": importance, "attention_unit": "none", "allocation": "uniform"}
+    fields = {"sparsity": 0.3, "importance": importance, "attention_unit": "none"}
     run_oneshot(str(opt), **fields, output_dir=str(out))
     dense = OPTForCausalLM.from_pretrained(opt).eval()
     seen = {}
@@ -162,7 +151,7 @@ def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance
 
 @pytest.mark.parametrize(
     ("dtype", "fields"),
-    [("float32", {}), ("bfloat16", {}), ("float32", {"importance": "snip", "allocation": "softmax"})],
+    [("float32", DEFAULT), ("bfloat16", DEFAULT), ("float32", {"importance": "snip", "allocation": "softmax"})],
 )
 def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields, tmp_path):
     """In bfloat16 the activations themselves are rounded as a kernel adds: choices that tie to within that may fall otherwise."""
@@ -194,7 +183,7 @@ def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields,
     ],
 )
 def test_every_importance_runs_with_and_without_correction(opt, importance, update, tmp_path):
-    fields = {"sparsity": 0.3, "allocation": "uniform", "importance": importance, "weight_update": update}
+    fields = {"sparsity": 0.3, "importance": importance, "weight_update": update}
     pruned = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"))
     dense, manifest = OPTForCausalLM.from_pretrained(opt), read_manifest(tmp_path / "out")
     assert abs(manifest.budget.met_sparsity - 0.3) < 0.005
@@ -227,19 +216,16 @@ def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
 
 def test_snip_refuses_a_model_too_large_for_the_memory(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    with pytest.raises(
-        ValueError, match=r"snip must hold the whole model .* about 0\.\d GB, got 0\.0 GB free.*obs or wanda"
-    ):
+    with pytest.raises(ValueError, match=r"snip must hold the whole .* about 0\.\d GB, got 0\.0 GB free.*obs or wanda"):
         check_gradient_memory(make_opt(), [{"input_ids": torch.zeros(4, 32)}], "snip")
 
 
 def test_allocator_stage_and_own_allocation_pass_agree(opt, tmp_path):
     allocation = "softmax_inverse"
-    fields = {"sparsity": 0.3, "allocation": {"rule": allocation, "temperature": [0.5, 4.0]}}
+    fields = {"sparsity": 0.3, "allocation": {"rule": allocation, "temperature": [0.5, 4.0]}, "sensitivity": "fisher"}
     run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "own"))
     stages = [SparsityAllocatorModifier(**fields), StruPruneModifier()]
-    with count_memory():
-        run_oneshot(str(opt), recipe=stages, output_dir=str(tmp_path / "stage"))
+    run_oneshot(str(opt), recipe=stages, output_dir=str(tmp_path / "stage"))
     own, stage = read_manifest(tmp_path / "own"), read_manifest(tmp_path / "stage")
     assert own.groups == stage.groups
     assert own.allocation == stage.allocation
@@ -247,9 +233,7 @@ def test_allocator_stage_and_own_allocation_pass_agree(opt, tmp_path):
     assert [row["temperature"] for row in own.allocation.searched] == [0.5, 4.0]
     assert len({group.kept for group in own.groups if group.kind == "ffn"}) > 1, "not uniform"
     assert abs(own.budget.met_sparsity - 0.3) < 0.005
-    (entry,) = [entry for entry in stage.stages if entry.name == "allocate"]
-    assert entry.seconds > 0
-    assert entry.peak_bytes > 0
+    assert [entry.seconds > 0 for entry in stage.stages if entry.name == "allocate"] == [True]
 
 
 @pytest.mark.parametrize("update", ["none", "least_squares"])
@@ -373,7 +357,7 @@ def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, t
 )
 def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, method, unit, tmp_path):
     out = tmp_path / "out"
-    options = {"sparsity": 0.4, "attention_unit": unit, "allocation": "uniform"}  # so that every module loses units
+    options = {"sparsity": 0.4, "attention_unit": unit}
     options |= {"dataset": make_dataset(4), "num_calibration_samples": 4}
     options["weight_update"] = {"method": "admm", "steps": 2, "attention_method": method}
     pruned = run_oneshot(str(save_shape(shape)), output_dir=str(out), **options)
@@ -390,10 +374,7 @@ def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, me
 
 def test_admm_refuses_other_activations(tmp_path):
     folder = save_opt(tmp_path / "m", activation_function="gelu")
-    with pytest.raises(
-        ValueError,
-        match="weight_update: admm and importance: closed_form must have a ReLU or a SiLU-gated FFN, got 'gelu'",
-    ):
+    with pytest.raises(ValueError, match=r"admm and .* must have a ReLU or a SiLU-gated FFN, got 'gelu'"):
         run_oneshot(str(folder), sparsity=0.3, weight_update="admm")
 
 
@@ -416,16 +397,6 @@ def test_targets_limit_what_is_pruned(opt):
     sizes = [(layer.fc2.in_features, layer.self_attn.out_proj.in_features) for layer in pruned.model.decoder.layers]
     assert sizes[0] == (40, 24)
     assert all(width < 40 and attention == 24 for width, attention in sizes[1:])
-
-
-def test_a_pruned_folder_can_be_pruned_again(opt, prune_once, tmp_path):
-    once = prune_once(opt, "head")[1]
-    twice = run_oneshot(str(once), sparsity=0.2, attention_unit="value_channels", output_dir=str(tmp_path / "twice"))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "twice")
-    ids = torch.arange(4, 30)[None]
-    assert torch.equal(twice(ids).logits, again(ids).logits)
-    first, second = (read_manifest(folder).model for folder in (once, tmp_path / "twice"))
-    assert second.parameters_before == first.parameters_after > second.parameters_after
 
 
 @pytest.mark.parametrize(
@@ -452,7 +423,7 @@ def test_aborted_run_leaves_the_host_usable(opt, tmp_path):
 @pytest.mark.parametrize("unit", ["head", "value_channels"])
 def test_a_model_of_one_layer_with_one_head_is_pruned(unit, tmp_path):
     shape = {"num_hidden_layers": 1, "num_attention_heads": 1}
-    pruned = run_oneshot(str(save_opt(tmp_path / "m", **shape)), sparsity=0.2, attention_unit=unit)
+    pruned = run_oneshot(str(save_opt(tmp_path / "m", **shape)), sparsity=0.2, attention_unit=unit, **DEFAULT)
     assert pruned.num_parameters() < make_opt(**shape).num_parameters()
 
 

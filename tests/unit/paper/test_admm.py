@@ -93,18 +93,3 @@ def test_gated_z_step_reaches_a_stationary_point():
     cost.backward()
     assert g.grad.abs().max() < 1e-5
     assert u.grad.abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("num_first", [1, 2])
-def test_reachable_targets_leave_everything_as_it_is(num_first):
-    """Zero sparsity: where the weights already give Y, ADMM changes nothing."""
-    x, _, first, second = make_ffn(1, num_first)
-    variables = initialize_ffn_variables(x, first)
-    y = apply_linear(variables.activations, second)
-    weights = [*first, second]
-    moved = update_ffn_variables(variables, Sample(x, y), weights, 1.0, 1.0)
-    torch.testing.assert_close(moved.activations, variables.activations)
-    moments = make_ridge_moments(weights)
-    accumulate_ffn_moments(moments, moved, Sample(x, y))
-    for new, old in zip(solve_ridge(moments, weights, 0.01, True, ["fc"] * len(weights)), weights, strict=True):
-        torch.testing.assert_close(new, old)

@@ -35,16 +35,10 @@ def modifier(**fields):
         ("no/such.yaml", "'no/such.yaml' is neither an existing file nor"),
         ("a: [\n", "recipe: is not valid YAML"),
         ("[]\n", "must be a mapping of the form .* got list"),
-        (
-            "prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n",
-            "prune_modifiers must be a mapping whose name ends",
-        ),
+        ("prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n", "prune_modifiers must be a mapping whose"),
         ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "whose name ends in '_modifiers'"),
         ("prune_stage:\n  prune_modifiers: [StruPruneModifier]\n", "prune_modifiers must be a mapping whose name"),
-        (
-            "prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n",
-            "must be a mapping of fields, {} for none, got None",
-        ),
+        ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "must be a mapping of fields, {} for none"),
         ("args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n", "'args' has no effect"),
         (
             "x_stage:\n  x_modifiers:\n    StruPruneModifier: {sparsity: 0.3}\n    StruPruneModifier: {sparsity: 0.2}\n",
@@ -52,27 +46,21 @@ def modifier(**fields):
         ),
         (
             "x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n",
-            "'PruneModifier' is not a modifier .* Did you mean StruPruneModifier",
+            "'PruneModifier' is not .* mean StruPruneModifier",
         ),
         ("x_stage:\n  x_modifiers: {RecoveryModifier: {}}\n", "`RecoveryModifier` is gone. Use LoRARecoveryModifier"),
         (modifier(sparsity=0.3, sparsty=0.2), "sparsty is not a field of StruPruneModifier. Did you mean sparsity"),
         (modifier(sparsity=1.0), r"sparsity must be in \[0, 1\), got 1.0"),
         (modifier(sparsity=-0.1), r"sparsity must be in \[0, 1\), got -0.1"),
         (modifier(sparsity=float("nan")), r"sparsity must be in \[0, 1\), got nan"),
-        (
-            modifier(sparsity=0.3, attention_unit="neuron"),
-            "attention_unit must be 'head', 'value_channels' or 'none', got 'neuron'",
-        ),
+        (modifier(sparsity=0.3, attention_unit="neuron"), "must be 'head', 'value_channels' or 'none', got 'neuron'"),
         (modifier(sparsity=0.3, allocation={"rule": "softmax", "temperature": []}), "temperature must be above 0"),
         (
             modifier(sparsity=0.3, allocation={"rule": "softmax", "temperature": [1.0, 0.0]}),
             "temperature must be above 0",
         ),
         (modifier(sparsity=0.3, dampening_frac=-1), "dampening_frac must be auto, or finite and at least 0, got -1"),
-        (
-            modifier(sparsity=0.3, width_multiple=0),
-            "width_multiple must be auto, or a whole number of at least 1, got 0",
-        ),
+        (modifier(sparsity=0.3, width_multiple=0), "width_multiple must be auto, or a whole number of .* got 0"),
         (modifier(sparsity=0.3, start=0.0), "start and end have no effect"),
     ],
 )
@@ -140,21 +128,6 @@ def test_the_more_precise_change_has_the_last_word():
 def test_load_recipe_refuses_changes_that_hit_nothing(change, message):
     with pytest.raises(ValueError, match=message):
         load_full({change: 1})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--set", "sparsity=["], "--set: sparsity must be valid YAML, got '\\['"),
-        (["--set", "sparsity=0.1", "--sparsity", "0.2"], "--set: sparsity must be set once, got 0.2 and 0.1"),
-        (["--set", "sparsity=1", "--set", "sparsity=2"], "--set: sparsity must be set once, got 1 and 2"),
-        (["--set", "=2"], "--set: must be FIELD=VALUE, got '=2'"),
-    ],
-)
-def test_bad_changes_exit_2(tmp_path, capsys, options, message):
-    argv = ["prune", str(tmp_path), "--recipe", "struprune", "--output", str(tmp_path / "out"), *options]
-    assert cli.main(argv) == 2
-    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,10 @@ from struprune_plugin.studies import scores
 EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
 
 
-@pytest.fixture(scope="module")
-def made(opt, tmp_path_factory):
+@pytest.fixture
+def made(opt, prune_once):
     """A pruned tiny model, to be read only."""
-    out = tmp_path_factory.mktemp("page") / "out"
-    run_oneshot(str(opt), sparsity=0.3, output_dir=str(out))
-    return out
+    return prune_once(opt, "value_channels")[1]
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 import pytest
-from helpers.models import run_oneshot
+from helpers.models import CHEAP, run_oneshot
 
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
 from struprune_plugin.reporting.tables import Table, measure_weight_bytes, summarize_layers, summarize_output
@@ -7,7 +7,10 @@ from struprune_plugin.storage.files import format_bytes
 
 
 def test_summary_tells_sizes_budget_stages_and_recovery(opt, tmp_path):
-    recipe = [StruPruneModifier(sparsity=0.3), LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1})]
+    recipe = [
+        StruPruneModifier(sparsity=0.3, **CHEAP),
+        LoRARecoveryModifier(adapters={"rank": 2}, schedule={"epochs": 1}),
+    ]
     run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "out"))
     manifest = read_manifest(tmp_path / "out")
     summary = "\n\n".join(summarize_output(tmp_path / "out"))

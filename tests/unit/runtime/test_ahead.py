@@ -5,7 +5,7 @@ import torch
 from compressed_tensors.offload import disable_offloading, disable_onloading
 from compressed_tensors.offload.cache import CPUCache, OffloadCache
 from compressed_tensors.offload.module import offload_module
-from helpers.models import make_opt, run_oneshot
+from helpers.models import CHEAP, DEFAULT, make_opt, run_oneshot
 
 from eval.account import CountedContext, WeightsAtOnce
 from struprune_plugin.model.layers import find_decoder_layers
@@ -14,7 +14,6 @@ from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.residence import WeightsAhead
 
 CPU = torch.device("cpu")
-UNIFORM = {"sparsity": 0.3, "allocation": "uniform", "sensitivity": "none"}
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_the_account_counts_both_layers(layers):
     assert peaks[0] == sizes[0], "the next layer waits"
 
 
-@pytest.mark.parametrize("fields", [UNIFORM, {"sparsity": 0.3}])
+@pytest.mark.parametrize("fields", [CHEAP, DEFAULT])
 def test_every_layer_but_the_first_of_a_pass_is_fetched_ahead(opt, fields, monkeypatch):
     log = []
     fetch, take = WeightsAhead.fetch, WeightsAhead.take
@@ -120,12 +119,12 @@ def test_every_layer_but_the_first_of_a_pass_is_fetched_ahead(opt, fields, monke
         take(ahead, layer)
 
     monkeypatch.setattr(WeightsAhead, "take", see)
-    model = run_oneshot(str(opt), **fields)
+    model = run_oneshot(str(opt), sparsity=0.3, **fields)
     order = [layer for _, layer in find_decoder_layers(model)]
     passes = sum(what == "take" and layer is order[-1] for what, layer in log)
     fetched = [(what, order.index(layer)) for what, layer in log if layer in order]  # not the rehearsal's
     forward = [pair for index in range(1, len(order)) for pair in (("fetch", index), ("take", index))]
-    if fields is UNIFORM:
+    if fields is CHEAP:
         assert passes == 1
     else:
         assert passes >= 4, "sensitivity, allocation, trials, pruning"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import make_dataset, run_oneshot, save_model, save_opt
+from helpers.models import CHEAP, DEFAULT, make_dataset, run_oneshot, save_model, save_opt
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from eval.account import CountedContext, LiveBytes, count_memory
@@ -53,24 +53,16 @@ def test_moves_copy_while_the_account_is_open_and_share_otherwise():
 def test_the_account_changes_no_result(opt, prune_once):
     plain = prune_once(opt, "value_channels")[0].state_dict()
     with count_memory():
-        counted = run_oneshot(str(opt), sparsity=0.3).state_dict()
+        counted = run_oneshot(str(opt), sparsity=0.3, **DEFAULT).state_dict()
     assert plain.keys() == counted.keys()
     assert all(torch.equal(plain[name], counted[name]) for name in plain)
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {
-            "importance": "snip",
-            "allocation": "uniform",
-            "weight_update": {"method": "admm", "steps": 1, "inner_steps": 1},
-        },
-    ],
+    "fields", [DEFAULT, {"importance": "snip", "weight_update": {"method": "admm", "steps": 1, "inner_steps": 1}}]
 )
 def test_memory_grows_neither_with_layers_nor_with_samples(tmp_path, fields):
-    model, deep = save_opt(tmp_path / "model"), save_opt(tmp_path / "deep", num_hidden_layers=5)
+    model, deep = (save_opt(tmp_path / f"{n}", num_hidden_layers=n) for n in (3, 5))
     few, many = ({"dataset": make_dataset(n), "num_calibration_samples": n} for n in (16, 32))
     peaks = measure_stages(tmp_path / "a", model, **few, **fields)
     more = measure_stages(tmp_path / "b", model, **many, **fields)
@@ -81,7 +73,7 @@ def test_memory_grows_neither_with_layers_nor_with_samples(tmp_path, fields):
             assert deeper[name] < 1.02 * peak, f"{name}: more layers"
 
 
-FAST = {"allocation": "uniform", "sensitivity": "none"}
+TRIED = {"allocation": "error_curve", "sensitivity": "fisher"}
 
 
 def measure(folder, model, **fields):
@@ -98,7 +90,7 @@ def make_wide(folder, **changes):
     return save_opt(folder, **sizes | changes)
 
 
-@pytest.mark.parametrize("fields", [FAST, {"allocation": "error_curve"}])
+@pytest.mark.parametrize("fields", [CHEAP, TRIED])
 def test_offload_holds_less_and_changes_no_choice(tmp_path, fields):
     model = make_wide(tmp_path / "model")
     whole, reference = measure(tmp_path / "whole", model, **fields)
@@ -113,9 +105,9 @@ def test_offload_holds_less_and_changes_no_choice(tmp_path, fields):
 def test_offload_keeps_embeddings_and_logits_on_the_host(tmp_path):
     sizes = ({"vocab_size": size, "tie_word_embeddings": False} for size in (2048, 20_000))
     small, large = (make_wide(tmp_path / str(number), **fields) for number, fields in enumerate(sizes))
-    peak, manifest = measure(tmp_path / "a", small, allocation="error_curve", offload=True)
+    peak, manifest = measure(tmp_path / "a", small, offload=True, **TRIED)
     assert manifest.allocation.tried
-    assert measure(tmp_path / "b", large, allocation="error_curve", offload=True)[0] < 1.02 * peak
+    assert measure(tmp_path / "b", large, offload=True, **TRIED)[0] < 1.02 * peak
 
 
 def test_offload_holds_what_a_layer_takes(tmp_path):
@@ -126,7 +118,7 @@ def test_offload_holds_what_a_layer_takes(tmp_path):
         model = make_wide(tmp_path / f"model{number}", **sizes)
         layer = find_decoder_layers(AutoModelForCausalLM.from_pretrained(model))[0][1]
         layers.append(sum(parameter.nbytes for parameter in layer.parameters()))
-        peaks.append(measure(tmp_path / f"out{number}", model, offload=True, **data)[0])
+        peaks.append(measure(tmp_path / f"out{number}", model, offload=True, **data, **DEFAULT)[0])
     assert peaks[1] / peaks[0] < 1.05 * layers[1] / layers[0]
 
 
@@ -137,8 +129,7 @@ def make_mixture(folder):
     return save_model(AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads)), folder)
 
 
-@pytest.mark.parametrize("fields", [FAST, {}])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("fields", "offload"), [(CHEAP, True), (DEFAULT, False)])
 def test_the_plan_tells_the_peak_of_a_mixture(tmp_path, fields, offload):
     model = make_mixture(tmp_path / "model")
     recipe = load_recipe("struprune", changes={"sparsity": 0.3, "offload": offload, **fields}).modifiers

@@ -64,6 +64,10 @@ AHEAD = {  # layers that predict several tokens ahead, as checkpoints name them
 }
 
 
+OPTIONS = ["--recipe", "struprune", "--num-samples", "16", "--seq-length", "32"]
+OPTIONS += ["--set", "allocation=uniform", "--set", "sensitivity=none"]
+
+
 @pytest.fixture
 def llama(tmp_path) -> Path:
     return save_model(make_model("llama"), tmp_path / "llama")
@@ -80,8 +84,7 @@ def run(model, **kwargs):
 def prune_and_convert(folder, tmp_path):
     """Prune by the command line, convert, and return both folders."""
     out, stock = tmp_path / "out", tmp_path / "stock"
-    options = ["--recipe", "struprune", "--num-samples", "16", "--seq-length", "32", "--set", "allocation=uniform"]
-    assert cli.main(["prune", str(folder), *options, "--output", str(out)]) == 0
+    assert cli.main(["prune", str(folder), *OPTIONS, "--output", str(out)]) == 0
     assert cli.main(["convert", str(out), "--to", "uniform-padded", "--output", str(stock)]) == 0
     return out, stock
 
@@ -286,8 +289,7 @@ def test_a_file_of_conversations_is_calibration_data(llama, tmp_path, capsys):
     file.write_text("\n".join(map(json.dumps, make_chats())))
     first = make_calibration_dataset(file, tokenizer, 2, 16)["input_ids"][0]
     assert first == tokenizer.apply_chat_template(make_chats()[0]["messages"], return_dict=False)[:16]
-    options = ["--recipe", "struprune", "--num-samples", "16", "--seq-length", "32", "--set", "allocation=uniform"]
-    options += ["--data", str(file), "--output", str(tmp_path / "out"), "--quiet"]
+    options = [*OPTIONS, "--data", str(file), "--output", str(tmp_path / "out"), "--quiet"]
     assert cli.main(["prune", str(llama), *options]) == 2
     assert "must come with a tokenizer that has a chat template" in capsys.readouterr().err
     (llama / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))  # as processors keep it

@@ -137,10 +137,6 @@ def test_order_units_every_round_takes_one_of_each_block():
         assert len({int(u) // 3 for u in keep_last(order, len(order), kept)}) == 2, rounds
 
 
-def test_expand_units_lists_consecutive_columns():
-    assert unit_columns(torch.tensor([0, 2]), 3).tolist() == [0, 1, 2, 6, 7, 8]
-
-
 def test_eliminate_units_stops_where_asked_and_keeps_the_same_prefix():
     _, _, damped = make_problem(n=12)
     whole, part = eliminate_units(damped, 1, "fc2"), eliminate_units(damped, 1, "fc2", num_remove=5)

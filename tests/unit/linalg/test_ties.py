@@ -6,7 +6,7 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from struprune_plugin.linalg.elimination import eliminate_units, order_units
+from struprune_plugin.linalg.elimination import eliminate_units
 from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import damp_moments
@@ -71,12 +71,6 @@ def test_copies_are_removed_in_the_same_order_whatever_the_last_digits(num_block
         damped = damp_moments(disturb(moments, seed), weight, 0.01)
         orders.append(eliminate_units(damped, 1, "here", num_blocks).order.tolist())
     assert all(order == orders[0] for order in orders)
-
-
-def test_scores_of_copies_are_ordered_by_index():
-    scores = torch.tensor([1.0, 2.0, 1.0 + 1e-13, 2.0 - 1e-13], dtype=torch.float64)
-    assert order_units(scores, 1).tolist() == [0, 2, 1, 3]
-    assert order_units(scores, 2).tolist() == [0, 2, 1, 3]
 
 
 def test_rotation_of_what_has_no_direction_of_its_own_does_not_depend_on_the_last_digits():

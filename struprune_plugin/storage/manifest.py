@@ -6,11 +6,10 @@ import functools
 import json
 import platform
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 from pydantic.dataclasses import dataclass
 
 from struprune_plugin import __version__
@@ -21,12 +20,6 @@ _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 _read_version = functools.cache(version)  # each look-up searches all installed packages
 CLOSED = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-def _check_kept(keep: list[int], count: int, what: str) -> None:
-    """Raise if no pruning could leave these kept units or experts."""
-    if not keep or not all(first < second for first, second in pairwise(keep)) or keep[-1] >= count:
-        raise ValueError(f"keep must be sorted, unique {what} from 0 to {count - 1}, got {shorten_value(keep)}")
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -203,11 +196,6 @@ class UnitsRecord:
     def removed_parameters(self) -> int:
         return (self.num_units - self.kept) * self.unit_cost
 
-    @model_validator(mode="after")
-    def _check(self) -> UnitsRecord:
-        _check_kept(self.keep, self.num_units, "units")
-        return self
-
 
 @dataclass(frozen=True, config=CLOSED)
 class GroupRecord(SolveRecord, UnitsRecord):
@@ -228,11 +216,6 @@ class ExpertsRecord:
     num_experts: Count
     keep: list[Count]
     removed_parameters: Count
-
-    @model_validator(mode="after")
-    def _check(self) -> ExpertsRecord:
-        _check_kept(self.keep, self.num_experts, "experts")
-        return self
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -299,13 +282,6 @@ class Manifest(BaseModel):
     evaluation: list[ResultRecord] = Field(default_factory=list, exclude_if=lambda results: not results)
     recovery: RecoveryRecord | None = Field(default=None, exclude_if=lambda recovery: recovery is None)
 
-    @model_validator(mode="after")
-    def _check_names(self) -> Manifest:
-        names = [group.name for group in self.groups]
-        if len(set(names)) < len(names):
-            raise ValueError("groups must have different names, got one name twice")
-        return self
-
 
 def describe_versions() -> dict[str, str]:
     """Return the versions that the bytes of an output depend on."""
@@ -321,8 +297,7 @@ def write_manifest(manifest: Manifest, folder: str | Path) -> None:
 def read_manifest(path: str | Path) -> Manifest:
     """Read the manifest of an output folder, or a manifest file.
 
-    :raises ValueError: there is none, it is not a manifest, or it is of another version; kept units are not sorted, unique, in
-        range and the same number in each block
+    :raises ValueError: there is none, it is not a manifest, or it is of another version
     """
     path = Path(path)
     file = path / MANIFEST_NAME if path.is_dir() else path
@@ -335,10 +310,9 @@ def read_manifest(path: str | Path) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-        told = first["msg"].removeprefix("Value error, ")
         raise ValueError(
             f"{file}: {place or 'the manifest'} must be as this version of StruPrune writes it, got "
-            f"{shorten_value(first['input'])}: {told}. Restore the file, or prune again."
+            f"{shorten_value(first['input'])}: {first['msg']}. Restore the file, or prune again."
         ) from None
 
 

@@ -1,11 +1,9 @@
 """The manifest: typed, whole or refused in one line that names the file and the place."""
 
 import json
-import shutil
 
 import pytest
 
-from struprune_plugin.cli import main as cli
 from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
 
 
@@ -41,7 +39,7 @@ def test_what_is_written_is_read_as_it_was(manifest, tmp_path):
         (lambda m: m["model"].update(parameters_after=-1), r"struprune\.json: model\.parameters_after must be"),
         (lambda m: m["budget"].pop("rounding"), r"struprune\.json: budget\.rounding must be .*required"),
         (lambda m: m.update(notes="mine"), r"struprune\.json: notes must be .*not permitted"),
-        (lambda m: m.update(groups=m["groups"][:1] * 2), "groups must have different names"),
+        (lambda m: m["groups"][0]["keep"].__setitem__(0, -1), r"struprune\.json: groups\[0\]\.keep\[0\] must be"),
     ],
 )
 def test_another_form_is_refused_by_its_place(manifest, tmp_path, change, message):
@@ -59,36 +57,3 @@ def test_what_is_no_manifest_of_this_version_is_refused(tmp_path, content):
     with pytest.raises(ValueError, match=r"struprune\.json: .* must be as this version of StruPrune writes") as refusal:
         read_manifest(tmp_path)
     assert "\n" not in str(refusal.value)
-
-
-# -- kept units ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def out(opt, prune_once, tmp_path):
-    """A pruned folder of one's own."""
-    return shutil.copytree(prune_once(opt, "head")[1], tmp_path / "out")
-
-
-def edit_json(file, change):
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content, indent=1) + "\n")
-
-
-KEEPS = {
-    "reversed": lambda m: m["groups"][0]["keep"].reverse(),
-    "twice": lambda m: m["groups"][0]["keep"].__setitem__(0, m["groups"][0]["keep"][1]),
-    "out of range": lambda m: m["groups"][0]["keep"].__setitem__(-1, 10**9),
-    "negative": lambda m: m["groups"][0]["keep"].__setitem__(0, -1),
-    "no number": lambda m: m["groups"][0]["keep"].__setitem__(0, True),
-}
-
-
-@pytest.mark.parametrize("kind", KEEPS)
-def test_kept_units_that_were_changed_are_refused(out, kind, capsys):
-    edit_json(out / "struprune.json", KEEPS[kind])
-    with pytest.raises(ValueError, match=r"struprune\.json: groups\[0\].*(keep must be sorted|keep\[0\] must be)"):
-        read_manifest(out)
-    assert cli.main(["inspect", str(out)]) == 2
-    assert capsys.readouterr().err.startswith("struprune: error: ")

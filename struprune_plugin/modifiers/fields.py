@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule
@@ -22,7 +22,6 @@ from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
-from struprune_plugin.storage.files import read_bytes
 from struprune_plugin.storage.registry import Config, NotGone, Patterns, refuse_gone
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
@@ -57,9 +56,7 @@ class BudgetConfig(Config):
     """
 
     parameters: float | None = Field(default=None, ge=0, lt=1)
-    bytes: Annotated[int | None, BeforeValidator(lambda v: read_bytes(v) if isinstance(v, str) else v)] = Field(
-        default=None, ge=1
-    )
+    bytes: ByteSize | None = Field(default=None, ge=1)
     speedup: float | None = Field(default=None, ge=1, le=1000)
     costs: str | None = None
 

@@ -100,21 +100,6 @@ def format_bytes(count: float) -> str:
     return f"{count:.4g} TB"
 
 
-def read_bytes(text: str) -> int:
-    """Parse a number of bytes: digits, or digits before kB, MB, GB.
-
-    :raises ValueError: the text has another form, or the number is below 1 or too large
-    """
-    number, unit = text, 1
-    for name, size in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
-        if number.endswith(name):
-            number, unit = number.removesuffix(name), size
-    is_number = number.isascii() and number.replace(".", "", 1).isdigit()
-    if not is_number or not 1 <= float(number) * unit < 2**63:
-        raise ValueError(f"must be a number of bytes, e.g. 500MB or 4GB, got {shorten_value(text)}")
-    return round(float(number) * unit)
-
-
 def shorten_value(value: object, limit: int = 100) -> str:
     """Return a value as text of at most ``limit`` characters, for a one-line message."""
     text = repr(value)

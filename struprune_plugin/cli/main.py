@@ -166,15 +166,7 @@ def score(
     opt.prepare(screen, None, paths, [text], device)
     from struprune_plugin.evaluation.text import DEMO_TEST
     from struprune_plugin.reporting.pages import keep_results
-    from struprune_plugin.studies.scores import (
-        Scoring,
-        add_dense,
-        find_bases,
-        find_dense,
-        format_scores,
-        list_results,
-        make_scorer,
-    )
+    from struprune_plugin.studies.scores import Scoring, find_dense, format_scores, list_results, make_scorer
 
     source = text or (None if names else DEMO_TEST)
     asked = Scoring(
@@ -190,13 +182,14 @@ def score(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    bases = {} if no_dense and no_keep else find_bases(paths)
-    models = paths if no_dense else add_dense(paths, bases)
+    dense = {} if no_dense and no_keep else find_dense(paths)
+    beside = {} if no_dense else {path: base for path, base in dense.items() if base in paths or Path(base).is_dir()}
+    models = list(dict.fromkeys(each for path in paths for each in (beside.get(path, path), path)))
     scorer = make_scorer(asked, models)
     scores = {path: scorer(path) for path in models}
     screen.show({"settings": asdict(asked), "scores": scores}, format_scores(scores))
-    for path, base in bases.items() if not no_keep else ():
-        problem = keep_results(Path(path), list_results(asked, scores[path], find_dense(scores, base)))
+    for path, base in dense.items() if not no_keep else ():
+        problem = keep_results(Path(path), list_results(asked, scores[path], scores.get(base, {})))
         if problem:
             screen.show_error(f"the scores are not stored with the output: {problem}")
 

@@ -118,27 +118,15 @@ def _place(path: str) -> Path:
     return (folder if folder and measure_weight_bytes(folder) else Path(path)).resolve()
 
 
-def find_bases(paths: Sequence[str]) -> dict[str, str]:
-    """Return the dense model of every output of StruPrune, a folder if its weights are on this machine."""
-    made = [path for path in paths if (Path(path) / MANIFEST_NAME).is_file()]
-    bases = {path: read_manifest(path).model.base for path in made}
-    return {path: base if Path(base).is_dir() else str(_place(base)) for path, base in bases.items()}
-
-
-def add_dense(paths: Sequence[str], bases: Mapping[str, str]) -> list[str]:
-    """Return the paths with the dense model inserted before each pruned folder, if it is on this machine."""
-    models: list[str] = []
+def find_dense(paths: Sequence[str]) -> dict[str, str]:
+    """Return the dense model of every output of StruPrune: one of the paths, or the folder where it is on this machine."""
+    known = {_place(path): path for path in reversed(paths)}
+    found = {}
     for path in paths:
-        base, others = bases.get(path), {_place(other) for other in (*paths, *models)}
-        if base is not None and Path(base).is_dir() and _place(base) not in others:
-            models.append(base)
-        models.append(path)
-    return models
-
-
-def find_dense(scores: Mapping[str, Score], base: str) -> Score:
-    """Return the scores of a dense model, under whatever name; empty if it was not scored."""
-    return next((found for path, found in scores.items() if _place(path) == _place(base)), {})
+        if (Path(path) / MANIFEST_NAME).is_file():
+            base = read_manifest(path).model.base
+            found[path] = known.setdefault(_place(base), base if Path(base).is_dir() else str(_place(base)))
+    return found
 
 
 def list_results(asked: Scoring, score: Score, dense: Score) -> list[ResultRecord]:

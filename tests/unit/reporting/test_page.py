@@ -179,10 +179,8 @@ def test_a_dense_model_named_by_its_hub_name_is_scored_once(out, opt, tmp_path, 
     find = scores.find_checkpoint
     monkeypatch.setattr(scores, "find_checkpoint", lambda name: base if name == "me/demo" else find(name))
     monkeypatch.setattr(scores, "read_manifest", lambda _path: named)
-    bases = scores.find_bases([str(out)])
-    assert bases == {str(out): str(base)}
-    assert scores.add_dense(["me/demo", str(out)], bases) == ["me/demo", str(out)]
-    assert scores.add_dense([str(out)], bases) == [str(base), str(out)]
+    assert scores.find_dense([str(out)]) == {str(out): str(base)}
+    assert scores.find_dense(["me/demo", str(out)]) == {str(out): "me/demo"}
 
 
 def test_without_dense_and_storing_a_damaged_manifest_is_not_read(out):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,48 +55,60 @@ def read_texts(
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-            value = row[find_column(row, text_column) or text_column]
+            value = row[find_column(row, text_column)]
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for half a character (a lone surrogate)
-            if not isinstance(value, str) and not (isinstance(value, list) and tokenizer is not None):
-                raise TypeError(f"{type(value).__name__} in place of a text")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             found = shorten_value(line.decode("utf-8", "replace"))
             raise ValueError(
                 f"{path}, line {number}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got {found} "
                 f"({error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)}). Write one "
                 f'{{"{text_column}": "…"}} per line, or name the column of the text (--text-column).'
             ) from None
-        texts.append(value if isinstance(value, str) else render_chat(tokenizer, value))  # type: ignore[arg-type]
+        texts.append(make_text(value, tokenizer, f"{path}, line {number}"))
     if not texts:
         raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another file.")
     return texts
 
 
-def find_column(columns: Container[str], text_column: str) -> str | None:
-    """Return the column that holds the text or the conversations of a data set; None if there is none."""
-    return next((name for name in (text_column, MESSAGES) if name in columns), None)
+def find_column(columns: Collection[str], text_column: str) -> str:
+    """Return the column that holds the texts or, where it is missing, the conversations of a data set.
 
-
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
-    """Return a conversation as text by the tokenizer's chat template, without the special token that tokenising adds in front.
-
-    :raises ValueError: there is no template, or the messages do not fit it
+    :raises ValueError: there is neither
     """
+    found = next((name for name in (text_column, MESSAGES) if name in columns), None)
+    if found is None:
+        raise ValueError(
+            f"dataset: must have a column {text_column} or {MESSAGES}, got {sorted(columns)}. Name the column of the text "
+            "(--text-column, text_column=…)."
+        )
+    return found
+
+
+def make_text(value: object, tokenizer: PreTrainedTokenizerBase | None, where: str = "dataset") -> str:
+    """Return the text of a row: as it is or, of a conversation, by the tokenizer's chat template, without the special token that
+    tokenising adds in front.
+
+    :param where: place of the row, for messages
+    :raises ValueError: it is neither; there is no template, or the messages do not fit it
+    """
+    if isinstance(value, str):
+        return value
+    messages = value if isinstance(value, list) else []
     if not messages or not all(isinstance(message, dict) and message.get("role") for message in messages):
         raise ValueError(
-            f"dataset: a conversation must be a list of messages with role and content, got {shorten_value(messages)}. Give them "
-            "these names, or choose another column."
+            f"{where}: every row must hold a text or a conversation, a list of messages with role and content, got "
+            f"{shorten_value(value)}. Leave such rows out, or name another column (--text-column, text_column=…)."
         )
-    if not tokenizer.chat_template:
+    if tokenizer is None or not tokenizer.chat_template:
         raise ValueError(
-            "dataset: data of `messages` must come with a tokenizer that has a chat template, got none. Give texts, or set "
+            f"{where}: data of `messages` must come with a tokenizer that has a chat template, got none. Give texts, or set "
             "tokenizer.chat_template."
         )
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # a template raises errors of many classes
         raise ValueError(
-            f"dataset: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)}. Correct the messages."
+            f"{where}: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)}. Correct the messages."
         ) from None
     start = tokenizer.bos_token or ""
     return text.removeprefix(start) if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else text
@@ -127,13 +139,7 @@ def stream_texts(
             "Correct the name, or give a local file."
         ) from None
     column = find_column(columns, text_column)
-    if column is None:
-        raise ValueError(
-            f"dataset: {name!r} must have the column {text_column!r}, got {sorted(columns)}. Name the column of "
-            "the text (--text-column)."
-        )
-    values = (row[column] for row in rows)
-    return (render_chat(tokenizer, value) if tokenizer and isinstance(value, list) else value for value in values)
+    return (make_text(row[column], tokenizer) for row in rows)
 
 
 def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens: int | None = None) -> Tensor:
@@ -269,23 +275,12 @@ def _take_rows(
     if "input_ids" in columns:
         return kwargs
     found = find_column(columns, column)
-    if found is None and "text" not in columns:
-        raise ValueError(
-            f"dataset: must have a column input_ids, {column} or {MESSAGES}, got {sorted(columns)}. Name the column of the text "
-            "(text_column=…)."
-        )
-    for value in dataset.select(range(min(samples, len(dataset))))[found] if found else ():
-        if not isinstance(value, str | list):
-            raise ValueError(
-                f"dataset: every row of {found} must hold a text or a conversation, got {value!r}. Leave such rows out, or name "
-                "another column (text_column=…)."
-            )
-    if found is None or not isinstance(dataset[0][found], list):
-        return kwargs
+    if all(isinstance(value, str) for value in dataset.select(range(min(samples, len(dataset))))[found]):
+        return kwargs | {"dataset": dataset.select_columns(found)}  # llm-compressor prefers one of the name text
     tokenizer, length = _find_tokenizer(model, kwargs)
 
     def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-        ids = tokenizer(render_chat(tokenizer, row[found]))["input_ids"][:length]
+        ids = tokenizer(make_text(row[found], tokenizer))["input_ids"][:length]
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     return kwargs | {"dataset": dataset.map(tokenize, remove_columns=columns, load_from_cache_file=False)}

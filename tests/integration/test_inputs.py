@@ -298,13 +298,17 @@ def test_a_file_of_conversations_is_calibration_data(llama, tmp_path, capsys):
 
 def test_data_of_other_columns_or_none_are_refused_by_name(llama):
     texts = read_texts(DEMO_CALIBRATION)[:20]
-    with pytest.raises(ValueError, match=r"got \['prompt'\]. Name the column of the text \(text_column=…\)"):
+    with pytest.raises(
+        ValueError, match=r"got \['prompt'\]. Name the column of the text \(--text-column, text_column=…\)"
+    ):
         run(llama, dataset=Dataset.from_dict({"prompt": texts}))
     with pytest.raises(ValueError, match="must have rows, got an empty data set"):
         run(llama, dataset=Dataset.from_list([]))
     with pytest.raises(ValueError, match=r"splits: must be one of \['test'\], got 'train'"):
         run(llama, dataset=DatasetDict({"test": Dataset.from_dict({"text": texts})}))
-    run(llama, dataset=Dataset.from_dict({"prompt": texts}), text_column="prompt", max_seq_length=32)
+    both = {"dataset": Dataset.from_dict({"prompt": texts, "text": texts}), "text_column": "prompt"}
+    assert prepare_dataset(str(llama), both)["dataset"].column_names == ["prompt"]
+    run(llama, **both, max_seq_length=32)
 
 
 def test_too_little_text_is_refused_before_the_model_is_loaded(llama, tmp_path, capsys, monkeypatch):
@@ -345,8 +349,8 @@ BROKEN = {
     "texts": (lambda: DataLoader(["text"] * 8, batch_size=4), BATCHES),
     "sequences alone": (lambda: DataLoader([{"input_ids": torch.tensor(ROW)}] * 8, batch_size=None), BATCHES),
     "one pass": (lambda: make_loader_of_one_pass(), "a loader must give its batches in every pass"),
-    "no text": (lambda: Dataset.from_dict({"text": [None, "words"] * 4}), "every row .* must hold a text .*, got None"),
-    "numbers": (lambda: Dataset.from_dict({"text": [1, 2]}), "every row of text must hold a text .*, got 1"),
+    "no text": (lambda: Dataset.from_dict({"text": [None, "words"] * 4}), "every row must hold a text .*, got None"),
+    "numbers": (lambda: Dataset.from_dict({"text": [1, 2]}), "every row must hold a text .*, got 1"),
 }
 
 
@@ -381,7 +385,7 @@ def test_conversations_of_another_form_are_refused(kind, llama, tmp_path):
     tokenizer, file = make_tokenizer(llama), tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": CHATS[kind]}) + "\n")
     for data in (Dataset.from_list([{"messages": CHATS[kind]}] * 8), str(file)):
-        with pytest.raises(ValueError, match="a conversation must be a list of messages with role and content, got"):
+        with pytest.raises(ValueError, match="a conversation, a list of messages with role and content, got"):
             run(llama, dataset=data, tokenizer=tokenizer, max_seq_length=16)
 
 

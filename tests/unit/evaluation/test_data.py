@@ -55,8 +55,11 @@ def test_read_texts_keeps_unusual_line_breaks_inside_a_text(tmp_path):
     [
         ("", "must hold at least one text"),
         ("not json\n", "line 1: must be a JSON object in UTF-8 with a text in the column 'text', got 'not json'"),
-        ('{"text": "fine"}\n{"other": 1}\n', 'line 2: .*KeyError.* Write one {"text": "…"} per line'),
-        ('{"text": 5}\n', "line 1: must be a JSON object .*TypeError"),
+        (
+            '{"text": "fine"}\n{"other": 1}\n',
+            'line 2: .*must have a column text or messages.* Write one {"text": "…"} per line',
+        ),
+        ('{"text": 5}\n', "line 1: every row must hold a text or a conversation"),
         ('["list"]\n', "line 1: must be a JSON object"),
     ],
 )

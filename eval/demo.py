@@ -25,11 +25,10 @@ NEW_TOKENS, TURNS = 16, 12  # of what is timed
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/demo"))
-    parser.add_argument("--recipe", default="recipes/struprune.yaml")
     parser.add_argument("--sparsity", default="0.2")
     args = parser.parse_args()
 
-    argv = ["prune", str(DEMO_MODEL), "--recipe", args.recipe, "--sparsity", args.sparsity]
+    argv = ["prune", str(DEMO_MODEL), "--sparsity", args.sparsity]
     status = cli.main([*argv, "--output", str(args.output), "--overwrite"])
     if status:
         return status

@@ -245,7 +245,7 @@ def save_gemma3(folder):
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     whole = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
     (folder / "processor_config.json").write_text(json.dumps(whole))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
 
 
@@ -257,7 +257,7 @@ def test_a_wrapper_s_processor_loads_from_what_is_written(tmp_path):
         processor = AutoProcessor.from_pretrained(folder)
         assert processor.chat_template == TEMPLATE
         assert processor.to_dict() == wanted.to_dict()
-        for kept in ("chat_template.jinja", "preprocessor_config.json", "processor_config.json"):
+        for kept in ("chat_template.json", "preprocessor_config.json", "processor_config.json"):
             assert (folder / kept).read_bytes() == (dense / kept).read_bytes()
 
 

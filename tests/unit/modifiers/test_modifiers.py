@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 from eval.coverage import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.paper.snip import SNIP
-from struprune_plugin.pruning.importance.gradients import check_gradient_memory
+from struprune_plugin.paper.snip import SNIP, check_gradient_memory
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
 def test_snip_refuses_a_model_too_large_for_the_memory(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(ValueError, match=r"snip must hold the whole .* about 0\.\d GB, got 0\.0 GB free.*obs or wanda"):
-        check_gradient_memory(make_opt(), [{"input_ids": torch.zeros(4, 32)}], "snip")
+        check_gradient_memory(make_opt(), [{"input_ids": torch.zeros(4, 32)}])
 
 
 def test_allocator_stage_and_own_allocation_pass_agree(opt, tmp_path):

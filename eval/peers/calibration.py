@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.calls import LayerCall
-from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.layerwise.calls import LayerCall, States
+from struprune_plugin.layerwise.ends import enter_batches
 from struprune_plugin.runtime.device_context import DeviceContext
-
-
-class _FirstLayerReached(Exception):
-    """Ends a forward pass that has shown all that is wanted of it."""
-
 
 ROOM = DeviceContext()  # of every peer: all on the device, nothing counted
 
@@ -24,20 +17,10 @@ def record_calls(model: PreTrainedModel, windows: Tensor, batch_size: int = 8) -
 
     :param windows: calibration tokens, shape [windows, window], int64
     """
-    calls: list[LayerCall] = []
+    batches = [{"input_ids": batch.to(model.device)} for batch in windows.split(batch_size)]
+    return [flow.calls[0] for flow in enter_batches(model, batches, ROOM)]
 
-    def record(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        calls.append(LayerCall.record(args, kwargs, calls[-1] if calls else None, ROOM))
-        raise _FirstLayerReached
 
-    _, first = find_decoder_layers(model)[0]
-    handle = first.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        for batch in windows.split(batch_size):
-            try:
-                model(input_ids=batch.to(model.device), use_cache=False)
-            except _FirstLayerReached:
-                continue
-    finally:
-        handle.remove()
-    return calls
+def run_again(call: LayerCall, layer: nn.Module, hidden: Tensor) -> Tensor:
+    """Return a layer's output hidden states for others than the call's."""
+    return call.run(layer, ROOM, States(hidden)).hidden

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.peers import PeerResult
-from eval.peers.calibration import ROOM, record_calls
+from eval.peers.calibration import ROOM, record_calls, run_again
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit, record
@@ -56,7 +56,7 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
             if group.layer_name == name:
                 moments = _gather_moments(layer, group, calls, hidden)
                 _prune_group(layer, group, moments, kept[group.name], damping)
-        hidden = [call.repeat(layer, ROOM, states).cpu() for call, states in zip(calls, hidden, strict=True)]
+        hidden = [run_again(call, layer, states).cpu() for call, states in zip(calls, hidden, strict=True)]
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
     return PeerResult(model, removed / num_prunable, time.perf_counter() - start, _NOTE)
 
@@ -68,7 +68,7 @@ def _gather_moments(
     sums = GroupSums(layer, group, calls[0].device, ROOM)
     with record(layer, [group]) as seen:
         for call, states in zip(calls, hidden, strict=True):
-            call.repeat(layer, ROOM, states)
+            run_again(call, layer, states)
             stream = seen.read(group)
             sums.add(Visit(stream.source, stream.inputs, stream.output, call))
     return sums.finish().all

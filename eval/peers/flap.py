@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.peers import PeerResult
-from eval.peers.calibration import ROOM, record_calls
+from eval.peers.calibration import record_calls, run_again
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import unit_columns
@@ -82,7 +82,7 @@ def measure_inputs(
         sums = {g.name: torch.zeros(2, g.num_columns, dtype=torch.float64, device=calls[0].device) for g in members}
         with record(layer, members) as seen:
             for index, call in enumerate(calls):
-                hidden[index] = call.repeat(layer, ROOM, hidden[index]).cpu()
+                hidden[index] = run_again(call, layer, hidden[index]).cpu()
                 for group in members:
                     inputs = seen.inputs[group.consumer].double()
                     sums[group.name] += torch.stack([inputs.sum(0), inputs.square().sum(0)])

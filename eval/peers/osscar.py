@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.peers import PeerResult
-from eval.peers.calibration import ROOM, record_calls
+from eval.peers.calibration import ROOM, record_calls, run_again
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.statistics import LayerStatistics
@@ -71,7 +71,7 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
             if changed:  # before the first cut there is nothing to repair
                 num_swaps += _prune_group(layer, group, moments, kept[group.name])
         observer.finish_layer()
-        hidden = [call.repeat(layer, ROOM, stream).cpu() for call, stream in zip(calls, hidden, strict=True)]
+        hidden = [run_again(call, layer, stream).cpu() for call, stream in zip(calls, hidden, strict=True)]
     seconds = time.perf_counter() - start
     return PeerResult(model, 1 - count_prunable_parameters(model) / dense, seconds, f"{num_swaps} swaps")
 

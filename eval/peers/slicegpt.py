@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.peers import PeerResult
-from eval.peers.calibration import ROOM, record_calls
+from eval.peers.calibration import record_calls, run_again
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.linalg.second_moments import append_bias
@@ -241,7 +241,7 @@ def _slice_layer(
         _rotate_inputs(linear, basis)
     attention = layer.get_submodule(layout.attention_output.rpartition(".")[0])
     sliced = SlicedAttention(_strip_norm(norms[0]), attention, basis.T.to(dtype))
-    middle = [call.repeat(sliced, ROOM, stream) for call, stream in zip(calls, hidden, strict=True)]
+    middle = [run_again(call, sliced, stream) for call, stream in zip(calls, hidden, strict=True)]
     inner = find_principal_basis(middle, width)
     _rotate_outputs(outputs[0], inner)
     sliced.shortcut = nn.Parameter((basis.T @ inner).to(dtype))

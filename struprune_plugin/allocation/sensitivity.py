@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import psutil
 import torch
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import split_batches
-from struprune_plugin.layerwise.calls import LayerCall, pair_gradients
+from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import join_neighbours, split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import list_visits
@@ -206,30 +205,22 @@ def _run_backward(
     """Run one layer forward and backward on all batches, add ``g g^T`` at its consumers, store the gradients at its input."""
     outputs: dict[str, Tensor] = {}
 
-    def see(name: str) -> Any:
-        return lambda _module, _args, output: outputs.update({name: output})
+    def see(name: str, _module: nn.Module, _args: tuple, output: Tensor) -> None:
+        output.retain_grad()
+        outputs[name] = output
 
     watched = {group.output_name: group.experts or group.consumer for group in groups}
     sums |= {name: context.to_solver(sums[name]) for name in watched if name in sums}
     with ExitStack() as stack:
         for name, module in watched.items():
-            stack.callback(layer.get_submodule(module).register_forward_hook(see(name)).remove)
+            stack.callback(layer.get_submodule(module).register_forward_hook(partial(see, name)).remove)
         for flow in flows:
-            call = flow.calls[index]
-            states = call.states.map(partial(context.to_device, device=call.device)).watch()
-            assert flow.above is not None
-            above = [context.to_device(gradient, call.device) for gradient in flow.above]
-            with torch.enable_grad():
-                with context.save_on_host(layer):
-                    left = pair_gradients(call.run(layer, context, states), above)
-                below = states.list_learning()
-                wanted = [*below, *(outputs.pop(name) for name in watched)]
-                gradients = torch.autograd.grad(left[0], wanted, left[1], materialize_grads=True)
-            del left, wanted
-            flow.above = [context.park(gradient) for gradient in gradients[: len(below)]]
-            for name, gradient in zip(watched, gradients[len(below) :], strict=True):
-                _add_products(sums, name, gradient, call, context)
-            flow.forget(index, context)
+            flow.turn_back(index, layer, context)
+            for name in watched:
+                output = outputs.pop(name)
+                gradient = torch.zeros_like(output) if output.grad is None else output.grad
+                del output
+                _add_products(sums, name, gradient, flow.calls[index], context)
     for name in watched:
         sums[name] = context.park(sums[name], "fisher")
 

@@ -40,16 +40,6 @@ class States:
         return self.map(lambda part: part.detach().requires_grad_() if part.is_floating_point() else part)
 
 
-def pair_gradients(outputs: States, above: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that have a graph and their gradients, from which a backward pass through a layer starts.
-
-    :param above: gradients in the order of :meth:`States.list_learning`; of the hidden states only at the last layer
-    """
-    learning = outputs.list_learning()[: len(above)]
-    pairs = [(part, gradient) for part, gradient in zip(learning, above, strict=True) if part.requires_grad]
-    return [part for part, _ in pairs], [gradient for _, gradient in pairs]
-
-
 @dataclass
 class LayerCall:
     """Call of a decoder layer, stored so that it can be repeated.
@@ -83,26 +73,6 @@ class LayerCall:
     def states(self) -> States:
         """States that enter the layer."""
         return States(self.hidden, self.others)
-
-    @classmethod
-    def record(
-        cls,
-        args: tuple,
-        kwargs: dict[str, Any],
-        previous: LayerCall | None,
-        context: DeviceContext,
-    ) -> LayerCall:
-        """Return the record of a call with a hook's arguments; no token counts as padding.
-
-        :param previous: an earlier call, whose equal tensors are shared
-        """
-        name, hidden, arguments = split_call(args, kwargs)
-        held = store(arguments, previous.arguments if previous else {}, context)
-        return cls(context.park(hidden), held, None, hidden.device, name)
-
-    def repeat(self, layer: Callable[..., Any], context: DeviceContext, hidden: Tensor | None = None) -> Tensor:
-        """Run the layer again, on other hidden states where given; return its output hidden states on the device."""
-        return self.run(layer, context, None if hidden is None else States(hidden, self.others)).hidden
 
     def run(self, layer: Callable[..., Any], context: DeviceContext, states: States | None = None) -> States:
         """Run the layer again, on the states of another path where given; return the states for the next layer, on the device.
@@ -195,7 +165,7 @@ def store(value: Any, known: Any, context: DeviceContext, seen: dict[int, tuple[
     return stored
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """Return a tensor, or a tuple, list or mapping of tensors, with ``change`` applied; lists and mappings are new objects."""
     if isinstance(value, tuple | list):
         made = [map_tensors(change, part) for part in value]
@@ -208,12 +178,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 def list_tensors(value: Any) -> list[Tensor]:
     """Return the tensors that :func:`map_tensors` changes, in its order."""
     found: list[Tensor] = []
-
-    def see(part: Tensor) -> Tensor:
-        found.append(part)
-        return part
-
-    map_tensors(see, value)
+    map_tensors(found.append, value)
     return found
 
 

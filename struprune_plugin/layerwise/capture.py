@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,24 @@ class Seen:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    def clear(self, _layer: nn.Module, _args: tuple) -> None:
+        """Forget the last pass, as a hook of the layer."""
+        for part in (self.inputs, self.outputs, self.arguments):
+            part.clear()
+
+    def see_input(self, name: str, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Record what a module gets, as its hook."""
+        self.inputs[name], self.arguments[name] = _flatten(split_call(args, kwargs)[1]), args
+
+    def see_output(self, name: str, stops: bool, _module: nn.Module, _args: tuple, output: Any) -> None:
+        """Record what a module returns, as its hook.
+
+        :raises Stopped: if the hook ``stops`` the pass
+        """
+        self.outputs[name] = _flatten(list_parts(output)[0]).clone()  # later code may write into it
+        if stops:
+            raise Stopped
+
     def read(self, group: UnitGroup) -> Stream:
         """Return the tensors of a group's module."""
         residual, source = self.inputs[group.join.residual], self.inputs[next(iter(group.producers))]
@@ -74,35 +93,17 @@ def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) ->
     :param stop: end a pass with :class:`Stopped` once a consumer has run
     """
     seen, consumers = Seen(), {group.consumer for group in groups}
-
-    def clear(_layer: nn.Module, _args: tuple) -> None:
-        for part in (seen.inputs, seen.outputs, seen.arguments):
-            part.clear()
-
-    def see_input(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            seen.inputs[name], seen.arguments[name] = _flatten(split_call(args, kwargs)[1]), args
-
-        return hook
-
-    def see_output(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
-            seen.outputs[name] = _flatten(list_parts(output)[0]).clone()  # later code may write into it
-            if stop and name in consumers:
-                raise Stopped
-
-        return hook
-
     inputs = {name for g in groups for name in (g.join.residual, next(iter(g.producers)), g.consumer)}
     inputs |= {group.experts for group in groups if group.experts}
     outputs = consumers | {name for g in groups for name in (g.join.parallel, g.join.block) if name}
     with ExitStack() as stack:
-        stack.callback(layer.register_forward_pre_hook(clear, prepend=True).remove)
+        stack.callback(layer.register_forward_pre_hook(seen.clear, prepend=True).remove)
         for name in inputs:
-            module = layer.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(see_input(name), with_kwargs=True).remove)
+            see = partial(seen.see_input, name)
+            stack.callback(layer.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True).remove)
         for name in outputs:
-            stack.callback(layer.get_submodule(name).register_forward_hook(see_output(name)).remove)
+            see = partial(seen.see_output, name, stop and name in consumers)
+            stack.callback(layer.get_submodule(name).register_forward_hook(see).remove)
         yield seen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,16 +89,16 @@ class DenseReference:
         :param index: index of the batch
         :return: shape [tokens, d], float32, on the device
         """
-
-        def find_wanted() -> Tensor:
-            if not self.target.is_dense:
-                return stream.output.float()
-            held = self._wanted.pop((group.name, index))
-            wanted = self._context.to_device(held, stream.output.device)
+        key, now = (group.name, index), stream.output.float()
+        if key in self._asked:
+            return self._context.to_device(self._asked[key], now.device)
+        wanted = now
+        if self.target.is_dense:
+            held = self._wanted.pop(key)
+            wanted = self._context.to_device(held, now.device)
             self._context.release(held)
-            return wanted - _read_residual(group, stream) if self._is_residual(group) else wanted
-
-        return self._ask(group, index, stream.output, find_wanted, self.target.share)
+            wanted = wanted - _read_residual(group, stream) if self._is_residual(group) else wanted
+        return self._ask(key, now, wanted, self.target.share)
 
     def repairs(self, group: UnitGroup) -> bool:
         """Return whether a group belongs to experts, or is beside them, and repairs the layer's inherited error."""
@@ -114,21 +114,15 @@ class DenseReference:
         """
         if not self.repairs(group):
             return None
-        now, share = seen.add_sum(group), 1.0 if self._repairs_all else self.target.share
-
-        def find_wanted() -> Tensor:
-            return self._context.to_device(self._wanted[_name_sum(group), index], now.device)
-
-        return Repair.of(self._ask(group, index, now, find_wanted, share), now)
-
-    def _ask(
-        self, group: UnitGroup, index: int, now: Tensor, find_wanted: Callable[[], Tensor], share: float
-    ) -> Tensor:
-        """Return what solves ask of a group on a batch: a share of the way from what it gives now to what is wanted."""
-        key = group.name, index
+        key, now = (group.name, index), seen.add_sum(group)
         if key in self._asked:
-            return self._context.to_device(self._asked[key], now.device)
-        asked = torch.lerp(now.float(), find_wanted(), share)
+            return Repair.of(self._context.to_device(self._asked[key], now.device), now)
+        wanted = self._context.to_device(self._wanted[_name_sum(group), index], now.device)
+        return Repair.of(self._ask(key, now, wanted, 1.0 if self._repairs_all else self.target.share), now)
+
+    def _ask(self, key: tuple[str, int], now: Tensor, wanted: Tensor, share: float) -> Tensor:
+        """Return what solves ask of a group on a batch: a share of the way from what it gives now to what is wanted."""
+        asked = torch.lerp(now, wanted, share)
         if self._revisits:
             self._asked[key] = self._context.park(asked)
         return asked

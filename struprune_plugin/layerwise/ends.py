@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class BatchFlow:
 
     :param calls: calls of all layers
     :param states: output states of the last layer that ran, or the inputs of the first
-    :param above: gradients at the states in the order of :meth:`States.list_learning`; in a backward pass those at the inputs of
-        the last layer that ran
+    :param above: gradients at the states in the order of :meth:`States.list_learning`, of the hidden states only behind the last
+        layer; in a backward pass those at the inputs of the last layer that ran
     """
 
     batch: dict[str, Tensor]
@@ -54,6 +55,22 @@ class BatchFlow:
         call = self.enter(index)
         self.leave(call.run(layer, context), context)
         return call
+
+    def turn_back(self, index: int, layer: nn.Module, context: DeviceContext) -> None:
+        """Run a layer forward and backward; the gradients at its inputs replace those at its outputs; forget the call."""
+        call, above = self.calls[index], self.above or []
+        states = call.states.map(partial(context.to_device, device=call.device)).watch()
+        with torch.enable_grad():
+            with context.save_on_host(layer):
+                learning = call.run(layer, context, states).list_learning()[: len(above)]
+            pairs = [(part, gradient) for part, gradient in zip(learning, above, strict=True) if part.requires_grad]
+            parts, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(parts, [context.to_device(gradient, call.device) for gradient in gradients])
+        del learning, pairs, parts
+        leaves = states.list_learning()
+        below = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        self.above = [context.park(gradient) for gradient in below]
+        self.forget(index, context)
 
     def forget(self, index: int, context: DeviceContext) -> None:
         """Release the tensors of a layer's call."""
@@ -79,8 +96,8 @@ def enter_layers(
     :raises ValueError: the model does not call its layers one after the other, each once, on the previous layer's hidden states
     """
     named = find_decoder_layers(model)
-    recorder, num_parts = _Recorder(batch, context, known), find_structure(model).num_parts
-    forwards = [recorder.make_forward(index, name, num_parts) for index, (name, _) in enumerate(named)]
+    recorder = _Recorder(batch, context, known, find_structure(model).num_parts)
+    forwards = [partial(recorder.run, index, name) for index, (name, _) in enumerate(named)]
     with replace_layers([layer for _, layer in named], forwards):
         run_to_head(model, batch)
     if len(recorder.calls) < len(named):
@@ -106,43 +123,36 @@ class _Recorder:
     """Recorder of the calls of decoder layers, which runs in their place.
 
     The tensors that it returns mark a layer's output, and are recognised among the next layer's arguments.
+
+    :param num_parts: number of parts of a layer's output; 0 where it is a tensor
     """
 
-    def __init__(self, batch: dict[str, Tensor], context: DeviceContext, known: Sequence[LayerCall] | None):
+    def __init__(
+        self, batch: dict[str, Tensor], context: DeviceContext, known: Sequence[LayerCall] | None, num_parts: int
+    ):
         self.calls: list[LayerCall] = []
-        self._context, self._known = context, known
+        self._context, self._known, self._num_parts = context, known, num_parts
         self._shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
         self._tokens = find_tokens(batch.get("attention_mask"))
         self._marks: list[Tensor] = []  # of the previous layer
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def make_forward(self, index: int, name: str, num_parts: int) -> Callable[..., Any]:
-        """Return a function that replaces a layer's forward pass.
-
-        :param num_parts: number of parts of the layer's output; 0 where it is a tensor
-        """
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = split_call(args, kwargs)[1]
-            if len(self.calls) != index:
-                raise ValueError(
-                    f"{name}: decoder layers must run on text one after the other, each once, got this one as number "
-                    f"{len(self.calls)}. Choose another model."
-                )
-            if index and not _is_same(hidden, self._marks[0]):
-                raise ValueError(
-                    f"{name}: a decoder layer must run on the hidden states that the layer before it returned, got others. "
-                    "Choose another model."
-                )
-            self._record(name, args, kwargs)
-            self._marks = [hidden.detach(), *(hidden.new_empty(0) for _ in range(num_parts - 1))]
-            return tuple(self._marks) if num_parts else self._marks[0]
-
-        return forward
-
-    def _record(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        before = self.calls[-1] if self.calls else None
+    def run(self, index: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Record the call of a layer; return what marks its output."""
         argument, hidden, arguments = split_call(args, kwargs)
+        if len(self.calls) != index:
+            raise ValueError(
+                f"{name}: decoder layers must run on text one after the other, each once, got this one as number "
+                f"{len(self.calls)}. Choose another model."
+            )
+        before = self.calls[-1] if self.calls else None
+        if before is not None and not (
+            hidden is self._marks[0] or (hidden.shape == self._marks[0].shape and torch.equal(hidden, self._marks[0]))
+        ):
+            raise ValueError(
+                f"{name}: a decoder layer must run on the hidden states that the layer before it returned, got others. "
+                "Choose another model."
+            )
         marks = {id(mark): part for part, mark in enumerate(self._marks)}
         wires = {place: marks[id(value)] for place, value in arguments.items() if id(value) in marks}
         arguments |= dict.fromkeys(wires)
@@ -159,10 +169,8 @@ class _Recorder:
         self.calls.append(
             LayerCall(parked, held, self._tokens, hidden.device, argument, wires=wires, shape=self._shape)
         )
-
-
-def _is_same(value: Tensor, mark: Tensor) -> bool:
-    return value is mark or (value.shape == mark.shape and torch.equal(value, mark))
+        self._marks = [hidden.detach(), *(hidden.new_empty(0) for _ in range(self._num_parts - 1))]
+        return tuple(self._marks) if self._num_parts else self._marks[0]
 
 
 class _Reached(Exception):

@@ -63,8 +63,7 @@ class GroupSums:
         num_before: int = 0,
     ):
         self._group, self._context, self._num_sequences, self._num_rows = group, context, num_before, 0
-        self._own = self._make(layer, device)
-        self._held = self._make(layer, device) if hold_out else None
+        self._sums = [self._make(layer, device) for _ in range(1 + hold_out)]  # the last ones apart, if there are two
 
     def _make(self, layer: nn.Module, device: torch.device) -> MomentSums:
         """Return empty float32 sums on a device or, with ``offload``, on the host."""
@@ -78,26 +77,24 @@ class GroupSums:
 
     def add(self, visit: Visit) -> None:
         """Add every sequence of a visit once: to the sums, or every fourth to separate ones; :meth:`finish` adds the two."""
-        own, apart = list[slice | Tensor](), list[slice | Tensor]()
+        parts: list[list[slice | Tensor]] = [[] for _ in self._sums]
         for part in visit.split():
             self._num_sequences += 1
-            (apart if self._held is not None and self._num_sequences % _HOLD_EVERY == 0 else own).append(part)
+            parts[0 if self._num_sequences % _HOLD_EVERY else -1].append(part)
         self._num_rows += sum(visit.counts or ())
-        add_visit(self._own, visit, own, self._context)
-        if self._held is not None:
-            add_visit(self._held, visit, apart, self._context)
+        for sums, own in zip(self._sums, parts, strict=True):
+            add_visit(sums, visit, own, self._context)
 
     def finish(self) -> GroupMoments:
         """Return the moments over the batches of all processes, once.
 
         :raises ValueError: NaN or Inf among the activations; the message names the linear
         """
-        moments, rows = self._close(self._own), sum(gather(self._num_rows)) if self._group.experts else None
-        if self._held is None:
-            return GroupMoments(moments, None, rows)
-        held = self._close(self._held)
-        add_moments(moments, held)
-        return GroupMoments(moments, held if float(held.gram[-1, -1]) else None, rows)
+        rows = sum(gather(self._num_rows)) if self._group.experts else None
+        moments, *apart = map(self._close, self._sums)
+        for held in apart:
+            add_moments(moments, held)
+        return GroupMoments(moments, next((held for held in apart if float(held.gram[-1, -1])), None), rows)
 
     def _close(self, sums: MomentSums) -> SecondMoments:
         """Return sums, reduced over processes, as moments in unit order on the device where systems are solved."""

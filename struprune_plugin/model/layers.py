@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import HEAD_COUNTS, AttentionLayout, LayerLayout
-from struprune_plugin.model.structure.locate import PADDING, locate_layers
+from struprune_plugin.model.structure.locate import PADDING
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
 _ENTRY = 75  # bytes of a tensor in a file's header, beside its name
@@ -23,7 +23,7 @@ SOFT_CAP = "attn_logit_softcapping"  # too large for a random instance's logits 
 
 def find_decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every decoder layer, first to last."""
-    path = locate_layers(model)
+    path = find_structure(model).layers
     return [(f"{path}.{name}", layer) for name, layer in model.get_submodule(path).named_children()]
 
 
@@ -36,15 +36,6 @@ def find_layouts(model: nn.Module) -> list[tuple[nn.Module, LayerLayout]]:
 def find_linear(layer: nn.Module, name: str) -> nn.Linear:
     """Return a linear of a decoder layer by its name within the layer."""
     return cast(nn.Linear, layer.get_submodule(name))
-
-
-def list_linears(layer: nn.Module, layout: LayerLayout) -> list[str]:
-    """Return the names of all linears of a layer's modules that hold units, including experts where they have been split."""
-    names, experts = layout.list_linears(), layout.experts
-    if experts is not None:
-        held = layer.get_submodule(experts.module).named_modules(prefix=experts.module)
-        names += [name for name, module in held if isinstance(module, nn.Linear)]
-    return names
 
 
 def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:

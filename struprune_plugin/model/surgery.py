@@ -6,7 +6,7 @@ change or ``.data =`` would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rotation import rotate_columns
 from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
-from struprune_plugin.model.layers import find_linear, list_linears, read_counts, read_padding
-from struprune_plugin.model.structure.layout import LayerLayout
+from struprune_plugin.model.layers import find_linear, read_counts, read_padding
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import update_counts
 from struprune_plugin.runtime.residence import release_weights
@@ -167,37 +166,35 @@ class LayerCopy:
     """Host copy of the parts of a decoder layer that pruning changes.
 
     :param linears: (weight, bias) by name
-    :param counts: sizes that the attention module stores in attributes, by name
+    :param counts: sizes that attention modules store in attributes, by name of the module
     :param padding: see :func:`~struprune_plugin.model.layers.read_padding`, by name of the linear
     """
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
-    counts: dict[str, int]
+    counts: dict[str, dict[str, int]]
     padding: dict[str, dict[str, Any]]
 
 
-def copy_layer(layer: nn.Module, layout: LayerLayout) -> LayerCopy:
-    """Return a host copy of a decoder layer's linears that may change, and of the sizes that its attention module stores.
-
-    :param layout: the layout without removed parts
-    """
+def copy_layer(layer: nn.Module, groups: Sequence[UnitGroup]) -> LayerCopy:
+    """Return a host copy of the linears of a decoder layer's groups, and of the sizes that their attention modules store."""
 
     def hold(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True)
 
-    names = list_linears(layer, layout)
-    counts = read_counts(layer.get_submodule(layout.attention.module)) if layout.attention else {}
+    names = dict.fromkeys(name for g in groups for name in (*g.producers, *g.query_key, g.consumer))
+    counts = {g.attention: read_counts(layer.get_submodule(g.attention)) for g in groups if g.attention}
     linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
     return LayerCopy(linears, counts, {name: deepcopy(read_padding(layer, name)) for name in names})
 
 
-def restore_layer(layer: nn.Module, layout: LayerLayout, copy: LayerCopy) -> None:
-    """Restore the recorded state of a layer, bit for bit; the layout lacks the removed parts."""
+def restore_layer(layer: nn.Module, copy: LayerCopy) -> None:
+    """Restore the recorded state of a layer, bit for bit."""
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
         read_padding(layer, name).update(deepcopy(copy.padding[name]))
-    for name, count in copy.counts.items():
-        setattr(layer.get_submodule(layout.attention.module), name, count)  # type: ignore[union-attr]
+    for module, counts in copy.counts.items():
+        for name, count in counts.items():
+            setattr(layer.get_submodule(module), name, count)
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:

@@ -29,10 +29,11 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
-from struprune_plugin.pruning.resume import keep_allocation, take_allocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore
+
+_PART = "allocation"  # name in the store
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Planner:
 
     def decide(self, store: ResumeStore | None) -> tuple[UnitAllocation, Sensitivity]:
         """Return the plan and the measured sensitivity, from the store if an earlier process has made them."""
-        if done := take_allocation(store):
+        if store is not None and (done := store.read(_PART, tuple[UnitAllocation, Sensitivity])):
             return done
         setup, recipe, groups = self.setup, self.recipe, self.setup.groups
         sensitivity = measure_sensitivity(
@@ -62,7 +63,7 @@ class Planner:
             sensitivity = replace(sensitivity, saliency=plan.experts.rename(groups, sensitivity.saliency))
         plan = replace(plan, kept={**plan.kept, **{group.name: group.num_units for group in setup.whole}})
         if store is not None:
-            keep_allocation(store, plan, sensitivity)
+            store.write(_PART, (plan, sensitivity))
         return plan, sensitivity
 
     def _allocate(self, sensitivity: Sensitivity) -> UnitAllocation:

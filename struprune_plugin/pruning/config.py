@@ -35,11 +35,6 @@ class PruningConfig:
     rotate_values: bool
     sparsity: float
 
-    @property
-    def revisits(self) -> bool:
-        """Whether methods run a module on the same targets more than once."""
-        return self.weight_update.refines or self.importance.aims
-
     def rotates(self, group: UnitGroup) -> bool:
         """Return whether the units of a group are rotated into each other before some are removed."""
         return self.rotate_values and group.rotates and self.importance.eliminates and self.weight_update.solves

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
-from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import copy_layer, restore_layer, rotate_group, rotate_producer, slice_group
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
@@ -77,28 +76,28 @@ class Pruner:
         :param groups: groups of all layers, in the order in which the model computes them
         :param log: log of the finished layers; those of an earlier process are restored from it
         """
-        config, structure = self.config, find_structure(model)
+        config = self.config
         statistics = LayerStatistics(
             config.reconstruct,
             self.context,
             changes=True,
             hold_out=config.chooses_dampening,
             num_before=count_before(sum(len(batch["input_ids"]) for batch in batches)),
-            revisits=config.revisits,
+            revisits=config.weight_update.refines or config.importance.aims,
         )
         records, changed = list[GroupRecord](), False
         for step in stream_layers(model, batches, self.context, "pruning", propagates=True):
-            own, layout = select_groups(groups, step.name), structure[step.index]
+            own = select_groups(groups, step.name)
             done = None if log is None else log.take(step.index)
             with self.context.stage("statistics"):
                 step.observe(statistics, [] if done else own)  # a finished layer needs only the dense path
             outcome = done or self.prune_layer(step.layer, own, statistics, changed, step.progress)
             if done is not None and done.copy is not None:
                 self.drop_experts(step.layer, own)
-                restore_layer(step.layer, layout, done.copy)
+                restore_layer(step.layer, done.copy)
             elif done is None and log is not None:
                 with self.context.stage("checkpoint"):
-                    copy = copy_layer(step.layer, layout) if outcome.changed else None
+                    copy = copy_layer(step.layer, self.plan.list_left(own)) if outcome.changed else None
                     log.keep(step.index, replace(outcome, copy=copy))
             records += outcome.groups
             changed = outcome.changed
@@ -161,17 +160,15 @@ class Pruner:
         :param moments: moments of each group's consumer
         :param updates: whether the remaining weights are re-solved
         """
-        with self.context.solving():
-            return compute_on_rank0(lambda: self._decide(modules, moments, updates), self.context.solve_device)
 
-    def _decide(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool) -> list[Decision]:
-        problems = pose_problems(modules, moments, self.config, self.sensitivity)
-        (num_keep,) = {self.plan.kept[module.group.name] for module in modules}
-        selected = select_units(problems, num_keep, self.config)
-        return [
-            self._solve(problem, keep, ranked, updates)
-            for problem, (keep, ranked) in zip(problems, selected, strict=True)
-        ]
+        def solve() -> list[Decision]:
+            problems = pose_problems(modules, moments, self.config, self.sensitivity)
+            (num_keep,) = {self.plan.kept[module.group.name] for module in modules}
+            selected = select_units(problems, num_keep, self.config)
+            return [self._solve(problem, *found, updates) for problem, found in zip(problems, selected, strict=True)]
+
+        with self.context.solving():
+            return compute_on_rank0(solve, self.context.solve_device)
 
     def _solve(self, problem: GroupProblem, keep: Tensor, ranked: RankedUnits | None, updates: bool) -> Decision:
         """Return the new weights of a group on its kept units."""

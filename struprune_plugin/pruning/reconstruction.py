@@ -53,18 +53,10 @@ def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: Pruni
     refined = config.weight_update.refine(module, keep, weight, config.dampening_frac)
     slice_group(module.layer, module.group, keep, refined.consumer, refined.producers)
     sliced = replace(module, group=module.group.resize(len(keep)))
-    return ADMMRecord(refined.objective, solve_again(sliced, config).error_after)
-
-
-def solve_again(module: ModuleView, config: PruningConfig) -> SolveRecord:
-    """Re-solve a sliced group's consumer, in place, on its new inputs, damped towards its current weights.
-
-    :param module: the sliced module
-    """
-    gathered = module.collect_moments(f"{module.group.name} closing")
+    gathered = sliced.collect_moments(f"{module.group.name} closing")
     with module.context.solving():
-        problem = GroupProblem.pose(module, gathered, config.dampening_frac)
-        everything = torch.arange(module.group.num_units, device=gathered.all.gram.device)
-        weight, record = solve_group(problem, everything, config)
-    set_consumer(module.layer, module.group, weight)
-    return record
+        problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)  # damped towards the refined weights
+        everything = torch.arange(len(keep), device=gathered.all.gram.device)
+        closing, record = solve_group(problem, everything, config)
+    set_consumer(sliced.layer, sliced.group, closing)
+    return ADMMRecord(refined.objective, record.error_after)

@@ -1,4 +1,4 @@
-"""Storage of a pruning pass' finished decoder layers and of an allocation's measurements, from which a run resumes."""
+"""Storage of a pruning pass' finished decoder layers, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.surgery import LayerCopy
-from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.storage.manifest import GroupRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
-_ALLOCATION = "allocation"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
@@ -62,16 +59,6 @@ class LayerLog:
 
 def _name(index: int) -> str:
     return f"layer-{index:05d}"
-
-
-def keep_allocation(store: ResumeStore, plan: UnitAllocation, signals: Sensitivity) -> None:
-    """Write the measurements of the dense model and the plan made from them to the store."""
-    store.write(_ALLOCATION, (plan, signals))
-
-
-def take_allocation(store: ResumeStore | None) -> tuple[UnitAllocation, Sensitivity] | None:
-    """Return what :func:`keep_allocation` wrote; None if nothing was written."""
-    return None if store is None else store.read(_ALLOCATION, tuple[UnitAllocation, Sensitivity])
 
 
 def describe_run(

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,7 +24,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
 from transformers.pytorch_utils import Conv1D
 
-from struprune_plugin.layerwise.calls import pair_gradients
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, freeze_weights
@@ -291,7 +289,7 @@ class AdapterTraining:
             self._seed(step, index)
             with self.context.hold(layer, following):
                 for flow in flows:
-                    self._run_backward(layer, index, flow)
+                    flow.turn_back(index, layer, self.context)
         return loss
 
     def measure(self, samples: Sequence[Tensor], step: int = 0) -> float:
@@ -328,19 +326,6 @@ class AdapterTraining:
                 if hidden.grad is not None:
                     flow.above = [context.park(hidden.grad)]
         return total
-
-    def _run_backward(self, layer: nn.Module, index: int, flow: BatchFlow) -> None:
-        """Run one layer forward and backward on one micro-batch; store the gradients at its inputs."""
-        call, context = flow.calls[index], self.context
-        states = call.states.map(partial(context.to_device, device=call.device)).watch()
-        assert flow.above is not None
-        above = [context.to_device(gradient, call.device) for gradient in flow.above]
-        with torch.enable_grad():
-            torch.autograd.backward(*pair_gradients(call.run(layer, context, states), above))
-        learning = states.list_learning()
-        below = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in learning]
-        flow.above = [context.park(gradient) for gradient in below]
-        flow.forget(index, context)
 
     def _seed(self, step: int, index: int) -> None:
         if self.config.adapters.dropout:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.families import make_model
 
-from struprune_plugin.layerwise.calls import LayerCall
+from struprune_plugin.layerwise.calls import LayerCall, split_call
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.layers import find_decoder_layers
@@ -27,7 +27,8 @@ def record_calls(model, num_batches=6):
 def observe(layer, groups, calls, target="residual", hold_out=False):
     observed = LayerStatistics(TARGETS[target], DeviceContext(), changes=True, hold_out=hold_out)
     for args, kwargs in calls:
-        observed.run_layer(layer, groups, LayerCall.record(args, kwargs, None, DeviceContext()))
+        name, hidden, arguments = split_call(args, kwargs)
+        observed.run_layer(layer, groups, LayerCall(hidden, arguments, None, hidden.device, name))
     return observed
 
 

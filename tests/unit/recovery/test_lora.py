@@ -195,10 +195,10 @@ def test_match_linears_reads_every_way_to_name_one(targets, count, first):
 def test_adapters_merged_untrained_change_nothing(dtype):
     model = make_opt().to(dtype)
     model.lm_head.weight.requires_grad_(False)
+    names, parameters = match_linears(model, SOME), dict(model.named_parameters())
     before, modules, shell = weights_of(model), dict(model.named_modules()), set(vars(model))
-    parameters = dict(model.named_parameters())
     required = {name: parameter.requires_grad for name, parameter in parameters.items()}
-    with attach_adapters(model, match_linears(model, SOME), SOME) as adapters:
+    with attach_adapters(model, names, SOME) as adapters:
         assert {adapter.dtype for adapter in adapters} == {torch.float32}
         assert sum(adapter.requires_grad for adapter in model.parameters()) == len(adapters) == 36
     assert not changed(before, weights_of(model))

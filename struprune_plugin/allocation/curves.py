@@ -15,12 +15,13 @@ from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
+from struprune_plugin.linalg.elimination import RankedUnits
 from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve, sum_increases
 from struprune_plugin.linalg.second_moments import count_sums, move_moments
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
-from struprune_plugin.pruning.selection import RankedUnits, list_together, pose_problems, rank_units
+from struprune_plugin.pruning.selection import list_together, pose_problems, rank_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks
 

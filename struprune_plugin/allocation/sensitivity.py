@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import split_batches
 from struprune_plugin.layerwise.calls import LayerCall
-from struprune_plugin.layerwise.capture import join_neighbours, split_tokens
+from struprune_plugin.layerwise.capture import place_rows, split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import list_visits
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
@@ -228,11 +228,9 @@ def _run_backward(
 def _add_products(
     sums: dict[str, Tensor], name: str, gradients: Tensor, call: LayerCall, context: DeviceContext
 ) -> None:
-    """Add ``g g^T`` of one batch to a sum, on a CPU sequence by sequence."""
+    """Add ``g g^T`` of one batch to a sum."""
     gradients = gradients.flatten(0, -2)[: math.prod(call.batch_shape)]  # each of Llama 4's experts gets all tokens
-    parts = split_tokens(call)
-    for part in parts if gradients.device.type == "cpu" else join_neighbours(parts):
-        rows = part if isinstance(part, slice) else context.to_device(part, gradients.device)
+    for rows in place_rows(split_tokens(call), gradients.device, context):
         gram = multiply_by_itself(gradients[rows].float())
         gram = context.to_solver(gram).double()
         sums[name] = sums[name].add_(gram) if name in sums else gram

@@ -69,6 +69,13 @@ class LayerCall:
         """Number of sequences, and of tokens per sequence, padding included."""
         return self.shape or (self.hidden.shape[0], self.hidden.shape[1])
 
+    def mark_tokens(self) -> Tensor:
+        """Return which tokens are not padding, shape [sequences * tokens], bool, on the host."""
+        batch, length = self.batch_shape
+        if self.tokens is None:
+            return torch.ones(batch * length, dtype=torch.bool)
+        return torch.zeros(batch * length, dtype=torch.bool).index_fill(0, self.tokens.cpu(), True)
+
     @property
     def states(self) -> States:
         """States that enter the layer."""
@@ -113,14 +120,6 @@ def list_parts(output: Any) -> list[Any]:
             "Choose another model."
         )
     return parts
-
-
-def find_batch_axis(hidden: Tensor, shape: tuple[int, ...]) -> int:
-    """Return the dimension of hidden states that counts sequences; that of tokens follows.
-
-    :param shape: number of sequences, and of tokens per sequence
-    """
-    return next(axis for axis in range(hidden.dim() - 1) if hidden.shape[axis : axis + 2] == shape)
 
 
 def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[Place, Any]]:

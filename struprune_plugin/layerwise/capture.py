@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from struprune_plugin.layerwise.calls import LayerCall, list_parts, split_call
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.runtime.device_context import DeviceContext
 
 
 @dataclass
@@ -145,16 +146,22 @@ def split_tokens(call: LayerCall) -> list[slice | Tensor]:
     return [slice(int(p[0]), int(p[-1]) + 1) if len(p) and p[-1] - p[0] == len(p) - 1 else p for p in parts]
 
 
-def join_neighbours(parts: Iterable[slice | Tensor]) -> list[slice | Tensor]:
-    """Return selectors with slices that follow one another joined: larger products keep a GPU busy."""
-    joined: list[slice | Tensor] = []
+def place_rows(parts: Iterable[slice | Tensor], device: torch.device, context: DeviceContext) -> list[slice | Tensor]:
+    """Return selectors of sequences on a device.
+
+    On a CPU they are one per sequence, so that sums over the rows do not depend on the batches. Elsewhere slices that follow one
+    another are joined: larger products keep a GPU busy.
+    """
+    placed: list[slice | Tensor] = []
     for part in parts:
-        last = joined[-1] if joined else None
-        if isinstance(part, slice) and isinstance(last, slice) and last.stop == part.start:
-            joined[-1] = slice(last.start, part.stop)
+        last = placed[-1] if placed and device.type != "cpu" else None
+        if isinstance(part, Tensor):
+            placed.append(context.to_device(part, device))
+        elif isinstance(last, slice) and last.stop == part.start:
+            placed[-1] = slice(last.start, part.stop)
         else:
-            joined.append(part)
-    return joined
+            placed.append(part)
+    return placed
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from struprune_plugin.layerwise.calls import (
     LayerCall,
     States,
-    find_batch_axis,
     find_tokens,
     list_tensors,
     split_call,
@@ -207,20 +206,18 @@ def compute_logits(
     :param hidden: the last decoder layer's hidden states of the whole batch, anywhere
     """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
-    last = hidden.narrow(find_batch_axis(hidden, ids.shape), row, 1)
+    axis = next(axis for axis in range(hidden.dim() - 1) if hidden.shape[axis : axis + 2] == ids.shape)
+    last = hidden.narrow(axis, row, 1)  # classes with several streams may have one axis before
     part = {"input_ids": ids[row : row + 1], "attention_mask": None if mask is None else mask[row : row + 1]}
     layers = [layer for _, layer in find_decoder_layers(model)]
     num_parts = find_structure(model).num_parts
 
-    def make_forward(is_last: bool) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = split_call(args, kwargs)[1]
-            hidden = context.to_device(last, hidden.device) if is_last else hidden
-            return (hidden, *(None for _ in range(num_parts - 1))) if num_parts else hidden
+    def skip(is_last: bool, /, *args: Any, **kwargs: Any) -> Any:
+        hidden = split_call(args, kwargs)[1]
+        hidden = context.to_device(last, hidden.device) if is_last else hidden
+        return (hidden, *(None for _ in range(num_parts - 1))) if num_parts else hidden
 
-        return forward
-
-    with replace_layers(layers, [make_forward(layer is layers[-1]) for layer in layers]):
+    with replace_layers(layers, [partial(skip, layer is layers[-1]) for layer in layers]):
         return model(**part, use_cache=False).logits[0]
 
 

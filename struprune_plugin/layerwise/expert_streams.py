@@ -41,7 +41,7 @@ def _read_routing(num_experts: int, chosen: Tensor, weights: Tensor, call: Layer
     (batch, length), num_tokens = call.batch_shape, len(chosen)
     expert, order = chosen.T.flatten().sort(stable=True)  # the order of rows in llm-compressor's experts
     token, weight = order % num_tokens, weights.float().T.flatten()[order]
-    counted = _mark_tokens(call, chosen.device)[token] & (weight != 0) & (expert < num_experts)
+    counted = call.mark_tokens().to(chosen.device)[token] & (weight != 0) & (expert < num_experts)
     kept = counted.nonzero().flatten()
     kept = kept[(expert[kept] * num_tokens + token[kept]).argsort(stable=True)]
     starts = torch.searchsorted(expert, torch.arange(num_experts, device=expert.device))
@@ -51,14 +51,6 @@ def _read_routing(num_experts: int, chosen: Tensor, weights: Tensor, call: Layer
     rows = (kept - starts[expert[kept]]).split(sizes)
     energy = weights.float().square().sum(1)
     return _Routing(rows, token[kept].split(sizes), weight[kept].split(sizes), counts, energy)
-
-
-def _mark_tokens(call: LayerCall, device: torch.device) -> Tensor:
-    """Return which tokens of a batch are not padding, shape [tokens], bool, on a device."""
-    batch, length = call.batch_shape
-    if call.tokens is None:
-        return torch.ones(batch * length, dtype=torch.bool, device=device)
-    return torch.zeros(batch * length, dtype=torch.bool).index_fill(0, call.tokens.cpu(), True).to(device)
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ def _make_expert_visit(
     """Return one expert's visit, with its tokens sorted, without padding and those of weight 0."""
     source, inputs, output = stream.source, stream.inputs, stream.output
     if routing is None:  # the expert saw every token multiplied by its weight, so those of weight 0 are zero
-        rows = (source.ne(0).any(1) & _mark_tokens(call, source.device)).nonzero().flatten()
+        rows = (source.ne(0).any(1) & call.mark_tokens().to(source.device)).nonzero().flatten()
         batch, length = call.batch_shape
         counts = torch.bincount(rows // length, minlength=batch).tolist()
         return Visit(source[rows], inputs[rows], output[rows].float(), call, counts, torch.ones_like(rows).float())

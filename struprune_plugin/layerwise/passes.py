@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.ends import BatchFlow, enter_batches
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layers, list_attention_configs
+from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layers
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.residence import hold_one_layer
@@ -96,9 +97,10 @@ def fuse_attention(model: PreTrainedModel) -> Iterator[None]:
 
     llm-compressor forces eager attention, whose mask is dense even where no token is padding.
     """
-    configs = [model.config, *list_attention_configs(model)] if can_fuse_attention(model) else []
+    modules: list[Any] = [model, *(module for _, layer in find_decoder_layers(model) for module in layer.modules())]
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
     with ExitStack() as stack:
-        for config in configs:
+        for config in configs.values() if can_fuse_attention(model) else ():
             stack.enter_context(patch_attr(config, "_attn_implementation", "sdpa"))
         yield
 

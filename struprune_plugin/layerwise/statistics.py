@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm, trange
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import Seen, Stopped, Visit, join_neighbours, record
+from struprune_plugin.layerwise.capture import Seen, Stopped, Visit, place_rows, record
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
 from struprune_plugin.layerwise.expert_streams import visit_experts
 from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, add_moments, select_inputs
@@ -265,14 +265,13 @@ def can_stop(groups: Sequence[UnitGroup]) -> bool:
 
 
 def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], context: DeviceContext) -> None:
-    """Add some sequences of one micro-batch to sums: on a CPU one by one, so that the sums do not depend on the batches.
+    """Add some sequences of one micro-batch to sums.
 
     :param parts: rows of each sequence
     """
     device = visit.inputs.device
     targets = context.to_device(visit.target, device)
-    for part in parts if device.type == "cpu" else join_neighbours(parts):
-        rows = part if isinstance(part, slice) else context.to_device(part, device)
+    for rows in place_rows(parts, device, context):
         if len(inputs := visit.inputs[rows]):
             sums.add(inputs, targets[rows], None if visit.weights is None else visit.weights[rows])
 

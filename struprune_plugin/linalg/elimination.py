@@ -30,6 +30,21 @@ class Elimination:
     increase: Tensor
 
 
+@dataclass(frozen=True)
+class RankedUnits:
+    """Order of removal of a group's units.
+
+    :param order: units, first removed first, shape [at least those to be removed], int64
+    :param scores: score of every unit, shape [units], float64
+    :param basis: orthogonal basis to which the heads' units are rotated first, rows are the new units, shape
+        [blocks, width, width], float64; None without rotation
+    """
+
+    order: Tensor
+    scores: Tensor
+    basis: Tensor | None = None
+
+
 def order_units(scores: Tensor, num_blocks: int) -> Tensor:
     """Return the removal order of units, lowest score first; ties go by index (:func:`~struprune_plugin.linalg.ties.order_scores`).
 

@@ -10,32 +10,20 @@ width the channels per head, copies the query heads per value head (1 without gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from struprune_plugin.linalg.elimination import RankedUnits
 from struprune_plugin.linalg.second_moments import SecondMoments
-from struprune_plugin.linalg.solve import factorize_in_place, invert_in_place
+from struprune_plugin.linalg.solve import factorize_in_place
 
 _PREFERENCE = 1e-6  # the last channel counts as dearer than the first by this share, so that rounding decides no tie
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Orthogonal basis of every value head, in the order of removal.
+def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: str) -> RankedUnits:
+    """Return an orthogonal basis of every head whose first directions cost least to remove, and the order of the directions.
 
-    :param basis: rows are directions, first removed first, shape [blocks, width, width], float64
-    :param increase: increase of the least-squares error at the removal of every direction, if the blocks lose one each in
-        turn, shape [blocks, width], float64
-    """
-
-    basis: Tensor
-    increase: Tensor
-
-
-def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: str) -> Rotation:
-    """Return an orthogonal basis of every head whose first directions cost least to remove, and what their removal costs.
+    The score of a direction is the increase of the least-squares error at its removal, if the blocks lose one each in turn.
 
     Removing the directions U of one block means ``W_b U = 0``, which raises ``min_W ||Y - W P||^2`` by
     ``tr[(U^T W_b^T W_b U) (U^T (H^-1)_bb U)^-1]``, with W the least-squares weights. Whatever their number, the span of the first
@@ -47,7 +35,8 @@ def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: 
     :raises ValueError: H is singular
     """
     width = (len(damped.gram) - 1) // (num_blocks * copies)
-    inverse = invert_in_place(damped.gram.clone(), where)
+    inverse = factorize_in_place(damped.gram.clone(), where)
+    torch.cholesky_inverse(inverse, out=inverse)
     weight = damped.cross @ inverse
     parts = weight[:, :-1].T.reshape(num_blocks, width, -1)
     spread = inverse[:-1, :-1].view(num_blocks, width, copies, num_blocks, width, copies)
@@ -59,7 +48,9 @@ def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: 
     rounds = columns.transpose(0, 1).flatten()  # one direction of every block a round, its copies side by side
     factor = factorize_in_place(inverse[rounds[:, None], rounds], where)
     paid = torch.linalg.solve_triangular(factor, weight[:, rounds].T, upper=False).square().sum(1)
-    return Rotation(basis, paid.view(width, num_blocks, copies).sum(2).T)
+    increase = paid.view(width, num_blocks, copies).sum(2).T
+    directions = torch.arange(num_blocks * width, device=basis.device).view(num_blocks, width)
+    return RankedUnits(directions.T.flatten(), increase.flatten(), basis)
 
 
 def _order_span(energy: Tensor, spread: Tensor) -> Tensor:
@@ -79,13 +70,6 @@ def _order_span(energy: Tensor, spread: Tensor) -> Tensor:
     basis = torch.linalg.qr(torch.linalg.solve_triangular(factor.mT, vectors, upper=True)).Q.mT
     largest = basis.abs().argmax(2, keepdim=True)  # a direction has no sign of its own
     return (basis * basis.gather(2, largest).sign()).contiguous()
-
-
-def order_directions(rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Return (order, scores) of the rotated channels, as :func:`~struprune_plugin.linalg.elimination.order_units` orders units."""
-    num_blocks, width = rotation.basis.shape[:2]
-    channels = torch.arange(num_blocks * width, device=rotation.basis.device).view(num_blocks, width)
-    return channels.T.flatten(), rotation.increase.flatten()
 
 
 def rotate_columns(matrix: Tensor, basis: Tensor, copies: int) -> Tensor:

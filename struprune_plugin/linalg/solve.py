@@ -248,15 +248,6 @@ def _solve_factorized(factor: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor.mT, half, upper=True)
 
 
-def invert_in_place(gram: Tensor, where: str) -> Tensor:
-    """Return the inverse of a damped Gram matrix within its own storage.
-
-    :raises ValueError: it is singular; the message names ``where``
-    """
-    factor = factorize_in_place(gram, where)
-    return torch.cholesky_inverse(factor, out=factor)
-
-
 def _describe_singular(where: str, condition: float, num_inputs: int) -> ValueError:
     return ValueError(
         f"{where}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, "

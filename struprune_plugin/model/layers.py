@@ -78,12 +78,6 @@ def can_fuse_attention(model: PreTrainedModel) -> bool:
     return model._supports_sdpa and getattr(config, SOFT_CAP, None) is None
 
 
-def list_attention_configs(model: PreTrainedModel) -> list[Any]:
-    """Return the different configurations that attention modules of decoder layers read."""
-    modules = (module for _, layer in find_decoder_layers(model) for module in layer.modules())
-    return list({id(module.config): module.config for module in modules if hasattr(module, "config")}.values())
-
-
 @dataclass(frozen=True)
 class LayerSizes:
     """Sizes of one decoder layer.

@@ -216,16 +216,14 @@ class AttentionRun(ADMMRun):
         source = self.context.to_host(visit.source.float()).view(batch, length, -1)
         target = self.context.to_host(visit.target).view(batch, length, -1)
         mask = visit.call.arguments.get("attention_mask")
-        valid = torch.ones(batch * length, dtype=torch.bool)
-        if visit.call.tokens is not None:
-            valid = torch.zeros_like(valid).index_fill(0, visit.call.tokens.cpu(), True)
+        valid = visit.call.mark_tokens().view(batch, length)
         causal = torch.full((length, length), float("-inf")).triu(1)
         for row in range(batch):
             own = causal
             if mask is not None:  # true where a token is read, or a number that is added
                 own = mask[min(row, len(mask) - 1), 0, :length, :length].to(source)
                 own = torch.finfo(own.dtype).min * (1 - own) if mask.dtype is torch.bool else own
-            on_host = AttentionSample(source[row], target[row], own, valid.view(batch, length)[row])
+            on_host = AttentionSample(source[row], target[row], own, valid[row])
             sample = _move(on_host, weights[-1].device, self.context)
             yield on_host, initialize_attention_variables(sample, self._join(weights), self.settings.attention_method)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -116,9 +116,9 @@ class SoftmaxInverse(SoftmaxRule):
         decay = self.gamma**group.layer_index
         if group.unit.is_ffn:
             linears = [read_weight(find_linear(layer, name))[0] for name in (*group.producers, group.consumer)]
-            return decay * measure_mlp_importance(linears)
+            return decay * measure_norms(linears, variance=0.05)
         heads = list_head_weights(layer, find_structure(model)[group.layer_index])
-        return decay * self.rho * measure_attention_importance(heads)
+        return decay * self.rho * measure_norms(heads, variance=0.1, norm=0.01)
 
 
 def allocate_softmax(
@@ -189,23 +189,11 @@ def search_temperature(
     return found
 
 
-def measure_attention_importance(head_weights: Sequence[Tensor]) -> float:
-    """Return ``sum_h (||W_h||_1 + 0.1 Var(W_h) + 0.01 ||W_h||_2)`` of one attention module.
+def measure_norms(weights: Iterable[Tensor], variance: float, norm: float = 0.0) -> float:
+    """Return ``sum (||W||_1 + variance Var(W) + norm ||W||_2)`` over the weights of one module.
 
-    Source: paper, Algorithm 3, step 1, without its factors gamma^l and rho.
-
-    :param head_weights: all weights of one head (rows of Q, K, V and columns of O), flattened, one tensor per head
+    Attention has the factors 0.1 and 0.01 and one flat tensor per head (rows of Q, K, V and columns of O); an FFN has 0.05 and 0
+    and one tensor per linear. Source: paper, Algorithm 3, step 1, without its factors gamma^l and rho.
     """
-    return sum(_weigh(w.double(), variance=0.1) + 0.01 * w.double().norm().item() for w in head_weights)
-
-
-def measure_mlp_importance(weights: Sequence[Tensor]) -> float:
-    """Return ``sum_m (||W_m||_1 + 0.05 Var(W_m))`` over the linears of one FFN.
-
-    Source: paper, Algorithm 3, step 1, without its factor gamma^l.
-    """
-    return sum(_weigh(w.double(), variance=0.05) for w in weights)
-
-
-def _weigh(weight: Tensor, variance: float) -> float:
-    return (weight.abs().sum() + variance * weight.var(correction=0)).item()
+    wide = (weight.double() for weight in weights)
+    return sum((w.abs().sum() + variance * w.var(correction=0)).item() + norm * w.norm().item() for w in wide)

@@ -35,10 +35,6 @@ class PruningConfig:
     rotate_values: bool
     sparsity: float
 
-    def rotates(self, group: UnitGroup) -> bool:
-        """Return whether the units of a group are rotated into each other before some are removed."""
-        return self.rotate_values and group.rotates and self.importance.eliminates and self.weight_update.solves
-
 
 @dataclass(frozen=True)
 class KeptExperts:

@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
+from struprune_plugin.linalg.elimination import RankedUnits
 from struprune_plugin.model.surgery import copy_layer, restore_layer, rotate_group, rotate_producer, slice_group
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
 from struprune_plugin.pruning.reconstruction import refine_group, solve_group
 from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
-from struprune_plugin.pruning.selection import RankedUnits, describe_group, list_together, pose_problems, select_units
+from struprune_plugin.pruning.selection import describe_group, list_together, pose_problems, select_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.manifest import GroupRecord

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
-from struprune_plugin.linalg.elimination import keep_last
-from struprune_plugin.linalg.rotation import find_directions, order_directions
+from struprune_plugin.linalg.elimination import RankedUnits, keep_last
+from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
 from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 
 _TOGETHER = 1 << 24  # entries of the systems of experts that are eliminated together: 128 MB in float64
-
-
-@dataclass(frozen=True)
-class RankedUnits:
-    """Order of removal of a group's units.
-
-    :param order: units, first removed first, shape [at least those to be removed], int64
-    :param scores: score of every unit, shape [units], float64
-    :param basis: to which the heads' units are rotated first, shape [blocks, width, width]; None without rotation
-    """
-
-    order: Tensor
-    scores: Tensor
-    basis: Tensor | None = None
 
 
 def pose_problems(
@@ -68,13 +53,12 @@ def rank_units(problems: Sequence[GroupProblem], config: PruningConfig, num_remo
     :param num_remove: minimum number of units in the orders
     """
     group = problems[0].group
-    if not config.rotates(group):
+    if not (config.rotate_values and group.rotates and config.importance.eliminates and config.weight_update.solves):
         return [RankedUnits(*found) for found in config.importance.rank(problems, num_remove)]
-    rotations = [
+    return [
         find_directions(problem.weighed, group.num_blocks, group.columns_per_unit, problem.group.name)
         for problem in problems
     ]
-    return [RankedUnits(*order_directions(rotation), rotation.basis) for rotation in rotations]
 
 
 def select_units(

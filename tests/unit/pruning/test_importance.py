@@ -5,7 +5,7 @@ from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.paper.admm import score_closed_form
 from struprune_plugin.paper.gates import _gate_quadratic, score_l0
-from struprune_plugin.paper.softmax_rules import measure_attention_importance, measure_mlp_importance
+from struprune_plugin.paper.softmax_rules import measure_norms
 
 UNITS = torch.tensor([[0, 1], [2, 3], [4, 5]])
 
@@ -14,8 +14,8 @@ def test_layer_importance_equals_algorithm_3():
     heads = [torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     attention = sum(w.abs().sum() + 0.1 * w.var(correction=0) + 0.01 * w.norm() for w in heads)
     mlp = sum(w.abs().sum() + 0.05 * w.var(correction=0) for w in heads)
-    assert abs(measure_attention_importance(heads) - attention) < 1e-12
-    assert abs(measure_mlp_importance(heads) - mlp) < 1e-12
+    assert abs(measure_norms(heads, 0.1, 0.01) - attention) < 1e-12
+    assert abs(measure_norms(heads, 0.05) - mlp) < 1e-12
 
 
 def test_score_closed_form_equals_lemma_1():

@@ -126,7 +126,7 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
     "eliminate",
     [
         lambda damped: eliminate_units(damped, 1, "x").increase,
-        lambda damped: find_directions(damped, 4, 1, "x").increase,
+        lambda damped: find_directions(damped, 4, 1, "x").scores,
     ],
 )
 def test_an_elimination_takes_no_more_operations_for_more_units(eliminate):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, model_validator
 from torch import nn
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule
@@ -32,15 +31,6 @@ EFFORTS: dict[str, dict[str, Any]] = {  # values of the fields that a recipe lea
     "fast": {"sensitivity": {"samples": 8}, "allocation": {"samples": 8, "trial_samples": 0}, "rotate_values": False},
     "default": {},
     "best": {"sensitivity": {"samples": 64}, "allocation": {"samples": 64, "trial_samples": 16}},
-}
-_RANGES: dict[str, tuple[Any, str, str]] = {  # fields of numbers: test, contract, remedy
-    "sparsity": (lambda n: 0 <= n < 1, "in [0, 1)", "Set the fraction of parameters to remove."),
-    "dampening_frac": (
-        lambda n: n >= 0 and math.isfinite(n),
-        "auto, or finite and at least 0",
-        "Remove it, or set it to 0.01.",
-    ),
-    "width_multiple": (lambda n: n >= 1, "auto, or a whole number of at least 1", "Remove it, or set it to 8."),
 }
 
 
@@ -146,7 +136,7 @@ class StructuredModifier(StageModifier):
         models whose solves do not fit the device
     """
 
-    sparsity: float | None = None
+    sparsity: float | None = Field(default=None, ge=0, lt=1)
     budget: BudgetConfig | None = None
     targets: Annotated[Patterns, Field(min_length=1)] = Field(default_factory=lambda: ["re:.*"])
     ignore: Patterns = Field(default_factory=list)
@@ -155,23 +145,15 @@ class StructuredModifier(StageModifier):
     ] = "value_channels"
     prune_ffn: bool = True
     experts: Annotated[Experts | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Experts)
-    width_multiple: int | Literal["auto"] = "auto"
+    width_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     importance: ImportanceField = Field(default="obs", validate_default=True)  # type: ignore[arg-type]
     weight_update: WeightUpdateField = Field(default="least_squares", validate_default=True)  # type: ignore[arg-type]
     allocation: AllocationField = Field(default="uniform", validate_default=True)  # type: ignore[arg-type]
     sensitivity: Annotated[Fisher | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Fisher)
-    dampening_frac: float | Literal["auto"] = "auto"
+    dampening_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = "auto"
     rotate_values: bool = True
     effort: Literal[tuple(EFFORTS)] = "default"  # type: ignore[valid-type]
     offload: bool = False
-
-    @field_validator(*_RANGES)
-    @classmethod
-    def _check_range(cls, value: float | str | None, info: ValidationInfo) -> float | str | None:
-        allows, contract, remedy = _RANGES[str(info.field_name)]
-        if isinstance(value, (int, float)) and not allows(value):
-            raise ValueError(f"must be {contract}, got {value}. {remedy}")
-        return value
 
     @model_validator(mode="after")
     def _split_budget(self) -> StructuredModifier:

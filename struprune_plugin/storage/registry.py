@@ -181,7 +181,7 @@ def describe_error(error: ValidationError, kinds: Mapping[str, type[BaseModel]])
     """
     problems = []
     for e in error.errors():
-        loc = [part for part in e["loc"] if "[" not in str(part)]  # the others name pydantic's own types
+        loc = [part for part in e["loc"] if not re.search(r"\[|^constrained-", str(part))]  # not pydantic's own types
         place = ".".join(map(show_name, loc)) or error.title
         if e["type"] == "value_error":
             message = e["msg"].removeprefix("Value error, ")

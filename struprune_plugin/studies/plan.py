@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.allocation.rules import allocate_uniformly
+from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.layers import (
     count_parameters,
     count_weight_bytes,
@@ -124,9 +124,7 @@ def plan_run(
 
 def build_shapes(path: str, config: PretrainedConfig, dtype: str = "auto") -> PreTrainedModel:
     """Return a model without its weights, on the meta device, in the dtype in which it is loaded."""
-    kind, part = find_class(config, find_custom_class(path, config))
-    with torch.device("meta"):
-        model = kind._from_config(copy.deepcopy(part))
+    model = build_dense(*find_class(config, find_custom_class(path, config)))
     chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
     if not isinstance(chosen, torch.dtype):  # not in the configuration: by the size of the files
         folder = find_checkpoint(path)

@@ -13,16 +13,7 @@ from struprune_plugin.storage.files import shorten_value
 
 _BUDGET = {"sparsity", "budget"}
 _DECIDED = {"allocation", "sensitivity"}
-_SHARED = {
-    "targets",
-    "ignore",
-    "attention_unit",
-    "prune_ffn",
-    "experts",
-    "width_multiple",
-    "importance",
-    "rotate_values",
-}
+_FREE = {"weight_update", "dampening_frac", "effort", "offload"}  # may differ between the stages
 
 
 class SparsityAllocatorModifier(StructuredModifier):
@@ -73,10 +64,10 @@ class SparsityAllocatorModifier(StructuredModifier):
                 "Add or reorder the stages."
             )
         given = {name for name in _BUDGET if getattr(pruning, name) is not None} | (_DECIDED & pruning.model_fields_set)
-        shared = _SHARED | given
+        mine, theirs = self.dump_fields(), pruning.dump_fields()
+        shared = (mine.keys() - _FREE - _BUDGET - _DECIDED) | given
         if self.weight_update.solves != pruning.weight_update.solves:  # ADMM starts from and closes with least squares
             shared.add("weight_update")
-        mine, theirs = self.dump_fields(), pruning.dump_fields()
         for name in (name for name in mine if name in shared and mine[name] != theirs[name]):
             remedy = "The stage sets it: remove it here." if name in _DECIDED else "Give both stages the same value."
             place, wanted, found = name, mine[name], theirs[name]

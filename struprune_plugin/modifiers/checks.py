@@ -221,7 +221,7 @@ def check_sequences(model: PreTrainedModel, longest: int, largest_token: int = 0
     :param longest: tokens of the longest sequence
     :param largest_token: largest token index, padding included
     """
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise ValueError(
             f"dataset: sequences must be at most {positions} tokens long, the model's number of positions, got {longest}. "

@@ -84,7 +84,9 @@ def _build_recipe(where: str, content: Any, changes: Mapping[str, Any]) -> Recip
                 )
             raise ValueError(f"{where}: {problem}") from None
     except ValidationError as error:
-        raise ValueError(f"{where}: {error.title}: {describe_error(error, MODIFIERS)}") from None
+        told = describe_error(error, MODIFIERS)
+        remedy = "" if told.endswith((".", "?")) else ". Correct it."
+        raise ValueError(f"{where}: {error.title}: {told}{remedy}") from None
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:

@@ -62,7 +62,7 @@ SETS = {
     "yaml": ("sparsity=[", "must be valid YAML"),
     "pattern": ("targets=['re:(']", "must hold names or valid patterns"),
     "list": ("allocation.samples=[[1]]", "must be a valid integer"),
-    "infinite": ("sparsity=1e999", "sparsity must be less than 1, got inf"),
+    "infinite": ("sparsity=1e999", "sparsity must be less than 1, got '1e999'"),
 }
 
 

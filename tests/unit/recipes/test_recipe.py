@@ -50,7 +50,7 @@ def modifier(**fields):
         ),
         ("x_stage:\n  x_modifiers: {RecoveryModifier: {}}\n", "`RecoveryModifier` is gone. Use LoRARecoveryModifier"),
         (modifier(sparsity=0.3, sparsty=0.2), "sparsty is not a field of StruPruneModifier. Did you mean sparsity"),
-        (modifier(sparsity=1.0), "sparsity must be less than 1, got 1.0"),
+        (modifier(sparsity=1.0), "sparsity must be less than 1, got 1.0. Correct it."),
         (modifier(sparsity=-0.1), "sparsity must be greater than or equal to 0, got -0.1"),
         (modifier(sparsity=float("nan")), "sparsity must be less than 1, got nan"),
         (modifier(sparsity=0.3, attention_unit="neuron"), "must be 'head', 'value_channels' or 'none', got 'neuron'"),

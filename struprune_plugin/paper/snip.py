@@ -58,9 +58,10 @@ class SNIP(Importance):
                 if key not in consumers and linears[key].bias is not None:
                     value = value - linears[key].bias.detach()  # a producer's bias does not count as a weight
                 products = value.double() * gradient.double()
-                # per sequence; an expert may have seen no token
-                alone = products.view(len(value), -1, value.shape[-1])
-                terms = [products.sum(0)] if key[0] in experts else alone.sum(1)
+                if key[0] in experts:  # may have seen no token
+                    terms = products.sum(0, keepdim=True)
+                else:  # per sequence
+                    terms = products.view(len(value), -1, value.shape[-1]).sum(1)
                 for term in terms:
                     sums[key] = sums[key].add_(term) if key in sums else term
         num_tokens, scores = max(sum(gather(counted)), 1), dict[str, Tensor]()

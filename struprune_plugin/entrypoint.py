@@ -27,7 +27,11 @@ from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.host_arguments import check_amount, check_arguments, load_model
+from struprune_plugin.modifiers.host_arguments import (
+    check_amount,
+    check_arguments,
+    load_model,
+)
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.pages import write_card
@@ -48,6 +52,7 @@ from struprune_plugin.storage.resume_store import ResumeStore
 _OWN_LOG = ("LLM_COMPRESSOR_LOG_LEVEL", "LLM_COMPRESSOR_LOG_DISABLED")  # if set, llm-compressor's log is left alone
 _STEPS = ("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe")
 _DEVICE = "llmcompressor.utils.dev"  # warns for every module that there is no accelerator
+_STAGE = "struprune_plugin.modifiers.pruning"  # logs the removed parameters, which the final table tells, too
 
 
 @reset_torch()
@@ -113,7 +118,7 @@ def oneshot(
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
             torch.manual_seed(seed)
-        stack.enter_context(_quieten())
+        stack.enter_context(_quieten(output_dir is not None))
         folder = None
         if output_dir is not None:
             size = estimate_output_bytes(source, loaded.modifiers, kwargs)
@@ -150,9 +155,13 @@ def oneshot(
 
 
 @contextmanager
-def _quieten() -> Iterator[None]:
-    """Hide llm-compressor's lifecycle steps in the block, and what nobody can act on."""
+def _quieten(summarises: bool) -> Iterator[None]:
+    """Hide llm-compressor's lifecycle steps in the block, and what nobody can act on.
+
+    :param summarises: whether the output's table is logged afterwards
+    """
     hidden = [*_STEPS, _DEVICE] if not any(name in os.environ for name in _OWN_LOG) else []
+    hidden += [_STAGE] if summarises else []
     for name in hidden:
         logger.disable(name)
     try:

@@ -21,18 +21,15 @@ from struprune_plugin.model.structure.trial_removal import find_flaw, mixes
 from struprune_plugin.model.structure.units import is_plain, list_channel_rows, read_units
 
 TOKENS = 24
-_FOUND = "_struprune_structure"  # attribute of a model
 _MAX_LAYERS = 1 << 12  # upper limit of a plausible configuration
 
 
 def find_structure(model: nn.Module) -> Structure:
-    """Return a model's removable structure, see :func:`find_structure_of`; the model keeps it."""
-    if _FOUND not in vars(model):
-        config: Any = getattr(model, "config", None)
-        if not isinstance(config, PreTrainedConfig):
-            raise ValueError(f"model: must be a language model of transformers, got {type(model).__name__!r}.")
-        vars(model)[_FOUND] = find_structure_of(config, find_stock(type(model)))
-    return vars(model)[_FOUND]
+    """Return a model's removable structure, see :func:`find_structure_of`."""
+    config: Any = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"model: must be a language model of transformers, got {type(model).__name__!r}.")
+    return find_structure_of(config, find_stock(type(model)))
 
 
 def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:

@@ -44,6 +44,7 @@ _IGNORED = dict.fromkeys(("stage", "recipe_args"), "Edit the recipe.") | {
     "config_name": "Edit the model's config.json."
 }
 
+_HALF_INSTRUCTIONS = ("avx512_bw", "amx_bf16", "avx_ne_convert")  # any of them makes halves about as fast as float32
 _UNPACKED: dict[str, Any] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
@@ -220,6 +221,13 @@ def load_model(path: str, config: PretrainedConfig, kwargs: dict[str, Any], fold
             model = Whole.from_pretrained(path, device_map="auto_offload", offload_folder=str(folder), **options)
     if is_packed(config):
         _forget_packing(model)
+    known = torch.cpu.get_capabilities()
+    is_fast = known.get("architecture") != "x86_64" or any(known.get(name) for name in _HALF_INSTRUCTIONS)
+    if model.dtype.itemsize < 4 and not is_fast and not torch.accelerator.is_available():
+        logger.info(
+            f"{path}: this processor multiplies {str(model.dtype)[6:]} several times slower than float32. --dtype float32 "
+            '(precision="float32") saves time, and the output is of that dtype'
+        )
     return model
 
 

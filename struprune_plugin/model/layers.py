@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import HEAD_COUNTS, AttentionLayout, LayerLayout
-from struprune_plugin.model.structure.locate import PADDING
+from struprune_plugin.model.structure.locate import PADDING, locate_layers
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
 _ENTRY = 75  # bytes of a tensor in a file's header, beside its name
@@ -23,7 +23,7 @@ SOFT_CAP = "attn_logit_softcapping"  # too large for a random instance's logits 
 
 def find_decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every decoder layer, first to last."""
-    path = find_structure(model).layers
+    path = locate_layers(model)
     return [(f"{path}.{name}", layer) for name, layer in model.get_submodule(path).named_children()]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import psutil
 import torch
-from compressed_tensors.offload import disable_offloading
+from compressed_tensors.offload import disable_offloading, disable_onloading
 from llmcompressor.utils.helpers import DisableQuantization
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -127,8 +127,10 @@ def _fit_batches(
 ) -> Iterator[list[dict[str, Tensor]]]:
     """Yield lists of batches whose hidden states, of all layers, fit in what the device keeps for states, or else in a share of
     the model's size and of the host's free memory."""
-    on_host = _HELD * min(count_parameters(model) * model.dtype.itemsize, psutil.virtual_memory().available)
-    each = len(find_decoder_layers(model)) * model.config.get_text_config().hidden_size * model.dtype.itemsize
+    with disable_onloading():
+        item = model.dtype.itemsize
+    on_host = _HELD * min(count_parameters(model) * item, psutil.virtual_memory().available)
+    each = len(find_decoder_layers(model)) * model.config.get_text_config().hidden_size * item
     most, taken = context.kept.get("states", on_host) / each, list[dict[str, Tensor]]()
     for part in parts:
         if taken and sum(batch["input_ids"].numel() for batch in [part, *taken]) > most:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compressed_tensors.distributed import is_source_process
+from compressed_tensors.offload import disable_onloading
 from compressed_tensors.utils import patch_attr
 from loguru import logger
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -171,15 +172,16 @@ def _find_expert_widths(model: PreTrainedModel, dense: Any, twin: PreTrainedMode
     :param twin: the dense model
     """
     text = dense.get_text_config(decoder=True)
-    now, before = (
-        {
-            index: parameter.numel() // len(parameter) // text.hidden_size
-            for index, (_, layer) in enumerate(find_decoder_layers(each))
-            for name, parameter in layer.named_parameters()
-            if name.endswith(".down_proj") and parameter.dim() == 3
-        }
-        for each in (model, twin)
-    )
+    with disable_onloading():
+        now, before = (
+            {
+                index: parameter.numel() // len(parameter) // text.hidden_size
+                for index, (_, layer) in enumerate(find_decoder_layers(each))
+                for name, parameter in layer.named_parameters()
+                if name.endswith(".down_proj") and parameter.dim() == 3
+            }
+            for each in (model, twin)
+        )
     known = set(before.values())
     key = next((key for key in _EXPERT_KEYS if [getattr(text, key, None)] == [*known]), "")
     return (key, now) if key and now.keys() == before.keys() else ("", {})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from compressed_tensors.offload import disable_onloading
 from compressed_tensors.utils import patch_attr
 from llmcompressor.modeling.moe import context as context_of_experts
 from llmcompressor.utils.helpers import DisableQuantization, calibration_forward_context
@@ -87,7 +88,11 @@ def list_visits(
 @contextmanager
 def calibrating(model: PreTrainedModel) -> Iterator[None]:
     """Disable cache, gradients, head and quantisers in the block, as llm-compressor's pipeline does, but fuse attention."""
-    with calibration_forward_context(model), DisableQuantization(model), fuse_attention(model):
+    with ExitStack() as stack:
+        with disable_onloading():  # the head's weights are read for their shape alone
+            stack.enter_context(calibration_forward_context(model))
+        stack.enter_context(DisableQuantization(model))
+        stack.enter_context(fuse_attention(model))
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -141,6 +142,7 @@ def choose_damping(
     return _search_damping(rest, held, dense, scale, where)
 
 
+@lru_cache(4)
 def _draw(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
     """Return normal random numbers, the same in every run, shape [rows, columns], float64."""
     generator = torch.Generator().manual_seed(0)
@@ -172,14 +174,21 @@ def _measure_damped(
 ) -> list[float]:
     """Return the held-out error at every damping strength, minus the target's energy, solved in one batch.
 
+    It is infinite where float64 does not resolve the damping: float32 sums of strongly correlated inputs are not quite definite.
+
     :param dense: dense weights of these inputs with a bias of 0, shape [d, k + 1]
+    :raises ValueError: float32 does not resolve a damping
     """
     damping = dense.new_tensor(strengths)[:, None, None]
     systems = rest.gram.repeat(len(strengths), 1, 1)
     systems.diagonal(dim1=1, dim2=2)[:, :-1].add_(damping[:, 0])
     cross = rest.cross + damping * dense
-    weight = _solve_factorized(factorize_in_place(systems, where), cross.mT).mT
-    return (weight * (weight @ held.gram - 2 * held.cross)).sum((1, 2), dtype=torch.float64).tolist()
+    factor, resolved = _factorize(systems)
+    if dense.dtype is torch.float32 and not resolved.all():
+        raise _describe_singular(where, float("inf"), dense.shape[1] - 1)
+    weight = _solve_factorized(factor, cross.mT).mT
+    errors = (weight * (weight @ held.gram - 2 * held.cross)).sum((1, 2), dtype=torch.float64)
+    return errors.masked_fill(~resolved, torch.inf).tolist()
 
 
 def _descend(measure: Callable[[Sequence[float]], list[float]], margin: float) -> float:
@@ -211,10 +220,8 @@ def factorize_in_place(system: Tensor, where: str) -> Tensor:
     """
     size = system.shape[-1]
     alive = (system.diagonal(dim1=-2, dim2=-1) > 0).sum(-1)
-    factor = system.mT  # the same matrix in column-major order, as LAPACK expects it
-    info = torch.empty(system.shape[:-2], dtype=torch.int32, device=system.device)
-    torch.linalg.cholesky_ex(factor, out=(factor, info))
-    if not ((info == 0) & factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)).all():
+    factor, definite = _factorize(system)
+    if not definite.all():
         if int(alive.min()) <= 1 < size:  # only the bias is nonzero
             raise ValueError(
                 f"{where}: inputs must not all be zero on the calibration data, got {size - 1} inputs that are: units are dead, or "
@@ -222,6 +229,14 @@ def factorize_in_place(system: Tensor, where: str) -> Tensor:
             )
         raise _describe_singular(where, float("inf"), size - 1)
     return factor
+
+
+def _factorize(system: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the lower Cholesky factors of systems, within their own storage; whether each system is positive definite)."""
+    factor = system.mT  # the same matrix in column-major order, as LAPACK expects it
+    info = torch.empty(system.shape[:-2], dtype=torch.int32, device=system.device)
+    torch.linalg.cholesky_ex(factor, out=(factor, info))
+    return factor, (info == 0) & factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 
 
 def factorize_fast(system: Tensor, where: str) -> Tensor:

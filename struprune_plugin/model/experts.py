@@ -203,14 +203,15 @@ def pack_experts(model: nn.Module) -> None:
             continue
         empty, slots = vars(experts)[_PACKED]
         empty._parameters, empty.num_experts = dict(empty._parameters), experts.num_experts
-        for parameter, slot in slots.items():
-            first = experts[0].get_parameter(parameter)
-            if empty._parameters[slot.tensor] is None:
-                shape = (experts.num_experts, *slot.shape(first.shape))
-                empty._parameters[slot.tensor] = nn.Parameter(first.new_zeros(shape), requires_grad=first.requires_grad)
-            whole = empty._parameters[slot.tensor]
-            for index in range(experts.num_experts):
-                slot.view(whole[index]).copy_(experts[index].get_parameter(parameter))
+        with disable_onloading():  # weights are packed where they are
+            for parameter, slot in slots.items():
+                first = experts[0].get_parameter(parameter)
+                if empty._parameters[slot.tensor] is None:
+                    shape, trains = (experts.num_experts, *slot.shape(first.shape)), first.requires_grad
+                    empty._parameters[slot.tensor] = nn.Parameter(first.new_zeros(shape), requires_grad=trains)
+                whole = empty._parameters[slot.tensor]
+                for index in range(experts.num_experts):
+                    slot.view(whole[index]).copy_(experts[index].get_parameter(parameter))
         if isinstance(experts[0].get_submodule(parameter.rpartition(".")[0])._parameters, OffloadCache):
             offload_module(empty, **get_cache_init_kwargs(experts))
         model.set_submodule(name, empty)

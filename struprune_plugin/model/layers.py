@@ -50,7 +50,8 @@ def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
         modules += [layer.get_submodule(name) for name in layout.list_linears()]
         if experts and layout.experts:
             modules += layer.get_submodule(layout.experts.module).modules()
-    named = [pair for module in modules for pair in module.named_parameters(recurse=False)]
+    with disable_onloading():
+        named = [pair for module in modules for pair in module.named_parameters(recurse=False)]
     return sum(parameter.numel() for name, parameter in named if name not in QUANTISER_PARAMETERS)
 
 

@@ -96,7 +96,8 @@ def keep_on_device(
         return {}
     shapes = [batch["input_ids"].shape for batch in batches]
     work = Workload(sum(s[0] for s in shapes), max(s[1] for s in shapes), max(s[0] for s in shapes))
-    needs = count_needs(model, modifier, work)
+    with disable_onloading():  # shapes and dtypes alone are read
+        needs = count_needs(model, modifier, work)
     kept = needs.choose_kept()
     rest = {name: size for name, size in needs.movable.items() if name not in kept}
     logger.info(f"stays on the device: {_list_bytes(kept)}; waits on the host: {_list_bytes(rest)}")

@@ -190,6 +190,18 @@ def test_choose_damping_is_that_of_least_error_on_tokens_held_out():
     assert len(set(errors.values())) == 7
 
 
+def test_choose_damping_leaves_out_those_that_float32_sums_do_not_resolve():
+    """Inputs with one strong mean: float32 sums leave H with negative eigenvalues beyond the weakest dampings."""
+    torch.manual_seed(0)
+    inputs = 1 + 1e-4 * torch.randn(200, 64, dtype=torch.float64)
+    moments, held = (gather(rows, rows[:, :3], len(rows)) for rows in (inputs, inputs[:50]))
+    moments.gram.diagonal()[:-1].sub_(0.01 * len(inputs))
+    dense = torch.zeros(3, 65, dtype=torch.float64)
+    chosen = choose_damping(moments, held, dense, torch.arange(64), True, "x")
+    assert chosen > 1e-2
+    assert solve_kept_weights(damp_moments(moments, dense, chosen), torch.arange(64), "x").weight.isfinite().all()
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_systems_solved_together_give_what_each_gives_alone(has_bias, monkeypatch):
     """What a card does with small systems, here on a CPU."""

@@ -40,13 +40,12 @@ from transformers import (
 )
 
 from eval.coverage import Case
+from eval.methods import FASP_RECIPE
 from eval.paper_sizes import make_llama_config, make_opt_config, prune_random
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.modifiers.needs import Workload, count_needs
 
 SPARSITY, TOLERANCE = 0.3, 1e-3  # removed; largest difference of weights and logits, relative to the largest number
-FASP: dict[str, Any] = {"importance": "wanda", "reconstruct": "local", "dampening_frac": 0.01}
-FASP |= {"allocation": "uniform", "sensitivity": "none"}
 CHEAP: dict[str, Any] = {"importance": "magnitude", "weight_update": "none"}
 CHEAP |= {"allocation": "uniform", "sensitivity": "none", "width_multiple": 8}
 CORRECT: dict[str, tuple[str, dict[str, Any]]] = {  # a type's tiny model, and fields of the recipe
@@ -284,7 +283,7 @@ def list_steps(tiny: bool) -> dict[str, Callable[[], Iterator[str]]]:
     for name, shape in shapes.items():
         steps[f"{name}, warm-up"] = partial(warm_up, shape)
         steps[f"{name}, default"] = partial(measure_stages, shape, {})
-        steps[f"{name}, FASP's recipe"] = partial(measure_stages, shape, FASP)
+        steps[f"{name}, FASP's recipe"] = partial(measure_stages, shape, FASP_RECIPE)
     steps["against the CPU"] = partial(compare_with_cpu, dict(list(CORRECT.items())[: 1 if tiny else None]))
     engines = ("eager", "graph", "compiled") if torch.cuda.is_available() else ("eager",)
     steps["decoding"] = partial(measure_decoding, first, 4 if tiny else 512, engines)

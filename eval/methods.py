@@ -22,6 +22,15 @@ def spell(**changes: Any) -> dict[str, Any]:
 DEFAULT = Row()  # whatever the modifier's defaults are
 OURS = "StruPrune"
 FASP = Row(peer="eval.peers.fasp:prune_fasp")
+FASP_RECIPE: dict[str, Any] = {  # FASP's choices in our engine
+    **{
+        "importance": "wanda",
+        "reconstruct": "local",
+        "allocation": "uniform",
+        "sensitivity": "none",
+        "dampening_frac": 0.01,
+    }
+}
 SLICEGPT = Row(peer="eval.peers.slicegpt:prune_slicegpt")
 PEERS: dict[str, Row] = {
     "FASP": FASP,
@@ -109,7 +118,10 @@ SETS: dict[str, dict[str, Row]] = {
         "FFN and heads, obs, ADMM method 2": Row(spell(weight_update=_ADMM)),
         "FFN and heads, obs, ADMM method 1": Row(spell(weight_update=_METHOD_1)),
     },
-    "recovery": {"default": DEFAULT, "default, LoRA": Row({}, _RECOVERY)},
+    "recovery": {
+        **{"FASP's recipe": Row(FASP_RECIPE), "FASP's recipe, LoRA": Row(FASP_RECIPE, _RECOVERY)},
+        **{"default": DEFAULT, "default, LoRA": Row({}, _RECOVERY)},
+    },
     "experts": {  # channels of the experts of a mixture, or whole experts, and nothing else
         "REAP": Row(peer="eval.peers.reap:prune_reap", of_experts=True),
         "channels": Row(_ONLY, of_experts=True),

@@ -1,16 +1,15 @@
 """Experts of a mixture as separate linears, and packed again at their new width.
 
-Transformers stores all experts of a layer in a few tensors of three dimensions. llm-compressor splits them into linears. The
-position of their rows in the tensors is measured, so that experts of another width can be packed in the same way.
+Transformers stores all experts of a layer in a few tensors of three dimensions. llm-compressor splits them into linears, and
+writes a linear's weights back to its place.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,48 +17,38 @@ from compressed_tensors.offload import disable_onloading, get_cache_init_kwargs,
 from compressed_tensors.offload.cache import OffloadCache
 from compressed_tensors.utils import patch_attr
 from llmcompressor.modeling.moe import linear_experts
+from llmcompressor.modeling.moe.gpt_oss import GptOssExpertMLP
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
-from torch import Tensor, nn
+from torch import nn
 
 _WIDTHS = ("moe_intermediate_size", "intermediate_dim", "intermediate_size")  # names that llm-compressor reads
 _PACKED = "_struprune_packed"  # attribute of split experts: the original module without its tensors
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Position of an expert's linear in a packed tensor.
+class _Packed:
+    """Module from which experts were split.
 
-    :param tensor: name of the packed tensor
-    :param transposed: whether it holds columns before rows
-    :param first: index of the run among the runs of rows that the tensor holds one after the other, or of the row among the rows
-        that alternate in it
-    :param runs: number of runs, or of alternating rows
-    :param alternates: whether rows alternate
+    :param module: the module without the tensors that hold the experts
+    :param shapes: shapes of these tensors, without the axis of the experts
+    :param width: channels of an expert in them
     """
 
-    tensor: str
-    transposed: bool
-    first: int
-    runs: int
-    alternates: bool
+    module: Any
+    shapes: Mapping[str, Sequence[int]]
+    width: int
 
-    def shape(self, linear: torch.Size) -> tuple[int, ...]:
-        """Return the shape of one expert's packed tensor, given the shape of its linear's weight or bias."""
-        rows, columns = linear[0] * self.runs, linear[1:]
-        return (*columns, rows) if self.transposed else (rows, *columns)
-
-    def view(self, packed: Tensor) -> Tensor:
-        """Return the rows of one expert's packed tensor that belong to the linear."""
-        rows = packed.mT if self.transposed else packed
-        if self.alternates:
-            return rows[self.first :: self.runs]
-        count = len(rows) // self.runs
-        return rows[self.first * count : (self.first + 1) * count]
-
-
-Slots = dict[str, Slot]  # by parameter name within an expert
-_SLOTS: dict[tuple[type, tuple[str, ...]], Slots] = {}  # measured slots by class and tensor names; sizes do not matter
+    def list_shapes(self, num_experts: int, width: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors for experts of another number or width."""
+        found = {}
+        for name, (*shape,) in self.shapes.items():
+            reads = name.startswith("down_proj")
+            if not reads or len(shape) > 1:  # else a bias of the outputs
+                axis = int(len(shape) > 1 and reads != self.module.is_transposed)
+                shape[axis] = shape[axis] // self.width * width
+            found[name] = (num_experts, *shape)
+        return found
 
 
 def list_experts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -122,57 +111,13 @@ def _remember(made: Any, packed: Any) -> None:
     """Store on split experts the information needed to pack them again."""
     with disable_onloading():
         held = dict(packed._parameters)
-        shapes = {name: p.shape[1:] for name, p in held.items() if p is not None and p.dim() > 1}
-    key = (type(packed), tuple(shapes))
-    slots = _SLOTS[key] = _SLOTS.get(key) or _measure_slots(made[0], packed, shapes)
+    packs = ("gate_up_proj", "up_proj", "down_proj")
+    shapes = {name: p.shape[1:] for name, p in held.items() if p is not None and name.startswith(packs)}
     empty = copy.copy(packed)
     for name in ("forward", "_original_forward_func"):  # set by offloading, which is applied again later
         vars(empty).pop(name, None)
-    empty._parameters = {
-        name: None if name in {slot.tensor for slot in slots.values()} else held[name] for name in held
-    }
-    vars(made)[_PACKED] = empty, slots
-
-
-def _measure_slots(expert: Any, packed: Any, shapes: Mapping[str, torch.Size]) -> Slots:
-    """Return the slots of an expert's parameters, found by splitting an expert whose elements are numbered."""
-    numbered = copy.copy(packed)
-    numbered._parameters, first = {}, 0
-    for name, shape in shapes.items():
-        numbers = torch.arange(first, first + shape.numel(), dtype=torch.float64).view(1, *shape)
-        numbered._parameters[name], first = nn.Parameter(numbers, requires_grad=False), first + shape.numel()
-    linears = {name: linear for name, linear in expert.named_children() if isinstance(linear, nn.Linear)}
-    taken = {
-        name: nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, dtype=torch.float64)
-        for name, linear in linears.items()
-    }
-    with torch.no_grad():
-        type(expert).copy_from_experts_module(
-            SimpleNamespace(intermediate_size=expert.intermediate_size, **taken), numbered, 0
-        )
-    return {
-        f"{name}.{part}": _read_slot(parameter.long(), numbered)
-        for name, linear in taken.items()
-        for part, parameter in linear.named_parameters()
-    }
-
-
-def _read_slot(numbers: Tensor, numbered: Any) -> Slot:
-    """Return the slot whose view of the numbered packed tensor holds the same numbers as the parameter.
-
-    :raises ValueError: no slot matches
-    """
-    for name, packed in numbered._parameters.items():
-        one = packed[0]
-        for transposed in (False, True)[: one.dim()]:
-            rows = (one.mT if transposed else one).shape[0]
-            runs = rows // len(numbers)
-            for alternates, first in ((a, f) for a in (False, True)[:runs] for f in range(runs)):
-                slot = Slot(name, transposed, first, runs, alternates)
-                found = slot.view(one)
-                if found.shape == numbers.shape and torch.equal(found.long(), numbers):
-                    return slot
-    raise ValueError("experts: their linears must be runs of rows of the packed tensors, got another order.")
+    empty._parameters = held | dict.fromkeys(shapes)
+    vars(made)[_PACKED] = _Packed(empty, shapes, made[0].down_proj.in_features)
 
 
 def list_packed_shapes(model: nn.Module, narrower: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -180,15 +125,12 @@ def list_packed_shapes(model: nn.Module, narrower: Collection[str] = ()) -> dict
 
     :param narrower: names of lists of experts whose number of channels is halved
     """
-    shapes = {}
+    shapes = dict[str, tuple[int, ...]]()
     for name, experts in list_experts(model):
-        for parameter, slot in vars(experts)[_PACKED][1].items() if _PACKED in vars(experts) else ():
-            with disable_onloading():
-                rows, *columns = experts[0].get_parameter(parameter).shape
-            if name in narrower:
-                reads = parameter.startswith("down_proj")
-                rows, columns = (rows, [c // 2 for c in columns]) if reads else (rows // 2, columns)
-            shapes[f"{name}.{slot.tensor}"] = (experts.num_experts, *slot.shape(torch.Size([rows, *columns])))
+        if packed := vars(experts).get(_PACKED):
+            width = experts[0].down_proj.in_features // (2 if name in narrower else 1)
+            found = packed.list_shapes(experts.num_experts, width)
+            shapes |= {f"{name}.{tensor}": shape for tensor, shape in found.items()}
     return shapes
 
 
@@ -201,17 +143,21 @@ def pack_experts(model: nn.Module) -> None:
     for name, experts in [found for found in list_experts(model) if _PACKED in vars(found[1])]:
         if any(hasattr(module, "quantization_scheme") for module in experts.modules()):
             continue
-        empty, slots = vars(experts)[_PACKED]
-        empty._parameters, empty.num_experts = dict(empty._parameters), experts.num_experts
+        packed, down = vars(experts)[_PACKED], experts[0].down_proj
+        made, shapes = packed.module, packed.list_shapes(experts.num_experts, down.in_features)
         with disable_onloading():  # weights are packed where they are
-            for parameter, slot in slots.items():
-                first = experts[0].get_parameter(parameter)
-                if empty._parameters[slot.tensor] is None:
-                    shape, trains = (experts.num_experts, *slot.shape(first.shape)), first.requires_grad
-                    empty._parameters[slot.tensor] = nn.Parameter(first.new_zeros(shape), requires_grad=trains)
-                whole = empty._parameters[slot.tensor]
-                for index in range(experts.num_experts):
-                    slot.view(whole[index]).copy_(experts[index].get_parameter(parameter))
-        if isinstance(experts[0].get_submodule(parameter.rpartition(".")[0])._parameters, OffloadCache):
-            offload_module(empty, **get_cache_init_kwargs(experts))
-        model.set_submodule(name, empty)
+            old = down.weight
+            empty = {own: nn.Parameter(old.new_zeros(shape), old.requires_grad) for own, shape in shapes.items()}
+            made._parameters, made.num_experts = made._parameters | empty, experts.num_experts
+            for index in range(experts.num_experts):
+                experts[index].intermediate_size = down.in_features  # llm-compressor places the rows by it
+                experts[index].copy_to_experts_module(made, index)
+            if isinstance(
+                experts[0], GptOssExpertMLP
+            ):  # it reads alternating rows, and writes one half after the other
+                for own in ("gate_up_proj", "gate_up_proj_bias"):
+                    halves = made._parameters[own]
+                    halves.copy_(halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
+        if isinstance(down._parameters, OffloadCache):
+            offload_module(made, **get_cache_init_kwargs(experts))
+        model.set_submodule(name, made)

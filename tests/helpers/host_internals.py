@@ -46,6 +46,12 @@ INTERNALS = [
         "takes experts apart; its experts know num_experts",
         ("experts", "config"),
     ),
+    Internal(
+        "llmcompressor.modeling.moe.linear_experts:ExpertMLPWithGate.copy_to_experts_module",
+        "packs experts at their present width",
+        ("experts", "index"),
+        says=("self.intermediate_size",),
+    ),
     Internal("llmcompressor.modeling.moe:linear_experts.offload_module", "experts stay where they are"),
     Internal("llmcompressor.modeling.moe:context._CALIBRATE_ALL_EXPERTS", "experts see what their router sends"),
     Internal(

@@ -1,4 +1,4 @@
-"""Removal of whole experts: tensors with one entry per expert, found by comparing instances with different numbers of experts."""
+"""Removal of whole experts: tensors with one entry per expert, found on a tiny instance by a number that no other size has."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.offload import disable_onloading
+from compressed_tensors.offload.utils import to_tensor
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from struprune_plugin.model.experts import list_experts, pack_experts, take_apart
@@ -25,7 +26,7 @@ from struprune_plugin.model.structure.tiny import (
     prove_once,
 )
 
-_WIDE, _NARROW, _KEEP = 8, 6, (0, 2, 3, 4, 6, 7)  # three quarters stay of two groups of four, and of one of eight
+_WIDE, _KEEP = 10, (0, 2, 4, 5, 7, 9)  # no other size of a tiny instance is 10; as many stay of both halves
 _GROUPS, _GROUPS_TAKEN = ("n_group", "num_expert_group"), ("topk_group",)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
 
@@ -53,33 +54,18 @@ class Routing:
         left = {str(place): members[index] for place, index in enumerate(keep)}
         others = {name: module for name, module in members._modules.items() if not name.isdigit()}
         members._modules, members.num_experts = left | others, len(keep)
+        modules = dict(layer.named_modules())
         for name, axis in self.tensors.items():
             owner, _, own = name.rpartition(".")
-            if hasattr(module := _find(layer, owner), own):
+            if hasattr(module := modules.get(owner), own):
                 old = getattr(module, own).detach()
-                _replace(module, own, old.index_select(axis, torch.tensor(keep, device=old.device)))
+                new = old.index_select(axis, torch.tensor(keep, device=old.device)).contiguous()
+                with disable_onloading():  # an onloaded copy does not say whether it learns
+                    like = getattr(module, own)
+                setattr(module, own, to_tensor(new, like))
         for name, own in self.counts:
-            if hasattr(module := _find(layer, name), own):
+            if hasattr(module := modules.get(name), own):
                 setattr(module, own, len(keep))
-
-
-def _find(layer: nn.Module, name: str) -> Any:
-    """Return a module of a layer by name; None where there is none."""
-    try:
-        return layer.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def _replace(module: nn.Module, own: str, value: Tensor) -> None:
-    """Replace a module's parameter or buffer by one of another size, on the old one's device."""
-    value = value.contiguous()
-    if own in module._buffers:
-        setattr(module, own, value)
-        return
-    held = module._parameters
-    requires_grad = (held.offloaded_values if isinstance(held, OffloadCache) else held)[own].requires_grad  # type: ignore[union-attr]
-    setattr(module, own, nn.Parameter(value, requires_grad))
 
 
 def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]:
@@ -129,13 +115,13 @@ def _measure(kind: Any, small: PreTrainedConfig) -> Routing:
     problem = "no key of the configuration gives the number of experts"
     for key in sorted(keys, key=lambda name: "expert" not in name):
         try:
-            wide, narrow = (_build(kind, small, key, number) for number in (_WIDE, _NARROW))
+            wide, narrow = (_build(kind, small, key, number) for number in (_WIDE, len(_KEEP)))
         except Exception as error:  # the key may hold another size
             problem = f"{key}: {error}"
             continue
         numbers = [{module.num_experts for _, module in get_non_linearized_moes(m)} for m in (wide, narrow)]
-        if numbers == [{_WIDE}, {_NARROW}]:
-            routing = Routing(key, *_compare(wide, narrow))
+        if numbers == [{_WIDE}, {len(_KEEP)}]:
+            routing = Routing(key, *_list_entries(wide))
             _prove(routing, wide, narrow)
             return routing
     raise ValueError(problem)
@@ -151,31 +137,17 @@ def _list_layers(model: Any) -> list[nn.Module]:
     return list(model.get_submodule(locate_layers(model)).children())
 
 
-def _compare(wide: Any, narrow: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return ``tensors`` and ``counts`` of :class:`Routing`, from the differences between layers with two numbers of experts.
-
-    :raises ValueError: a differing tensor does not have one entry per expert
-    """
+def _list_entries(wide: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return ``tensors`` and ``counts`` of :class:`Routing`: whatever has the number of experts besides these themselves."""
     tensors, counts = dict[str, int](), dict[tuple[str, str], None]()
-    for layer, other in zip(_list_layers(wide), _list_layers(narrow), strict=True):
+    for layer in _list_layers(wide):
         packed = tuple(name for name, _ in get_non_linearized_moes(layer))
-        fewer = dict(chain(other.named_parameters(), other.named_buffers()))
         for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
-            pairs = list(zip(tensor.shape, fewer[name].shape, strict=True))
-            axes = [axis for axis, (before, after) in enumerate(pairs) if before != after]
-            if not axes or name.rpartition(".")[0] in packed:
-                continue
-            if len(axes) > 1 or pairs[axes[0]] != (_WIDE, _NARROW):
-                raise ValueError(
-                    f"{name} has {[*tensor.shape]} of {_WIDE} experts, {[*fewer[name].shape]} of {_NARROW}"
-                )
-            tensors[name] = axes[0]
+            if _WIDE in tensor.shape and name.rpartition(".")[0] not in packed:
+                tensors[name] = [*tensor.shape].index(_WIDE)
         for name, module in layer.named_modules():
-            beside = vars(other.get_submodule(name))
-            facts = {own: (value, beside.get(own)) for own, value in vars(module).items() if type(value) is int}
-            counts |= {
-                (name, own): None for own, pair in facts.items() if pair == (_WIDE, _NARROW) and name not in packed
-            }
+            known = [own for own, value in vars(module).items() if type(value) is int and value == _WIDE]
+            counts |= dict.fromkeys((name, own) for own in known if name not in packed)
     return tensors, list(counts)
 
 

@@ -21,7 +21,7 @@ from struprune_plugin.linalg.second_moments import count_sums, move_moments
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
-from struprune_plugin.pruning.selection import list_together, pose_problems, rank_units
+from struprune_plugin.pruning.selection import list_together, rank_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks
 
@@ -84,26 +84,34 @@ class CurveMeasurer:
                 stored[module.group.name] = replace(gathered, all=parked)
 
         def describe() -> list[GroupStatistics]:
-            problems = pose_problems(modules, moments, self.config, self.sensitivity)
-            ranked = rank_units(problems, self.config, modules[0].group.num_units)
-            return [self._describe(*pair) for pair in zip(problems, ranked, strict=True)]
+            config = self.config
+            problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
+            return self._describe(problems, rank_units(problems, config, modules[0].group.num_units))
 
         with self.context.solving():
             return compute_on_rank0(describe, torch.device("cpu"))
 
-    def _describe(self, problem: GroupProblem, ranked: RankedUnits) -> GroupStatistics:
-        config, group = self.config, problem.group
+    def _describe(self, problems: Sequence[GroupProblem], ranked: Sequence[RankedUnits]) -> list[GroupStatistics]:
+        """Return the statistics of ranked groups of one shape, with one transfer to the host for all."""
+        config, host = self.config, self.context.to_host
+        scores, order = (torch.stack([getattr(units, name) for units in ranked]) for name in ("scores", "order"))
         if config.weight_update.solves and config.importance.eliminates:
-            curve = sum_increases(ranked.scores[ranked.order])
-        elif config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
-            curve = measure_restored_curve(problem.weighed, ranked.order, group.columns_per_unit, group.name)
+            curves = sum_increases(scores.gather(1, order))
         else:
-            root = self.sensitivity.fisher_sqrt.get(group.output_name)
-            moved = problem.dense if root is None else self.context.to_solver(root) @ problem.dense
-            curve = measure_deletion_curve(problem.weighed, moved, ranked.order, group.columns_per_unit)
-        weight, host = self.rule.weigh(self.model, group, ranked.scores), self.context.to_host
-        basis = None if ranked.basis is None else host(ranked.basis)
-        return GroupStatistics(weight, host(curve), host(ranked.scores), host(ranked.order), basis)
+            curves = torch.stack([self._measure_curve(*pair) for pair in zip(problems, order, strict=True)])
+        scores, order, curves = host(scores), host(order), host(curves)
+        weights = [self.rule.weigh(self.model, p.group, own) for p, own in zip(problems, scores, strict=True)]
+        bases = [None if units.basis is None else host(units.basis) for units in ranked]
+        return [GroupStatistics(*own) for own in zip(weights, curves, scores, order, bases, strict=True)]
+
+    def _measure_curve(self, problem: GroupProblem, order: Tensor) -> Tensor:
+        """Return the error curve of an importance whose scores are no increases of the error."""
+        group = problem.group
+        if self.config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
+            return measure_restored_curve(problem.weighed, order, group.columns_per_unit, group.name)
+        root = self.sensitivity.fisher_sqrt.get(group.output_name)
+        moved = problem.dense if root is None else self.context.to_solver(root) @ problem.dense
+        return measure_deletion_curve(problem.weighed, moved, order, group.columns_per_unit)
 
 
 def can_keep_moments(groups: Sequence[UnitGroup], hidden_size: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from struprune_plugin.linalg.second_moments import SecondMoments
-from struprune_plugin.linalg.solve import factorize_fast
+from struprune_plugin.linalg.solve import Where, factorize_fast
 from struprune_plugin.linalg.ties import ROUNDING, order_scores
 
 _PANELS = 32  # downdates of the matrices until all units are removed, or as many as there are units
@@ -64,11 +64,12 @@ def order_units(scores: Tensor, num_blocks: int) -> Tensor:
 def keep_last(order: Tensor, num_units: int, num_keep: int) -> Tensor:
     """Return the sorted indices of the ``num_keep`` units that remain after the first units of an order are removed.
 
-    :param order: units, first removed first, shape [at least num_units - num_keep]
+    :param order: units, first removed first, shape [..., at least num_units - num_keep]
+    :return: shape [..., num_keep], int64
     """
-    left = torch.ones(num_units, dtype=torch.bool, device=order.device)
-    left[order[: num_units - num_keep]] = False
-    return left.nonzero().flatten()
+    gone = torch.zeros(*order.shape[:-1], num_units, dtype=torch.uint8, device=order.device)
+    gone.scatter_(-1, order[..., : num_units - num_keep], 1)
+    return gone.argsort(dim=-1, stable=True)[..., :num_keep]  # unlike nonzero, it does not wait for the device
 
 
 def unit_columns(units: Tensor, width: int) -> Tensor:
@@ -77,7 +78,7 @@ def unit_columns(units: Tensor, width: int) -> Tensor:
 
 
 def eliminate_units(
-    damped: SecondMoments, columns_per_unit: int, where: str, num_blocks: int = 1, num_remove: int | None = None
+    damped: SecondMoments, columns_per_unit: int, where: Where, num_blocks: int = 1, num_remove: int | None = None
 ) -> Elimination:
     """Remove units, a panel at a time, those first whose removal raises the re-solved error least; ties go by index.
 

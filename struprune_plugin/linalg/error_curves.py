@@ -21,10 +21,10 @@ def sum_increases(increases: Tensor) -> Tensor:
 
     The error with all units kept is defined as zero: that of the dense weights against their own output.
 
-    :param increases: increase of the error per removal, first removed first, shape [units], float64
-    :return: error with k = 0 ... units kept, shape [units + 1], float64, never increasing
+    :param increases: increase of the error per removal, first removed first, shape [..., units], float64
+    :return: error with k = 0 ... units kept, shape [..., units + 1], float64, never increasing
     """
-    return torch.nn.functional.pad(increases.clamp(min=0).cumsum(0), (1, 0)).flip(0)
+    return torch.nn.functional.pad(increases.clamp(min=0).cumsum(-1), (1, 0)).flip(-1)
 
 
 def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:

@@ -263,15 +263,21 @@ def _measure_energy(targets: Tensor) -> Tensor:
 def select_inputs(moments: SecondMoments, columns: Tensor) -> SecondMoments:
     """Return the moments of the given inputs in the given order, the bias last.
 
-    :param columns: input at each position, shape [k], int64
+    :param columns: input at each position, shape [..., k], int64
     """
-    rows = with_bias_index(columns, moments.gram.shape[0] - 1)
+    rows = with_bias_index(columns, moments.gram.shape[-1] - 1)
+    linear = () if rows.dim() == 1 else (torch.arange(len(rows), device=rows.device)[:, None, None],)
     return replace(
         moments,
-        gram=moments.gram[rows[:, None], rows],
-        cross=moments.cross[:, rows],
-        absolute_sum=moments.absolute_sum[columns],
+        gram=moments.gram[(*linear, rows[..., :, None], rows[..., None, :])],
+        cross=take_columns(moments.cross, rows),
+        absolute_sum=moments.absolute_sum.gather(-1, columns),
     )
+
+
+def take_columns(matrix: Tensor, columns: Tensor) -> Tensor:
+    """Return columns of one or several matrices, shapes [..., d, n] and [..., k] -> [..., d, k]."""
+    return matrix.gather(-1, columns[..., None, :].expand(*matrix.shape[:-1], -1))
 
 
 def add_moments(moments: SecondMoments, others: SecondMoments) -> None:
@@ -287,8 +293,17 @@ def move_moments(moments: SecondMoments, move: Callable[[Tensor], Tensor]) -> Se
 
 def stack_moments(parts: Sequence[SecondMoments]) -> SecondMoments:
     """Return the moments of several linears of one shape, with a first dimension more; those of one alone as a view."""
-    fields = zip(*(vars(part).values() for part in parts), strict=True)
-    return SecondMoments(*(values[0][None] if len(parts) == 1 else torch.stack(values) for values in fields))
+    return SecondMoments(*map(stack, zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape with a first dimension more; one alone as a view."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
+
+
+def unstack_moments(moments: SecondMoments) -> list[SecondMoments]:
+    """Return the moments of every linear of a stack, as views."""
+    return [SecondMoments(*parts) for parts in zip(*vars(moments).values(), strict=True)]
 
 
 def subtract_moments(moments: SecondMoments, part: SecondMoments) -> SecondMoments:
@@ -303,23 +318,23 @@ def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([weight, column[:, None]], dim=1).to(torch.float64)
 
 
-def measure_error(moments: SecondMoments, weight: Tensor, columns: Tensor | None = None) -> float:
-    """Return ``||Y - W P||^2`` of any weight from the moments alone.
+def measure_error(moments: SecondMoments, weight: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Return ``||Y - W P||^2`` of any weight from the moments alone, of one linear or of several.
 
     ``||Y - W P||^2 = tr(Y Y^T) - 2 tr(W C^T) + tr(W H W^T)``.
     Source: method.md section 2.
 
-    :param weight: shape [d, k + 1], bias last, float64
-    :param columns: inputs that the weight reads, shape [k]; all n where None
-    :return: sum of squares over outputs and tokens, at least 0
+    :param weight: shape [..., d, k + 1], bias last, float64
+    :param columns: inputs that the weight reads, shape [..., k]; all n where None
+    :return: sum of squares over outputs and tokens, at least 0, shape [...]
     """
     if columns is not None:
         moments = select_inputs(moments, columns)
     gram, cross = moments.gram.double(), moments.cross.double()
-    error = moments.target_energy - 2 * (weight * cross).sum() + (weight * (weight @ gram)).sum()
-    return max(float(error), 0.0)
+    error = moments.target_energy - 2 * (weight * cross).sum((-2, -1)) + (weight * (weight @ gram)).sum((-2, -1))
+    return error.clamp(min=0)
 
 
 def with_bias_index(columns: Tensor, bias_index: int) -> Tensor:
-    """Return input columns with the index of the bias appended, shape [k] -> [k + 1]."""
-    return torch.cat([columns, columns.new_tensor([bias_index])])
+    """Return input columns with the index of the bias appended, shape [..., k] -> [..., k + 1]."""
+    return torch.nn.functional.pad(columns, (0, 1), value=bias_index)

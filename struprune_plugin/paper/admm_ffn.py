@@ -223,5 +223,5 @@ def measure_ffn_objective(
 
     :param coupling: sum of the values that :func:`accumulate_ffn_moments` has returned
     """
-    fits = sum(measure_error(part, weight.double()) for part, weight in zip(moments, weights, strict=True))
+    fits = sum(float(measure_error(part, weight.double())) for part, weight in zip(moments, weights, strict=True))
     return alpha * fits + beta * coupling

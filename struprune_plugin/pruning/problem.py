@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
-from struprune_plugin.linalg.second_moments import SecondMoments
+from struprune_plugin.linalg.second_moments import SecondMoments, stack, stack_moments, unstack_moments
 from struprune_plugin.linalg.solve import damp_moments, weigh_outputs
 from struprune_plugin.model.units.group import UnitGroup
 
@@ -55,16 +55,18 @@ class GroupProblem:
     @classmethod
     def pose(
         cls,
-        module: ModuleView,
-        gathered: GroupMoments,
+        modules: Sequence[ModuleView],
+        gathered: Sequence[GroupMoments],
         dampening_frac: float,
         sensitivity: Sensitivity | None = None,
         sparsity: float = 0.0,
-    ) -> GroupProblem:
-        """Return the problem of a module in its present state."""
-        dense, sensitivity = module.read_weights(), sensitivity or Sensitivity()
-        damped = damp_moments(gathered.all, dense, dampening_frac, module.has_bias)
-        return cls(module, gathered, dense, damped, sensitivity, sparsity, dampening_frac)
+    ) -> list[GroupProblem]:
+        """Return the problems of a module, or of experts of one shape, in their present state."""
+        dense = stack([module.read_weights() for module in modules])
+        damped = damp_moments(stack_moments([own.all for own in gathered]), dense, dampening_frac, modules[0].has_bias)
+        common = sensitivity or Sensitivity(), sparsity, dampening_frac
+        parts = zip(modules, gathered, dense, unstack_moments(damped), strict=True)
+        return [cls(*part, *common) for part in parts]
 
     @property
     def group(self) -> UnitGroup:
@@ -78,10 +80,7 @@ class GroupProblem:
     @property
     def weighed(self) -> SecondMoments:
         """Damped moments with errors weighted by the sensitivity of the module's output, where it was measured; computed anew."""
-        root = self.sensitivity.fisher_sqrt.get(self.group.output_name)
-        if root is None:
-            return self.damped
-        return weigh_outputs(self.damped, self.module.context.to_solver(root), self.dense)
+        return unstack_moments(weigh_problems([self]))[0]
 
     def rotate(self, basis: Tensor) -> GroupProblem:
         """Return the problem of rotated inputs."""
@@ -90,3 +89,12 @@ class GroupProblem:
         gathered = replace(self.gathered, all=rotate_moments(self.moments, basis, copies), held=rotated)
         damped, dense = rotate_moments(self.damped, basis, copies), rotate_columns(self.dense, basis, copies)
         return replace(self, gathered=gathered, damped=damped, dense=dense)
+
+
+def weigh_problems(problems: Sequence[GroupProblem]) -> SecondMoments:
+    """Return :attr:`GroupProblem.weighed` of one group, or of experts of one list and shape, with a first dimension more."""
+    damped, first = stack_moments([problem.damped for problem in problems]), problems[0]
+    root = first.sensitivity.fisher_sqrt.get(first.group.output_name)
+    if root is None:
+        return damped
+    return weigh_outputs(damped, first.module.context.to_solver(root), stack([problem.dense for problem in problems]))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,9 +26,9 @@ from struprune_plugin.model.surgery import copy_layer, restore_layer, rotate_gro
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
-from struprune_plugin.pruning.reconstruction import refine_group, solve_group
+from struprune_plugin.pruning.reconstruction import refine_group, solve_groups
 from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
-from struprune_plugin.pruning.selection import describe_group, list_together, pose_problems, select_units
+from struprune_plugin.pruning.selection import describe_group, list_together, select_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.manifest import GroupRecord
@@ -37,7 +38,7 @@ from struprune_plugin.storage.manifest import GroupRecord
 class Decision:
     """Kept units and new weights of one group.
 
-    :param keep: sorted kept units, shape [kept], int64
+    :param keep: sorted kept units, shape [kept], int64, on the host
     :param weight: the consumer's weights on them, in unit order, bias last, shape [d, kept columns + 1], float64
     :param basis: rotation of the heads' units before selection, shape [blocks, width, width]; None without one
     :param producers: by name, the kept rows of a linear that the rotation changes, bias last
@@ -163,24 +164,34 @@ class Pruner:
         """
 
         def solve() -> list[Decision]:
-            problems = pose_problems(modules, moments, self.config, self.sensitivity)
+            config = self.config
+            problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
             (num_keep,) = {self.plan.kept[module.group.name] for module in modules}
-            selected = select_units(problems, num_keep, self.config)
-            return [self._solve(problem, *found, updates) for problem, found in zip(problems, selected, strict=True)]
+            return self._solve(problems, *select_units(problems, num_keep, config), updates)
 
         with self.context.solving():
             return compute_on_rank0(solve, self.context.solve_device)
 
-    def _solve(self, problem: GroupProblem, keep: Tensor, ranked: RankedUnits | None, updates: bool) -> Decision:
-        """Return the new weights of a group on its kept units."""
-        group, layer, producers = problem.group, problem.module.layer, dict[str, Tensor]()
-        basis, scores = (None, None) if ranked is None else (ranked.basis, ranked.scores)
-        if basis is not None:
-            problem, name = problem.rotate(basis), next(iter(group.producers))
-            rotated = rotate_producer(layer, group, basis, self.context.to_solver)
-            producers[name] = rotated[group.find_kept_rows(name, keep.cpu()).to(rotated.device)]
-        weight, solve = solve_group(problem, keep, self.config, updates)
-        return Decision(keep, weight, basis, producers, describe_group(group, keep, scores, solve))
+    def _solve(
+        self, problems: Sequence[GroupProblem], keep: Tensor, ranked: Sequence[RankedUnits], updates: bool
+    ) -> list[Decision]:
+        """Return the new weights of groups on their kept units, shape [groups, kept]; one transfer to the host for all."""
+        host, groups, nothing = self.context.to_host(keep), [problem.group for problem in problems], [None] * len(keep)
+        scores = self.context.to_host(torch.stack([units.scores for units in ranked])) if ranked else nothing
+        bases = [units.basis for units in ranked] or nothing
+        producers = [self._rotate_producer(*own) for own in zip(problems, bases, host, strict=True)]
+        problems = [p if basis is None else p.rotate(basis) for p, basis in zip(problems, bases, strict=True)]
+        weights, solves = zip(*solve_groups(problems, keep, self.config, updates), strict=True)
+        records = map(describe_group, groups, host, scores, solves)
+        return [Decision(*own) for own in zip(host, weights, bases, producers, records, strict=True)]
+
+    def _rotate_producer(self, problem: GroupProblem, basis: Tensor | None, keep: Tensor) -> dict[str, Tensor]:
+        """Return the kept rows of the linear that a rotation changes, by its name; none without a rotation."""
+        if basis is None:
+            return {}
+        name = next(iter(problem.group.producers))
+        rotated = rotate_producer(problem.module.layer, problem.group, basis, self.context.to_solver)
+        return {name: rotated[problem.group.find_kept_rows(name, keep).to(rotated.device)]}
 
     def _slice(self, module: ModuleView, decision: Decision) -> GroupRecord:
         """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from struprune_plugin.layerwise.statistics import ModuleView
 from struprune_plugin.linalg.elimination import unit_columns
-from struprune_plugin.linalg.second_moments import measure_error, with_bias_index
+from struprune_plugin.linalg.second_moments import measure_error, stack, stack_moments, take_columns, with_bias_index
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_weights, solve_kept_weights
 from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.pruning.config import PruningConfig
@@ -17,29 +18,51 @@ from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.storage.manifest import ADMMRecord, SolveRecord
 
 
-def solve_group(
-    problem: GroupProblem, keep: Tensor, config: PruningConfig, updates: bool = True
-) -> tuple[Tensor, SolveRecord]:
-    """Return the consumer's weights on the kept units, re-solved where configured, and the record of the solve.
+def solve_groups(
+    problems: Sequence[GroupProblem], keep: Tensor, config: PruningConfig, updates: bool = True
+) -> list[tuple[Tensor, SolveRecord]]:
+    """Return the consumers' weights on the kept units, re-solved where configured, and the records of the solves.
 
-    :param keep: sorted kept units
+    :param problems: of one group, or of experts of one shape
+    :param keep: sorted kept units, shape [groups, kept]
     :param updates: whether the remaining weights are re-solved at all
     """
-    moments, held, dense, group = problem.moments, problem.gathered.held, problem.dense, problem.group
+    kinds = [(problem.gathered.determines, problem.gathered.held is None) for problem in problems]
+    solved = dict[int, tuple[Tensor, SolveRecord]]()
+    for kind in dict.fromkeys(kinds):
+        alike = [index for index, own in enumerate(kinds) if own == kind]
+        found = _solve_alike([problems[index] for index in alike], keep[alike], config, updates)
+        solved.update(zip(alike, found, strict=True))
+    return [solved[index] for index in range(len(problems))]
+
+
+def _solve_alike(
+    problems: Sequence[GroupProblem], keep: Tensor, config: PruningConfig, updates: bool
+) -> list[tuple[Tensor, SolveRecord]]:
+    """Return what :func:`solve_groups` does, of groups that all have, or all lack, held-out tokens and as many as a solve needs."""
+    group, gathered, has_bias = problems[0].group, problems[0].gathered, problems[0].module.has_bias
+    moments, dense = stack_moments([problem.moments for problem in problems]), stack([p.dense for p in problems])
     columns = unit_columns(keep, group.columns_per_unit)
-    deleted = dense[:, with_bias_index(columns, group.num_columns)]
-    weight, condition, damping, damped, scale = deleted, None, config.dampening_frac, problem.damped, None
-    if config.weight_update.solves and updates and not problem.gathered.determines:
-        weight, scale = scale_weights(moments, deleted, columns)
+    deleted = take_columns(dense, with_bias_index(columns, group.num_columns))
+    weight, dampings = deleted, [config.dampening_frac] * len(problems)
+    condition = scale = [None] * len(problems)
+    if config.weight_update.solves and updates and not gathered.determines:
+        weight, factors = scale_weights(moments, deleted, columns)
+        scale = factors.tolist()
     elif config.weight_update.solves and updates:
-        if held is not None:
-            damping = choose_damping(moments, held, dense, columns, problem.module.has_bias, group.name)
-            damped = damp_moments(moments, dense, damping, problem.module.has_bias)
-        solved = solve_kept_weights(damped, columns, group.name)
-        weight, condition = solved.weight, solved.condition_number
-    energy = max(float(moments.target_energy), 1e-300)
-    before, after = (measure_error(moments, w, columns) / energy for w in (deleted, weight))
-    return weight, SolveRecord(energy, before, after, damping, None, condition, scale)
+        if gathered.held is None:
+            damped = stack_moments([problem.damped for problem in problems])
+        else:
+            held = stack_moments([problem.gathered.held for problem in problems if problem.gathered.held])
+            dampings = choose_damping(moments, held, dense, columns, has_bias)
+            damped = damp_moments(moments, dense, dense.new_tensor(dampings), has_bias)
+        solved = solve_kept_weights(damped, columns, [problem.group.name for problem in problems])
+        weight, condition = solved.weight, solved.condition_number.tolist()
+    energy = moments.target_energy.clamp(min=1e-300)
+    before, after = (measure_error(moments, some, columns) / energy for some in (deleted, weight))
+    errors = torch.stack([energy, before, after]).tolist()
+    records = map(SolveRecord, *errors, dampings, [None] * len(problems), condition, scale)
+    return list(zip(weight, records, strict=True))
 
 
 def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: PruningConfig) -> ADMMRecord:
@@ -55,8 +78,8 @@ def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: Pruni
     sliced = replace(module, group=module.group.resize(len(keep)))
     gathered = sliced.collect_moments(f"{module.group.name} closing")
     with module.context.solving():
-        problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)  # damped towards the refined weights
+        problems = GroupProblem.pose([sliced], [gathered], config.dampening_frac)  # damped towards the refined weights
         everything = torch.arange(len(keep), device=gathered.all.gram.device)
-        closing, record = solve_group(problem, everything, config)
+        ((closing, record),) = solve_groups(problems, everything[None], config)
     set_consumer(sliced.layer, sliced.group, closing)
     return ADMMRecord(refined.objective, record.error_after)

@@ -8,25 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
 from struprune_plugin.linalg.elimination import RankedUnits, keep_last
 from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
-from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
+from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 
 _TOGETHER = 1 << 24  # entries of the systems of experts that are eliminated together: 128 MB in float64
-
-
-def pose_problems(
-    modules: Sequence[ModuleView], moments: Sequence[GroupMoments], config: PruningConfig, sensitivity: Sensitivity
-) -> list[GroupProblem]:
-    """Return the problem of every module in its present state."""
-    return [
-        GroupProblem.pose(module, gathered, config.dampening_frac, sensitivity, config.sparsity)
-        for module, gathered in zip(modules, moments, strict=True)
-    ]
 
 
 def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, int] | None = None) -> list[list[UnitGroup]]:
@@ -63,17 +52,17 @@ def rank_units(problems: Sequence[GroupProblem], config: PruningConfig, num_remo
 
 def select_units(
     problems: Sequence[GroupProblem], num_keep: int, config: PruningConfig
-) -> list[tuple[Tensor, RankedUnits | None]]:
-    """Return the sorted kept units of every group, shape [kept], int64, and their ranking; None where all are kept."""
+) -> tuple[Tensor, list[RankedUnits]]:
+    """Return the sorted kept units of every group, shape [groups, kept], int64, and their rankings; none where all are kept."""
     num_units = problems[0].group.num_units
     if num_keep == num_units:
-        return [(torch.arange(num_keep, device=problem.dense.device), None) for problem in problems]
+        return torch.arange(num_keep, device=problems[0].dense.device).repeat(len(problems), 1), []
     ranked = rank_units(problems, config, num_units - num_keep)
-    return [(keep_last(units.order, num_units, num_keep), units) for units in ranked]
+    return keep_last(torch.stack([units.order for units in ranked]), num_units, num_keep), ranked
 
 
 def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve: SolveRecord) -> GroupRecord:
-    """Return the manifest's record of a group."""
+    """Return the manifest's record of a group, from tensors on the host."""
     return GroupRecord(
         name=group.name,
         layer=group.layer_index,

@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 import torch
 
 from struprune_plugin.linalg.elimination import eliminate_units
-from struprune_plugin.linalg.second_moments import stack_moments
 from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, Order
-from struprune_plugin.pruning.problem import GroupProblem
+from struprune_plugin.pruning.problem import GroupProblem, weigh_problems
 
 
 @IMPORTANCES.register
@@ -23,9 +22,10 @@ class OBS(Importance):
     def rank(self, problems: Sequence[GroupProblem], num_remove: int) -> list[Order]:
         """Return the order of elimination and every unit's score, by group; kept units have the score infinity."""
         group = problems[0].group
-        where = group.name if len(problems) == 1 else f"{group.name} to {problems[-1].group.name}"
-        damped = stack_moments([problem.weighed for problem in problems])
-        elimination = eliminate_units(damped, group.columns_per_unit, where, group.num_blocks, num_remove)
+        where = [problem.group.name for problem in problems]
+        elimination = eliminate_units(
+            weigh_problems(problems), group.columns_per_unit, where, group.num_blocks, num_remove
+        )
         scores = elimination.increase.new_full((len(problems), group.num_units), torch.inf)
         scores.scatter_(1, elimination.order, elimination.increase)
         return list(zip(elimination.order, scores, strict=True))

@@ -26,10 +26,10 @@ def test_measure_error_equals_second_pass():
     inputs, targets, weight, bias = make_case()
     moments = gather(inputs, targets, 50)
     naive = (targets - inputs @ weight.T - bias).square().sum()
-    assert measure_error(moments, append_bias(weight, bias)) == pytest.approx(naive.item(), rel=1e-10)
+    assert measure_error(moments, append_bias(weight, bias)).item() == pytest.approx(naive.item(), rel=1e-10)
     columns = torch.tensor([1, 4, 6])
     naive = (targets - inputs[:, columns] @ weight[:, columns].T - bias).square().sum()
-    assert measure_error(moments, append_bias(weight[:, columns], bias), columns) == pytest.approx(
+    assert measure_error(moments, append_bias(weight[:, columns], bias), columns).item() == pytest.approx(
         naive.item(), rel=1e-10
     )
 

@@ -34,12 +34,13 @@ from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
 from struprune_plugin.linalg.rounding import expand_counts
-from struprune_plugin.linalg.second_moments import move_moments
+from struprune_plugin.linalg.second_moments import move_moments, stack, stack_moments, unstack_moments
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
+from struprune_plugin.pruning.selection import compute_alike, list_together
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
 
@@ -101,7 +102,10 @@ class Trial:
                 own = select_groups(self._groups, step.name)
                 cut = [group for group in own if self._list_counts(group)]
                 step.observe(self._statistics, cut, slice(num_fit))
-                weights = {group.name: self._solve(step.layer, group) for group in cut}
+                weights = dict[str, Weights]()
+                for together in list_together(cut, {group.name: self._list_counts(group) for group in cut}):
+                    solved = self._solve(step.layer, together)
+                    weights.update(zip((group.name for group in together), solved, strict=True))
                 step.observe(self._statistics, [], slice(num_fit, None))
                 self._dense = [flow.states.hidden for flow in step.flows[num_fit:]]
                 for path in self._paths:
@@ -128,34 +132,42 @@ class Trial:
         """Return the numbers of kept units in the plans, without the number of all units."""
         return sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
 
-    def _solve(self, layer: nn.Module, group: UnitGroup) -> Weights:
-        """Return a consumer's weights, in module order, and bias, solved on rank 0, for every number of kept units."""
-        known = (self._fit.moments or {}).get(group.name)
-        gathered = known or self._statistics.collect_moments(layer, group, "trials")
+    def _solve(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[Weights]:
+        """Return the consumers' weights, in module order, and biases, solved on rank 0, for every number of kept units.
+
+        :param groups: one group, or experts of one shape
+        """
+        modules, known = [ModuleView(layer, group, self._statistics) for group in groups], self._fit.moments or {}
+        gathered = [known.get(module.group.name) or module.collect_moments("trials") for module in modules]
+        solve = partial(compute_alike, self._solve_alike, [own.determines for own in gathered], modules, gathered)
         with self._context.solving():
-            solve = partial(self._solve_moments, ModuleView(layer, group, self._statistics), gathered)
             return compute_on_rank0(solve, self._context.solve_device)
 
-    def _solve_moments(self, module: ModuleView, gathered: GroupMoments) -> Weights:
-        """Return the weights on the kept units, zero elsewhere; the dense ones without a solve."""
-        group, config, to_solver = module.group, self._config, self._context.to_solver
-        found, counts, copies = self._fit.measured[group.name], self._list_counts(group), group.columns_per_unit
-        dense = module.read_weights()
-        order = found.order.to(dense.device)
-        if config.weight_update.solves and gathered.determines:
-            moments = move_moments(gathered.all, to_solver)
-            damped = damp_moments(moments, dense, config.dampening_frac, module.has_bias)
-            basis = None if found.basis is None else to_solver(found.basis)
-            damped = damped if basis is None else rotate_moments(damped, basis, copies)
-            solved = solve_nested_weights(damped, order, copies, counts, group.name)
+    def _solve_alike(self, modules: Sequence[ModuleView], gathered: Sequence[GroupMoments]) -> list[Weights]:
+        """Return the weights on the kept units, zero elsewhere; the dense ones without a solve, or all with too few tokens."""
+        group, config, to_solver = modules[0].group, self._config, self._context.to_solver
+        names, counts, copies = [m.group.name for m in modules], self._list_counts(group), group.columns_per_unit
+        dense, basis = stack([module.read_weights() for module in modules]), self._fit.measured[group.name].basis
+        order = to_solver(stack([self._fit.measured[name].order for name in names]))
+        if config.weight_update.solves and gathered[0].determines:
+            moments = stack_moments([move_moments(own.all, to_solver) for own in gathered])
+            damped = damp_moments(moments, dense, config.dampening_frac, modules[0].has_bias)
+            if basis is not None:  # of heads, which are solved one module at a time
+                basis = to_solver(basis)
+                damped = stack_moments([rotate_moments(own, basis, copies) for own in unstack_moments(damped)])
+            solved = solve_nested_weights(damped, order, copies, counts, names)
             if basis is not None:
-                solved = {count: rotate_columns(weight, basis.mT, copies) for count, weight in solved.items()}
+                solved = ((n, rotate_columns(found[0], basis.mT, copies)[None]) for n, found in solved)
         else:
-            gone = {count: unit_columns(order[: group.num_units - count], copies) for count in counts}
-            solved = {count: dense.index_fill(1, columns, 0.0) for count, columns in gone.items()}
-        dtype = find_linear(module.layer, group.consumer).weight.dtype
-        cast = {count: weight.to(dtype) for count, weight in solved.items()}
-        return {n: (group.to_module_order(weight[:, :-1]).contiguous(), weight[:, -1]) for n, weight in cast.items()}
+            gone = unit_columns(order, copies)[:, None].expand(-1, dense.shape[1], -1)
+            solved = ((n, dense.scatter(2, gone[..., : (group.num_units - n) * copies], 0.0)) for n in counts)
+        weights, dtype = [Weights() for _ in modules], find_linear(modules[0].layer, group.consumer).weight.dtype
+        for count, found in solved:
+            cast = found.to(dtype)
+            columns = group.to_module_order(cast[..., :-1]).contiguous()
+            for own, weight, bias in zip(weights, columns, cast[..., -1], strict=True):
+                own[count] = weight, bias
+        return weights
 
     def _advance(
         self, path: _Path, layer: nn.Module, groups: Sequence[UnitGroup], weights: Mapping[str, Weights]

@@ -6,14 +6,14 @@ sorted by how long they stay, the factor of the first k units is its leading blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from struprune_plugin.linalg.elimination import unit_columns
-from struprune_plugin.linalg.second_moments import SecondMoments
-from struprune_plugin.linalg.solve import factorize_fast, factorize_in_place
+from struprune_plugin.linalg.second_moments import SecondMoments, take_block, take_columns
+from struprune_plugin.linalg.solve import Where, factorize_fast, factorize_in_place
 
 
 def sum_increases(increases: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_uni
     :return: damped error with k = 0 ... units kept, shape [units + 1], float64, never increasing
     """
     rows = _list_rows(order, columns_per_unit)
-    factor = factorize_in_place(damped.gram[rows[:, None], rows], where)
+    factor = factorize_in_place(take_block(damped.gram, rows), where)
     explained = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T, upper=False).square().sum(1)
     return (damped.target_energy - explained.cumsum(0)[::columns_per_unit]).clamp(min=0)
 
@@ -59,31 +59,26 @@ def measure_deletion_curve(damped: SecondMoments, weight: Tensor, order: Tensor,
 
 
 def solve_nested_weights(
-    damped: SecondMoments, order: Tensor, columns_per_unit: int, counts: Iterable[int], where: str
-) -> dict[int, Tensor]:
-    """Return the least-squares weights on the last k units of an order, for every number k, zero elsewhere.
+    damped: SecondMoments, order: Tensor, columns_per_unit: int, counts: Iterable[int], where: Where
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the least-squares weights on the last k units of an order, for every number k, zero elsewhere.
 
-    Parameters as in :func:`measure_restored_curve`.
-
+    :param order: units, first removed first, shape [..., units]
     :param counts: numbers k, at least one
-    :return: weights by k, shape [d, n + 1], float64, bias last
+    :return: pairs of k and weights, shape [..., d, n + 1], float64, bias last
     """
     counts = sorted(counts)
-    rows = _list_rows(order, columns_per_unit)[: 1 + counts[-1] * columns_per_unit]
-    factor = factorize_fast(damped.gram[rows[:, None], rows], where)
-    half = torch.linalg.solve_triangular(factor, damped.cross[:, rows].T.to(factor.dtype), upper=False)
-    solved = {}
+    rows = _list_rows(order, columns_per_unit)[..., : 1 + counts[-1] * columns_per_unit]
+    factor = factorize_fast(take_block(damped.gram, rows), where)
+    half = torch.linalg.solve_triangular(factor, take_columns(damped.cross, rows).mT.to(factor.dtype), upper=False)
     for count in counts:
         kept = 1 + count * columns_per_unit
-        weight = torch.zeros_like(damped.cross)
-        weight[:, rows[:kept]] = torch.linalg.solve_triangular(
-            factor[:kept, :kept].mT, half[:kept], upper=True
-        ).T.double()
-        solved[count] = weight
-    return solved
+        root, columns = factor[..., :kept, :kept].mT, rows[..., None, :kept].expand(*damped.cross.shape[:-1], -1)
+        weight = torch.linalg.solve_triangular(root, half[..., :kept, :], upper=True).mT.double()
+        yield count, torch.zeros_like(damped.cross).scatter_(-1, columns, weight)
 
 
 def _list_rows(order: Tensor, columns_per_unit: int) -> Tensor:
     """Return the row indices of H in reverse removal order: the bias first, then the unit that is removed last."""
-    columns = unit_columns(order.flip(0), columns_per_unit)
-    return torch.cat([columns.new_tensor([len(columns)]), columns])
+    columns = unit_columns(order.flip(-1), columns_per_unit)
+    return torch.nn.functional.pad(columns, (1, 0), value=columns.shape[-1])

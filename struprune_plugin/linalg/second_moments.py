@@ -266,13 +266,18 @@ def select_inputs(moments: SecondMoments, columns: Tensor) -> SecondMoments:
     :param columns: input at each position, shape [..., k], int64
     """
     rows = with_bias_index(columns, moments.gram.shape[-1] - 1)
-    linear = () if rows.dim() == 1 else (torch.arange(len(rows), device=rows.device)[:, None, None],)
     return replace(
         moments,
-        gram=moments.gram[(*linear, rows[..., :, None], rows[..., None, :])],
+        gram=take_block(moments.gram, rows),
         cross=take_columns(moments.cross, rows),
         absolute_sum=moments.absolute_sum.gather(-1, columns),
     )
+
+
+def take_block(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Return the same rows and columns of one or several matrices, shapes [..., n, n] and [..., k] -> [..., k, k]."""
+    linear = () if rows.dim() == 1 else (torch.arange(len(rows), device=rows.device)[:, None, None],)
+    return matrix[(*linear, rows[..., :, None], rows[..., None, :])]
 
 
 def take_columns(matrix: Tensor, columns: Tensor) -> Tensor:

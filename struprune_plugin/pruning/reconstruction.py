@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_we
 from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
+from struprune_plugin.pruning.selection import compute_alike
 from struprune_plugin.storage.manifest import ADMMRecord, SolveRecord
 
 
@@ -28,21 +30,16 @@ def solve_groups(
     :param updates: whether the remaining weights are re-solved at all
     """
     kinds = [(problem.gathered.determines, problem.gathered.held is None) for problem in problems]
-    solved = dict[int, tuple[Tensor, SolveRecord]]()
-    for kind in dict.fromkeys(kinds):
-        alike = [index for index, own in enumerate(kinds) if own == kind]
-        found = _solve_alike([problems[index] for index in alike], keep[alike], config, updates)
-        solved.update(zip(alike, found, strict=True))
-    return [solved[index] for index in range(len(problems))]
+    return compute_alike(partial(_solve_alike, config, updates), kinds, problems, [*keep])
 
 
 def _solve_alike(
-    problems: Sequence[GroupProblem], keep: Tensor, config: PruningConfig, updates: bool
+    config: PruningConfig, updates: bool, problems: Sequence[GroupProblem], keep: Sequence[Tensor]
 ) -> list[tuple[Tensor, SolveRecord]]:
     """Return what :func:`solve_groups` does, of groups that all have, or all lack, held-out tokens and as many as a solve needs."""
     group, gathered, has_bias = problems[0].group, problems[0].gathered, problems[0].module.has_bias
     moments, dense = stack_moments([problem.moments for problem in problems]), stack([p.dense for p in problems])
-    columns = unit_columns(keep, group.columns_per_unit)
+    columns = unit_columns(stack(keep), group.columns_per_unit)
     deleted = take_columns(dense, with_bias_index(columns, group.num_columns))
     weight, dampings = deleted, [config.dampening_frac] * len(problems)
     condition = scale = [None] * len(problems)

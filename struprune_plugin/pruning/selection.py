@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 
-_TOGETHER = 1 << 24  # entries of the systems of experts that are eliminated together: 128 MB in float64
+_TOGETHER = 1 << 24  # entries of the systems of experts that are worked on together: 128 MB in float64
+Result = TypeVar("Result")
 
 
-def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, int] | None = None) -> list[list[UnitGroup]]:
-    """Return the groups in runs whose units are ranked together: experts of one list and shape, every other group alone.
+def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, object] | None = None) -> list[list[UnitGroup]]:
+    """Return the groups in runs that are ranked and solved together: experts of one list and shape, every other group alone.
 
-    :param kept: number of kept units by group, the same in a run
+    :param kept: number of kept units, or several such numbers, by group, the same in a run
     """
 
     def describe(group: UnitGroup) -> tuple[object, ...]:
@@ -33,6 +35,21 @@ def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, int] | None = 
         step = max(_TOGETHER // (alike[0].num_columns + 1) ** 2, 1)
         runs += [alike[start : start + step] for start in range(0, len(alike), step)]
     return runs
+
+
+def compute_alike(
+    compute: Callable[..., Sequence[Result]], kinds: Sequence[object], *arguments: Sequence[Any]
+) -> list[Result]:
+    """Return one result for each group, computed together for all groups of one kind.
+
+    :param arguments: sequences over the groups, of which ``compute`` gets the parts of one kind
+    """
+    results = dict[int, Result]()
+    for kind in dict.fromkeys(kinds):
+        alike = [place for place, own in enumerate(kinds) if own == kind]
+        found = compute(*([own[place] for place in alike] for own in arguments))
+        results.update(zip(alike, found, strict=True))
+    return [results[place] for place in range(len(kinds))]
 
 
 def rank_units(problems: Sequence[GroupProblem], config: PruningConfig, num_remove: int) -> list[RankedUnits]:

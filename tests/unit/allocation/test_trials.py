@@ -29,7 +29,7 @@ def test_nested_weights_are_those_of_a_solve_for_every_number_kept(width):
     accumulate_moments(moments, inputs, targets)
     damped = damp_moments(moments, weight, 0.01)
     order = torch.randperm(12 // width, generator=generator)
-    found = solve_nested_weights(damped, order, width, [1, 2, 12 // width], "w")
+    found = dict(solve_nested_weights(damped, order, width, [1, 2, 12 // width], "w"))
     for count, nested in found.items():
         keep = keep_last(order, 12 // width, count)
         columns = unit_columns(keep, width)

@@ -21,7 +21,7 @@ from llmcompressor.pipelines.cache import IntermediatesCache, IntermediateValue,
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from struprune_plugin.runtime.device_context import DeviceContext, DevicePeaks
+from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.residence import WeightsAhead, load_weights
 
 
@@ -100,25 +100,6 @@ def _find_tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-class CountedPeaks(DevicePeaks):
-    """The peak of an account.
-
-    :param live: the account
-    """
-
-    measure = "account of the tensors that an accelerator would hold"
-
-    def __init__(self, live: LiveBytes):
-        super().__init__()
-        self._live = live
-
-    def _read(self) -> int:
-        return self._live.peak
-
-    def _reset(self) -> None:
-        self._live.peak = self._live.live
-
-
 class WeightsAtOnce(WeightsAhead):
     """Fetches in this thread, which counts."""
 
@@ -136,13 +117,21 @@ class CountedContext(DeviceContext):
 
     def __init__(self, offload: bool, live: LiveBytes):
         super().__init__(offload)
-        self.live, self._peaks, self._ahead = live, CountedPeaks(live), WeightsAtOnce()
+        self.live, self._ahead = live, WeightsAtOnce()
 
     @classmethod
     @contextmanager
     def open(cls, offload: bool = False) -> Iterator[CountedContext]:
         with LiveBytes() as live, _let_caches_copy(live):
             yield cls(offload, live)
+
+    @property
+    def measure(self) -> str:
+        return "account of the tensors that an accelerator would hold"
+
+    def take_peak(self) -> int:
+        peak, self.live.peak = self.live.peak, self.live.live
+        return peak
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return self.live.move(tensor.detach(), to_host=True)

@@ -27,33 +27,6 @@ class StageRecord:
     peak_bytes: int | None = None
 
 
-class DevicePeaks:
-    """Peak bytes that the accelerator's allocator held, over any span."""
-
-    measure = "accelerator bytes allocated"
-
-    def __init__(self) -> None:
-        self._before = 0  # peak since the enclosing span began, up to the last reset of the counters
-
-    def _read(self) -> int:
-        return torch.cuda.max_memory_allocated()
-
-    def _reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    @contextmanager
-    def watch(self) -> Iterator[list[int]]:
-        """Yield a list that holds the peak after the block; blocks may be nested."""
-        outer, self._before = max(self._before, self._read()), 0
-        self._reset()
-        peak: list[int] = []
-        try:
-            yield peak
-        finally:
-            peak.append(max(self._before, self._read()))
-            self._before = max(outer, peak[0])
-
-
 class DeviceContext:
     """Placement of a run's tensors, moves between device and host, and a record of the stages.
 
@@ -68,7 +41,7 @@ class DeviceContext:
         self.kept: Mapping[str, int] = {}
         self.stages: dict[str, StageRecord] = {}
         self._ahead, self._buffers = WeightsAhead(), HostBuffers()
-        self._peaks = DevicePeaks() if torch.cuda.is_available() else None
+        self._open: list[StageRecord] = []
 
     @classmethod
     @contextmanager
@@ -79,7 +52,7 @@ class DeviceContext:
     @property
     def measure(self) -> str:
         """Meaning of ``peak_bytes``."""
-        return self._peaks.measure if self._peaks else "not measured: no accelerator"
+        return "accelerator bytes allocated" if torch.cuda.is_available() else "not measured: no accelerator"
 
     # -- moves ----------------------------------------------------------------------------------------------------
 
@@ -166,21 +139,33 @@ class DeviceContext:
 
     # -- stages ---------------------------------------------------------------------------------------------------
 
-    def watch(self) -> AbstractContextManager[list[int]]:
-        """Return a context manager whose list holds the peak device bytes after the block; empty where they are not measured."""
-        return self._peaks.watch() if self._peaks else nullcontext([])
+    def take_peak(self) -> int | None:
+        """Return the peak bytes on the device since the last call; None where they are not measured."""
+        if not torch.cuda.is_available():
+            return None
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the seconds and the peak memory of the block to a stage."""
+        """Add the seconds and the peak memory of the block to a stage; blocks may be nested."""
         start = time.perf_counter()
         record = self.stages.setdefault(name, StageRecord())
-        with self.watch() as peaks:
-            yield
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+        self._note_peak()
+        self._open.append(record)
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._note_peak()
+        self._open.pop()
         record.seconds += time.perf_counter() - start
-        record.peak_bytes = max(*peaks, record.peak_bytes or 0) if peaks else None
+
+    def _note_peak(self) -> None:
+        """Raise the peaks of the stages that are open to the bytes held since the last call."""
+        if (peak := self.take_peak()) is not None:
+            for record in self._open:
+                record.peak_bytes = max(peak, record.peak_bytes or 0)
 
 
 def find_free_bytes() -> int | None:

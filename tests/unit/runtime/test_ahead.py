@@ -97,14 +97,14 @@ def test_a_pass_that_fails_leaves_nothing_that_was_fetched(layers):
 
 def test_the_account_counts_both_layers(layers):
     sizes = [sum(tensor.nbytes for tensor in list_weights(layer)) for layer in layers]
-    with CountedContext.open() as context, context.watch() as peaks:
+    with CountedContext.open() as context, context.stage("both"):
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             with context.hold(layer, following):
                 assert all(parameter is not None for parameter in layer.parameters())
-    assert peaks[0] == sizes[0] + sizes[1]
-    with CountedContext.open(offload=True) as context, context.watch() as peaks, context.hold(layers[0], layers[1]):
+    assert context.stages["both"].peak_bytes == sizes[0] + sizes[1]
+    with CountedContext.open(offload=True) as context, context.stage("one"), context.hold(layers[0], layers[1]):
         assert all(parameter is not None for parameter in layers[0].parameters())
-    assert peaks[0] == sizes[0], "the next layer waits"
+    assert context.stages["one"].peak_bytes == sizes[0], "the next layer waits"
 
 
 @pytest.mark.parametrize("fields", [CHEAP, DEFAULT])

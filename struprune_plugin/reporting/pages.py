@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from loguru import logger
 
@@ -69,8 +68,6 @@ def make_card(folder: Path, base: str = "") -> str:
         tags=_TAGS,
         library_name="transformers",
         pipeline_tag="text-generation",
-        model_name=f"{name}-pruned",
-        eval_results=[_describe_result(result) for result in results] or None,
         **{key: carried[key] for key in _CARRIED if key in carried},
     )
     rows = list_result_rows(results)
@@ -98,18 +95,6 @@ def _read_metadata(base: str) -> dict[str, Any]:
         return ModelCard.load(source / CARD_NAME, ignore_metadata_errors=True).data.to_dict() if source else {}
     except Exception:  # a card that is missing or broken raises errors of many classes and is ignored
         return {}
-
-
-def _describe_result(result: ResultRecord) -> EvalResult:
-    """Return a result in the form of the Hub's model index."""
-    return EvalResult(
-        task_type="text-generation",
-        dataset_type=re.sub(r"\W+", "-", result.data),
-        dataset_name=result.data,
-        metric_type=result.metric,
-        metric_name=result.name,
-        metric_value=result.value,
-    )
 
 
 def keep_results(folder: Path, found: Sequence[ResultRecord]) -> str:

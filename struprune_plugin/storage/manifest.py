@@ -223,15 +223,11 @@ class ResultRecord:
     """Record of one measurement of an output.
 
     :param name: what was measured, with the settings that its value depends on
-    :param data: name of the text or of the lm-eval task
-    :param metric: ``perplexity``, or a metric of lm-eval
     :param dense: value of the dense model; None if not measured
     :param stderr: standard error; None if it is not known
     """
 
     name: str
-    data: str
-    metric: str
     value: float
     dense: float | None = None
     stderr: float | None = None

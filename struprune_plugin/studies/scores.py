@@ -134,19 +134,16 @@ def list_results(asked: Scoring, score: Score, dense: Score) -> list[ResultRecor
     dtype = f", {asked.dtype}" if asked.dtype != "float32" else ""
     results = []
     if "perplexity" in score:
-        data = Path(str(asked.text)).name
-        name = f"perplexity, {data}, windows of {asked.window}"
+        name = f"perplexity, {Path(str(asked.text)).name}, windows of {asked.window}"
         name += f", stride {asked.stride}" if asked.stride not in (None, asked.window) else ""
         name += f", first {asked.max_tokens:,} tokens" if asked.max_tokens else ""
-        value, before = score["perplexity"], dense.get("perplexity")
-        results.append(ResultRecord(name + dtype, data, "perplexity", value, before))
+        results.append(ResultRecord(name + dtype, score["perplexity"], dense.get("perplexity")))
     limit = f", {asked.limit} examples" if asked.limit else ""
     for column, value in score.items():
         task, _, metric = column.partition(" ")
         if metric and not metric.endswith("_stderr"):
             errors = _read_error(score, column), _read_error(dense, column)
-            name = f"{task}, {metric}{limit}{dtype}"
-            results.append(ResultRecord(name, task, metric, float(value), dense.get(column), *errors))
+            results.append(ResultRecord(f"{task}, {metric}{limit}{dtype}", float(value), dense.get(column), *errors))
     return results
 
 

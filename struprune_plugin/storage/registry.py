@@ -11,38 +11,27 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 
 from struprune_plugin.storage.files import shorten_value
 
-_LONGER = "For other training give the output folder to transformers.Trainer."
-GONE = {  # fields, methods and modifiers that recipes no longer have, each with what to use instead
-    "RecoveryModifier": "Use LoRARecoveryModifier, or transformers.Trainer on the output folder.",
-    "cache": "A smaller cache needs fewer heads: set `attention_unit: head` and sparsity.",
-    "checkpoint_steps": "A training that was killed starts anew; pruned layers are kept by checkpoint_dir.",
-    "clipping": "The gradient of all adapters is clipped by its norm, `max_grad_norm`.",
-    "compute": "Load the model in the dtype to compute in (--dtype).",
-    "criterion": "Whole experts are ranked by REAP's score: remove the field.",
-    "data": "Training is on the calibration text; for other text train the output in a second run.",
-    "engine": "Give `budget: {speedup: 1.3, costs: FILE}`; `python -m eval.costs`, in the checkout, makes the file.",
-    "loss": f"The loss is the cross entropy on the text. {_LONGER}",
-    "memory": "One decoder layer is on the device at a time.",
-    "memory_budget": "Set `offload: true`: moments, solves and embeddings are on the host then.",
-    "micro_batch_size": "As many sequences as a calibration batch holds are on the device at a time: set batch_size of the run.",
-    "patience": "Set `schedule.max_steps`; the best step is kept.",
-    "phase": "A file of `budget.costs` is of one workload: `python -m eval.costs`, in the checkout, times it.",
-    "state_dtype": "Moments of the adapters are in float32.",
-    "state_folder": "Moments of the adapters are in memory.",
-    "sublayers": "Remove layers in transformers (docs/models.md), then prune widths.",
-    "weights": f"Adapters are trained, all other weights stay. {_LONGER}",
-    "whole_layers": "Remove layers in transformers (docs/models.md), then prune widths.",
-    "ffn_tuning": "Train the output folder, for instance by a recovery stage behind the pruning.",
-    "replay": "Run the output's own recipe.yaml on the same calibration text.",
-    "calibrate_all_experts": "Use more calibration text, so that every expert sees enough tokens.",
-    "owl": "Set `allocation: error_curve`.",
-    "both": "It never removed an expert from a real mixture. Set `experts: whole` or `experts: channels`.",
-    "per_expert": "Engines hold all experts of a layer in one tensor. Set `widths: per_layer`.",
-    "block_influence": "Set `allocation: error_curve`.",
-    "fluctuation": "Set `importance: obs`.",
-    "taylor": "Set `importance: snip`.",
-    "wanda_l2": "Set `importance: wanda`.",
+_TRAINED = (
+    "Adapters are trained by the cross entropy on the calibration text, one decoder layer on the device at a time. For other "
+    "training give the output folder to transformers.Trainer."
+)
+_GONE = {  # what to use -> fields, methods and modifiers that recipes no longer have
+    _TRAINED: "checkpoint_steps clipping compute data loss memory patience state_dtype state_folder weights",
+    "Use LoRARecoveryModifier, or transformers.Trainer on the output folder.": "RecoveryModifier",
+    "Set batch_size of the run: as many sequences are on the device at a time.": "micro_batch_size",
+    "Train the output folder, for instance by a recovery stage behind the pruning.": "ffn_tuning",
+    "A smaller cache needs fewer heads: set `attention_unit: head` and sparsity.": "cache",
+    "Give `budget: {speedup: 1.3, costs: FILE}`; `python -m eval.costs`, in the checkout, makes it.": "engine phase",
+    "Set `offload: true`: moments, solves and embeddings are on the host then.": "memory_budget",
+    "Remove layers in transformers (docs/models.md), then prune widths.": "sublayers whole_layers",
+    "Run the output's own recipe.yaml on the same calibration text.": "replay",
+    "Use more calibration text, so that every expert sees enough tokens.": "calibrate_all_experts",
+    "Set `experts: whole`, ranked by REAP's score, or `experts: channels`.": "both criterion",
+    "Engines hold all experts of a layer in one tensor. Set `widths: per_layer`.": "per_expert",
+    "Set `allocation: error_curve`.": "owl block_influence",
+    "Set `importance: obs`, `wanda` or `snip`.": "fluctuation taylor wanda_l2",
 }
+GONE = {name: remedy for remedy, names in _GONE.items() for name in names.split()}
 
 
 def refuse_gone(names: Iterable[object]) -> None:

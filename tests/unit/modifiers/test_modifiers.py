@@ -403,7 +403,7 @@ def test_targets_limit_what_is_pruned(opt):
     [
         ({"sublayers": "none"}, "Remove layers in transformers (docs/models.md), then prune widths."),
         ({"allocation": "whole_layers"}, "Remove layers in transformers (docs/models.md), then prune widths."),
-        ({"importance": {"method": "wanda_l2"}}, "Set `importance: wanda`."),
+        ({"importance": {"method": "wanda_l2"}}, "Set `importance: obs`, `wanda` or `snip`."),
         ({"experts": {"calibrate_all_experts": True}}, "Use more calibration text"),
         ({"memory_budget": 10**9}, "Set `offload: true`"),
     ],

@@ -30,6 +30,7 @@ from struprune_plugin.model.structure.tiny import find_auto_class, find_class
 from struprune_plugin.modifiers.checks import check_layers, check_sequences, tell_few_tokens
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import find_widest_solve
+from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.storage.checkpoint import find_custom_class, is_packed, load_whole
 from struprune_plugin.storage.files import check_place, shorten_error
 from struprune_plugin.storage.registry import suggest
@@ -127,7 +128,7 @@ def _count_most_tokens(kwargs: dict[str, Any]) -> int | None:
     dataset, length = kwargs.get("dataset"), kwargs.get("max_seq_length")
     samples = kwargs.get("num_calibration_samples") or 512
     if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
-        return sum(map(len, dataset["input_ids"])) if len(dataset) <= samples else None
+        return None if len(dataset) > samples else sum(gather(sum(map(len, dataset["input_ids"]))))  # of all processes
     if length is None or dataset is None or isinstance(dataset, DataLoader):
         return None
     if isinstance(dataset, Dataset):

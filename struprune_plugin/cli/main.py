@@ -209,7 +209,6 @@ def convert(
     file for llama.cpp, sizes per layer (LLaMA only).
     """
     screen = Screen(as_json, quiet)
-    opt.check_folder(path)
     from struprune_plugin import registration  # noqa: F401
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.reporting.pages import write_card
@@ -226,7 +225,11 @@ def convert(
     screen.show(record, f"wrote {output} ({format_bytes(size)} of weights{how})")
 
 
-def inspect(path: opt.Folder, as_json: opt.Json = False, quiet: opt.Quiet = False) -> None:
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder, or its manifest")],
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
     """Show the content of a pruned folder, layer by layer.
 
     The figures come from the folder's manifest (struprune.json), which --json prints.
@@ -249,7 +252,6 @@ def report(
     network.
     """
     screen = Screen(as_json, quiet)
-    opt.check_folder(path)
     manifest, page = read_manifest(path), output or path.resolve().with_name(f"{path.resolve().name}.html")
     if page.is_dir() or (page.exists() and not overwrite):
         raise ValueError(f"--output: {page} exists. Choose another path, or pass --overwrite.")

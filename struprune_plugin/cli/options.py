@@ -32,12 +32,13 @@ def _complete_recipe(incomplete: str) -> list[str]:
 
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
-Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder")]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder", exists=True, file_okay=False)]
 _RECIPE = "recipe: a YAML file, or a name that `struprune recipes` lists"
 RecipeName = Annotated[str, option("--recipe", _RECIPE, "R", autocompletion=_complete_recipe)]
 Seed = Annotated[int, option("--seed", "seed of all random choices", "N", min=0, max=2**32 - 1)]
 Dtype = Annotated[Floats, option("--dtype", "dtype that the model is loaded in")]
-Device = Annotated[str, option("--device", "device: auto, cpu, cuda or cuda:N", "D")]
+_DEVICE = "device; CUDA_VISIBLE_DEVICES chooses among several GPUs"
+Device = Annotated[Literal["auto", "cpu", "cuda"], option("--device", _DEVICE)]
 Overwrite = Annotated[bool, option("--overwrite", "replace an earlier output")]
 TrustRemoteCode = Annotated[bool, option("--trust-remote-code", "run the code that comes with the model")]
 
@@ -189,12 +190,6 @@ def read_pick(text: str, tasks: Sequence[str]) -> tuple[float, bool, str]:
     return float(found[2]) / (100 if found[3] else 1), bool(found[3]), found[4]
 
 
-def check_folder(path: Path) -> None:
-    """Raise if there is no such folder."""
-    if not path.is_dir():
-        raise ValueError(f"{path}: must be a pruned folder, got no folder. Correct the path.")
-
-
 def prepare(
     screen: Screen,
     recipe: str | None = None,
@@ -203,15 +198,10 @@ def prepare(
     device: str = "auto",
     verbose: bool = False,
 ) -> None:
-    """Let torch see one device, register StruPrune with llm-compressor and transformers, and set what they log.
+    """Register StruPrune with llm-compressor and transformers, and set what they log.
 
-    N of ``cuda:N`` counts the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, as torch does.
-
-    :raises ValueError: the name of a recipe, model, text or device is invalid, before anything heavy is imported; no such GPU
+    :raises ValueError: the name of a recipe, model or text is invalid, before anything heavy is imported; no GPU
     """
-    kind, _, index = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ValueError(f"--device: must be auto, cpu, cuda or cuda:N, got {device!r}. Choose one of these.")
     if recipe is not None and "\n" not in recipe:  # otherwise it is a YAML text
         find_recipe(recipe)
     for text in texts:
@@ -219,18 +209,12 @@ def prepare(
             check_text(text)
     for model in models:
         check_model(model)
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if kind == "cpu":
+    if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif index:
-        cards = dict(enumerate(shown.split(","))) if shown else {int(index): index}
-        os.environ["CUDA_VISIBLE_DEVICES"] = cards.get(int(index), "")
     import torch
 
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"--device: {device!r} must be present, but torch finds no such GPU. Use --device auto or cpu."
-        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda must be present, but torch finds no such GPU. Use --device auto or cpu.")
     from struprune_plugin import registration  # noqa: F401
 
     screen.set_log(verbose)

@@ -50,9 +50,10 @@ from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
 
 _OWN_LOG = ("LLM_COMPRESSOR_LOG_LEVEL", "LLM_COMPRESSOR_LOG_DISABLED")  # if set, llm-compressor's log is left alone
-_STEPS = ("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe")
-_DEVICE = "llmcompressor.utils.dev"  # warns for every module that there is no accelerator
-_STAGE = "struprune_plugin.modifiers.pruning"  # logs the removed parameters, which the final table tells, too
+_HIDDEN = (
+    *("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe"),
+    "llmcompressor.utils.dev",  # warns for every module that there is no accelerator
+)
 
 
 @reset_torch()
@@ -118,7 +119,7 @@ def oneshot(
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
             torch.manual_seed(seed)
-        stack.enter_context(_quieten(output_dir is not None))
+        stack.enter_context(_quieten())
         folder = None
         if output_dir is not None:
             size = estimate_output_bytes(source, loaded.modifiers, kwargs)
@@ -155,13 +156,9 @@ def oneshot(
 
 
 @contextmanager
-def _quieten(summarises: bool) -> Iterator[None]:
-    """Hide llm-compressor's lifecycle steps in the block, and what nobody can act on.
-
-    :param summarises: whether the output's table is logged afterwards
-    """
-    hidden = [*_STEPS, _DEVICE] if not any(name in os.environ for name in _OWN_LOG) else []
-    hidden += [_STAGE] if summarises else []
+def _quieten() -> Iterator[None]:
+    """Hide llm-compressor's lifecycle steps in the block, and what nobody can act on, unless its log is set from outside."""
+    hidden = () if any(name in os.environ for name in _OWN_LOG) else _HIDDEN
     for name in hidden:
         logger.disable(name)
     try:

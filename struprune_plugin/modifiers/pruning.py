@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
-from loguru import logger
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel
 
@@ -24,7 +23,6 @@ from struprune_plugin.modifiers.planning import Planner
 from struprune_plugin.modifiers.setup import RunSetup, prepare_run
 from struprune_plugin.pruning.prune_layer import Pruner
 from struprune_plugin.pruning.resume import LayerLog
-from struprune_plugin.reporting.tables import describe_budget
 from struprune_plugin.storage.manifest import Manifest, write_manifest
 
 
@@ -102,9 +100,7 @@ class StruPruneModifier(StructuredModifier):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._finish is None:
             return True  # llm-compressor finalises an aborted run: nothing to export
-        manifest = self._finish(state.model)
-        logger.info(f"decoder linears: {describe_budget(manifest.budget)}")
-        wrap_save(state.model, lambda path: write_manifest(manifest, path))
+        wrap_save(state.model, partial(write_manifest, self._finish(state.model)))
         return True
 
     def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.ends import BatchFlow, enter_batches
 from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.model.experts import run_experts_fast
 from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layers
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -119,6 +120,7 @@ def enter_device_context(model: PreTrainedModel, offload: bool = False) -> Itera
     """
     with ExitStack() as stack:
         stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", False))  # each sees its own tokens
+        stack.enter_context(run_experts_fast(model))
         stack.enter_context(fuse_attention(model))
         stack.enter_context(hold_one_layer([layer for _, layer in find_decoder_layers(model)]))
         context = stack.enter_context(DeviceContext.open(offload))
